@@ -1,0 +1,64 @@
+"""The shared core of meshwright: plans, plugins, layouts and global tensors.
+
+Names are loaded on first use (PEP 562), so that importing this package, its plugins and its plans needs no torch.
+To export a name, add it to the table below.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+# name -> module of this package that defines it
+_EXPORTS = MappingProxyType(
+    {
+        # errors
+        "InfeasibleError": "errors",
+        "MeshwrightError": "errors",
+        "PlanError": "errors",
+        "PluginError": "errors",
+        "UnsupportedError": "errors",
+        "UsageError": "errors",
+        "VerificationError": "errors",
+        # plan
+        "ActivationRule": "plan",
+        "ParallelPlan": "plan",
+        "ParameterRule": "plan",
+        "PlannedCollective": "plan",
+        "Prediction": "plan",
+        "Provenance": "plan",
+        # plugins
+        "PluginHost": "plugins",
+        "discover": "plugins",
+        "hookimpl": "plugins",
+        # tensors (these need torch)
+        "CommEvent": "commlog",
+        "CommLog": "commlog",
+        "GlobalTensor": "global_tensor",
+        "Layout": "layout",
+        "MeshParameter": "parameter",
+        "as_mesh_parameter": "parameter",
+        "build_mesh": "mesh",
+        "communication": "commlog",
+        "deferred_init": "deferred",
+        "distribute": "global_tensor",
+        "from_local": "global_tensor",
+        "init": "mesh",
+    }
+)
+
+__all__ = list(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

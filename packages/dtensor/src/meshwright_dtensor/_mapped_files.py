@@ -1,0 +1,153 @@
+"""Tensor memory that lives in unlinked files on a disk: the kernel may write it out and drop it when memory
+is short.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright_dtensor.errors import MeshwrightError, UsageError
+
+ENVIRONMENT = "MESHWRIGHT_INIT_DIR"
+PREFIX = "meshwright-init-"
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def file_system(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The type of the file system that holds `directory` ("ext4", "tmpfs"), or None where the system does not
+    say.
+
+    Source: the mount table, `mounts` in the format of proc(5); the last mount on the longest path wins.
+    """
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    place = os.path.realpath(directory)
+    best: tuple[int, str] | None = None
+    for line in lines:
+        fields = line.split(" ")
+        if "-" not in fields[6:]:
+            continue
+        point = re.sub(
+            r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]
+        )  # blanks are written \040
+        if place == point or place.startswith(point.rstrip("/") + "/"):
+            kind = fields[fields.index("-", 6) + 1]
+            if best is None or len(point) >= best[0]:
+                best = (len(point), kind)
+    return None if best is None else best[1]
+
+
+def choose_directory(given: str | os.PathLike[str] | None = None) -> Path:
+    """The directory for mapped files: `given`, or MESHWRIGHT_INIT_DIR, or that of the usual places with
+    the most room.
+
+    Never one that keeps files in memory. Raises UsageError if the named one cannot serve, or none of the
+    usual ones can.
+    """
+    source = "directory"
+    if given is None and os.environ.get(ENVIRONMENT):
+        given, source = os.environ[ENVIRONMENT], ENVIRONMENT
+    if given is not None:
+        reason = _unfit(Path(given))
+        if reason:
+            raise UsageError(f"{source}={str(given)!r} {reason}; name a writable directory on a disk")
+        return Path(given)
+    tried, disks = [], []
+    for place in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())):
+        reason = _unfit(Path(place))
+        if reason is None:
+            disks.append(Path(place))
+        else:
+            tried.append(f"{place!r} {reason}")
+    if disks:
+        return max(disks, key=lambda disk: shutil.disk_usage(disk).free)  # the first of several on one disk
+    raise UsageError(
+        f"deferred_init found no disk for its files ({'; '.join(tried)}); set {ENVIRONMENT} to a writable directory on one"
+    )
+
+
+def _unfit(directory: Path) -> str | None:
+    if not directory.is_dir():
+        return "is no directory"
+    kind = file_system(directory)
+    if kind in IN_MEMORY:
+        return f"is on {kind}, which is memory itself"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return "is not writable"
+    return None
+
+
+class MappedFiles:
+    """Makes tensors in files of one directory. A file has no name once its tensor exists and goes when the
+    storage goes.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def zeros(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A zero CPU tensor of `shape` and `strides` (elements), backed by a file of its own.
+
+        The space is taken at once: a full disk is a MeshwrightError here, not a bus error at some later
+        write.
+        """
+        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        nbytes = 0 if 0 in shape else span * dtype.itemsize
+        number, name = tempfile.mkstemp(prefix=PREFIX, dir=self.directory)
+        try:
+            try:
+                self._reserve(number, nbytes)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                raise self._full(nbytes, shape, dtype, error) from error
+            finally:
+                os.close(number)
+            storage: Any = torch.UntypedStorage.from_file(name, True, nbytes)
+        finally:
+            os.unlink(name)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))
+
+    def _reserve(self, number: int, nbytes: int) -> None:
+        if sys.platform != "win32" and hasattr(os, "posix_fallocate"):
+            try:
+                return os.posix_fallocate(number, 0, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+        if shutil.disk_usage(self.directory).free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.truncate(number, nbytes)
+
+    def _full(self, nbytes: int, shape: Sequence[int], dtype: torch.dtype, error: OSError) -> MeshwrightError:
+        free = shutil.disk_usage(self.directory).free
+        return MeshwrightError(
+            f"deferred_init could not take {nbytes} bytes in {str(self.directory)!r} for a {dtype} tensor of shape "
+            f"{tuple(shape)}: {error.strerror} ({free} bytes free there); free some, or set {ENVIRONMENT} to a larger disk"
+        )
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether the memory of `tensor` is one of these files."""
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        or tensor.layout != torch.strided
+    ):
+        return False
+    if tensor.device.type != "cpu":
+        return False
+    name = tensor.untyped_storage().filename
+    return name is not None and os.path.basename(name).startswith(PREFIX)

@@ -1,0 +1,31 @@
+"""Help with names: suggest the one that was meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+
+def did_you_mean(name: object, options: Iterable[str]) -> str | None:
+    """The option closest to `name`, or None where nothing is close."""
+    text = str(name)
+    options = list(options)
+    close = difflib.get_close_matches(text, options, n=1)
+    if close:
+        return close[0]
+    by_lower = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(text.lower(), list(by_lower), n=1)
+    return by_lower[close[0]] if close else None
+
+
+def listing(names: Iterable[str], limit: int = 12) -> str:
+    """`names` joined by commas, cut after `limit`; "none" where there are none."""
+    names = list(names)
+    shown = ", ".join(names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown or "none"
+
+
+def canonical(distribution: str) -> str:
+    """A distribution's name in the form in which two spellings of it are equal (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()

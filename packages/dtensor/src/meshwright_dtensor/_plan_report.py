@@ -1,0 +1,148 @@
+"""A plan drawn for people."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .plan import ParallelPlan
+
+
+def explain(plan: ParallelPlan, width: int = 110) -> str:
+    """The plan as plain text, `width` columns wide."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, _environ={})
+    console.print(Text(_mesh(plan)))
+    for axis in (*plan.degrees, *(axis for axis in plan.strategies if axis not in plan.degrees)):
+        if axis in plan.strategies:
+            console.print(Text(f"  {axis}: {plan.strategies[axis]}"))
+    if plan.sequence_parallel:
+        console.print(Text("  sequence parallel"))
+    _parameters(plan, console)
+    _activations(plan, console)
+    _collectives(plan, console)
+    _prediction(plan, console)
+    _provenance(plan, console)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    kept = [
+        line for place, line in enumerate(lines) if line or (place and lines[place - 1])
+    ]  # no double blanks
+    return "\n".join(kept).strip() + "\n"
+
+
+def _mesh(plan: ParallelPlan) -> str:
+    degrees = " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
+    ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
+    return f"mesh: {degrees} = {ranks}" if degrees else f"mesh: {ranks}"
+
+
+def _table(console: Console, title: str, columns: Iterable[str]) -> Table:
+    """An empty table under a title. The title is printed apart, since a table's own wraps at the table's width."""
+    console.print(Text(f"\n{title}"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(Text(column), overflow="fold")
+    return table
+
+
+def _parameters(plan: ParallelPlan, console: Console) -> None:
+    if not plan.parameters:
+        console.print(Text("\nparameters: no rule, so every parameter is replicated"))
+        return
+    axes = list(plan.degrees)
+    table = _table(
+        console, "parameters (the first match wins; the others are replicated)", ["pattern", *axes]
+    )
+    for rule in plan.parameters:
+        table.add_row(Text(rule.pattern), *(Text(rule.placement.get(axis, "I")) for axis in axes))
+    console.print(table)
+
+
+def _activations(plan: ParallelPlan, console: Console) -> None:
+    if not plan.activations:
+        console.print(Text("\nactivations: no target, so every state is derived"))
+        return
+    title = "activations (target states: I and X replicated, P partial, S(d) sharded on dim d)"
+    table = _table(console, title, ["module", "call", "inputs", "outputs"])
+    for rule in plan.activations:
+        call = f"{rule.function} #{rule.occurrence}"
+        inputs, outputs = _states(rule.inputs), _states(rule.outputs or ())
+        table.add_row(Text(rule.module or "(root)"), Text(call), Text(inputs), Text(outputs))
+    console.print(table)
+
+
+def _states(values: Iterable[Mapping[str, str] | None]) -> str:
+    return "; ".join(
+        ",".join(f"{axis}={state}" for axis, state in states.items()) or "any"
+        if states is not None
+        else "any"
+        for states in values
+    )
+
+
+def _collectives(plan: ParallelPlan, console: Console) -> None:
+    if not plan.collectives:
+        return
+    total: dict[tuple[str, str, str], list[int]] = {}
+    for item in plan.collectives:
+        entry = total.setdefault((item.axis, item.kind, item.phase), [0, 0])
+        entry[0] += item.count
+        entry[1] += item.count * item.nbytes
+    table = _table(console, "collectives a step", ["axis", "kind", "phase", "count", "bytes"])
+    for (axis, kind, phase), (count, nbytes) in total.items():
+        table.add_row(Text(axis), Text(kind), Text(phase), Text(str(count)), Text(size(nbytes)))
+    console.print(table)
+
+
+def _prediction(plan: ParallelPlan, console: Console) -> None:
+    predicted = plan.predicted
+    if predicted is None:
+        console.print(Text("\npredicted: nothing"))
+        return
+    parts = f"compute {duration(predicted.compute_seconds)}, communication {duration(predicted.communication_seconds)}"
+    console.print(Text(f"\npredicted step: {duration(predicted.step_seconds)} ({parts})"))
+    if predicted.memory_bytes:
+        by_size = sorted(predicted.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
+        shown = ", ".join(f"{part} {size(n)}" for part, n in by_size if part != "total")
+        console.print(
+            Text(f"predicted memory a rank: {size(predicted.total_bytes)}" + (f" ({shown})" if shown else ""))
+        )
+
+
+def _provenance(plan: ParallelPlan, console: Console) -> None:
+    origin = plan.provenance
+    facts = {
+        "planner": origin.planner,
+        "cluster": origin.cluster,
+        "model": origin.model,
+        "created": origin.created,
+    }
+    shown = [f"{name} {value}" for name, value in facts.items() if value]
+    shown += [f"{name} {version}" for name, version in sorted(origin.versions.items())]
+    console.print(Text(f"\nprovenance: {', '.join(shown) or 'written by hand'}"))
+    for note in origin.notes:
+        console.print(Text(f"  {note}"))
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: "1.50 GiB"."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{nbytes} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: "12.3 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"

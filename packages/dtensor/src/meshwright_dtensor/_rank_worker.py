@@ -1,0 +1,133 @@
+"""What one rank of a `testing.RankPool` runs: wait for a function, run it in the right world, send the
+outcome.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from meshwright_dtensor._torch_testing import forget_meshes
+
+
+@dataclass
+class Outcome:
+    """How a call ended: `result` (pickled) or `traceback` with, where it pickles, `exception`; `finished` on
+    the monotonic clock.
+    """
+
+    result: bytes = b""
+    traceback: str = ""
+    exception: bytes | None = None
+    finished: float = 0.0
+
+    @staticmethod
+    def none() -> Outcome:
+        """The outcome of a rank that never answered."""
+        return Outcome(finished=float("inf"))
+
+
+def run_worker(rank: int, pipe: Connection, folder: str) -> None:
+    """Serve jobs (sys.path, module and file of the function, world size, meeting file, payload)
+    until end of file.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes the pipe
+    with open(Path(folder) / f"stack-{os.getpid()}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        meeting = ""
+        while True:
+            try:
+                path, source, world_size, place, payload = pipe.recv()
+            except (EOFError, OSError):
+                break
+            try:
+                sys.path[:] = path
+                if place != meeting:
+                    meeting = place
+                    _join(rank, world_size, place)
+                _import(*source)
+                fn, args = pickle.loads(payload)
+                _reset()
+                outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)))
+            except BaseException as error:  # whatever it is, it belongs to the parent
+                outcome = Outcome(traceback=traceback.format_exc(), exception=_pickled(error))
+                meeting = ""
+                _leave()  # closes the connections, so that ranks that wait for this one fail at once
+            outcome.finished = time.monotonic()
+            try:
+                pipe.send(outcome)
+            except OSError:
+                break
+        _leave()
+
+
+def _join(rank: int, world_size: int, place: str) -> None:
+    _leave()
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(place, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(hours=1),  # the pool itself ends what hangs
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        with suppress(Exception):
+            dist.destroy_process_group()
+        forget_meshes()
+
+
+def _reset() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+
+
+def _import(name: str, file: str | None) -> None:
+    """Make `name` importable for pickle: by name if that is the same file, else from the file."""
+    module: Any = sys.modules.get(name)
+    if module is None:
+        with suppress(ImportError):
+            module = importlib.import_module(name)
+    if file is None or (module is not None and getattr(module, "__file__", None) == file):
+        return
+    if name == "__main__":
+        return  # multiprocessing has prepared it
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception, if it survives a round trip."""
+    with suppress(Exception):
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    return None

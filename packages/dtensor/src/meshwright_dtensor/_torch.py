@@ -1,0 +1,234 @@
+"""Every private name of torch that this package uses, in one place: the page to read when torch changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as _pytree
+from torch import _ops
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _python_dispatch
+
+# used everywhere, and private only by name
+pytree = _pytree
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+OpOverload = _ops.OpOverload
+
+
+def fake_store() -> Any:
+    """A store for the "fake" backend, whose collectives do nothing; the import registers it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def hash_store() -> Any:
+    """A rendezvous inside this process, for a world of one."""
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+def bind_apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``cls.apply`` without the functorch checks and keyword binding of the Python wrapper around it."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
+
+
+def functorch_active() -> bool:
+    """Whether a functorch transform (vmap, grad, jvp...) is running."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+# bound, not wrapped: these run on every torch call of a model
+make_subclass = (
+    torch.Tensor._make_subclass
+)  # (class, data): a tensor of the class with the metadata of the data, 1 us
+any_autocast = torch._C._is_any_autocast_enabled
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A fresh FakeTensorMode that lets real tensors in as constants."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not log a failed trial on fake tensors: whoever tries says what came of it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run outside of every dispatch mode (a FakeTensorMode of the caller, say)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def dtensor_local(tensor: DTensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without autograd."""
+    return tensor._local_tensor
+
+
+def set_dtensor_parts(tensor: DTensor, local: torch.Tensor, spec: Any) -> None:
+    """Give a DTensor another local tensor of the same geometry, and its spec."""
+    tensor._local_tensor = local
+    tensor._spec = spec
+
+
+def dtensor_spec(tensor: DTensor) -> Any:
+    """The spec (mesh, placements, tensor meta) of a DTensor."""
+    return tensor._spec
+
+
+def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor over ``local`` with an existing spec, without checks and without autograd."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def offline_mesh(size: int) -> Any:
+    """A one-axis DeviceMesh without process groups: enough to ask sharding strategies about it."""
+    return DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
+
+
+def stock_rows(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> list[tuple[Any, ...]] | None:
+    """Placements (outputs, then inputs) that DTensor's single-dim strategy of ``op`` lists; None if it has none.
+
+    Tensors among ``args`` are given as (shape, stride, dtype); ``count`` is how many placements a row has.  Entries are
+    Placements, or the ``int`` dim of any sharding.
+    """
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+    from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+
+    info = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs.get(op)
+    if info is None:
+        return None
+
+    def meta(x: Any) -> Any:
+        return TensorMeta(torch.Size(x.shape), x.stride, x.dtype) if isinstance(x, TensorSketch) else x
+
+    args, kwargs = _map_sketches(meta, (args, kwargs))
+    rows = []
+    for row in info.func(op, args, kwargs):
+        entries = tuple(x.dim if isinstance(x, _ShardingPlaceholder) else x for x in row if x is not None)
+        if len(entries) == count:
+            rows.append(entries)
+    return rows
+
+
+def stock_probe(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any, placements: list[Any]
+) -> list[tuple[Any, ...]] | None:
+    """Placements (outputs, then inputs) that DTensor's strategy function of ``op`` offers for inputs in ``placements``."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+
+    function = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(op)
+    if function is None:
+        return None
+    given = iter(placements)
+
+    def spec(x: Any) -> Any:
+        if not isinstance(x, TensorSketch):
+            return x
+        meta = TensorMeta(torch.Size(x.shape), x.stride, x.dtype)
+        return OpStrategy([OpSpec(DTensorSpec(mesh, (next(given),), meta))])
+
+    args, kwargs = _map_sketches(spec, (args, kwargs))
+    rows = []
+    for strategy in getattr(function(OpSchema(op, args, kwargs)), "strategies", []):
+        outs = (
+            strategy.output_specs
+            if isinstance(strategy.output_specs, (tuple, list))
+            else (strategy.output_specs,)
+        )
+        if strategy.input_specs is not None and all(x is not None for x in (*outs, *strategy.input_specs)):
+            rows.append(tuple(x.placements[0] for x in (*outs, *strategy.input_specs)))
+    return rows
+
+
+class TensorSketch:
+    """Shape, stride and dtype of a tensor argument."""
+
+    __slots__ = ("dtype", "shape", "stride")
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.stride, self.dtype = shape, stride, dtype
+
+
+def _map_sketches(function: Callable[[Any], Any], tree: Any) -> Any:
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map(function, tree)
+
+
+def op_name(op: Any) -> str:
+    """The name of an overload's operator, such as "aten::zeros"."""
+    return op._schema.name
+
+
+def op_mutates(op: Any) -> bool:
+    """Whether the overload writes into an argument."""
+    return op._schema.is_mutable
+
+
+def op_arguments(op: Any) -> dict[str, str]:
+    """Argument names of an overload, in order, each with its type, such as "Tensor" or "SymInt[]"."""
+    return {argument.name: str(argument.type) for argument in op._schema.arguments}
+
+
+def op_returns_fresh_tensor(op: Any) -> bool:
+    """Whether the overload returns exactly one tensor, which is no view of an argument."""
+    returns = op._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None
+
+
+def out_overload(op: Any) -> Any:
+    """The overload of the same operator that writes into `out`, or None."""
+    packet, own = op._overloadpacket, op._overloadname
+    names = {"default": ("out",), "Tensor": ("Tensor_out", "out")}.get(own, (f"{own}_out",))
+    return next((getattr(packet, name) for name in names if name in packet.overloads()), None)
+
+
+def replace_code(function: Any, donor: Any) -> Any:
+    """Give ``function`` the code of ``donor`` (with as many free variables); return a function that runs the old code."""
+    original = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__code__ = donor.__code__
+    return original
+
+
+def fake_mode_active() -> bool:
+    """Whether a FakeTensorMode is on the stack; it lies below every ordinary mode, whichever was entered first."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_fake(x: Any) -> bool:
+    """Whether ``x`` is a fake tensor (shapes without data)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
+
+
+def stock_call() -> AbstractContextManager[Any]:
+    """Inside, torch functions do not ask subclasses: a DTensor is handled by its dispatch alone."""
+    return torch._C.DisableTorchFunctionSubclass()

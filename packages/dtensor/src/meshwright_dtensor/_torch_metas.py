@@ -1,0 +1,31 @@
+"""Shapes of ops whose own meta kernel in torch refuses what the op itself accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """``aten._grouped_mm`` in any dtype; torch's meta kernel takes bfloat16 only, its CPU kernel every float type.
+
+    2-D x 3-D and 3-D x 2-D give (M, N), 3-D x 3-D and 2-D x 2-D give (groups, M, N).
+    """
+    m, n = a.shape[-2], b.shape[-1]
+    if a.dim() == b.dim():
+        groups = a.shape[0] if a.dim() == 3 else (offs.shape[0] if offs is not None else 1)
+        return a.new_empty((groups, m, n), dtype=out_dtype or a.dtype)
+    return a.new_empty((m, n), dtype=out_dtype or a.dtype)
+
+
+METAS: MappingProxyType[Any, Callable[..., Tensor]] = MappingProxyType(
+    {torch.ops.aten._grouped_mm.default: grouped_mm}
+)
+"""Op overload -> what gives a fake result from fake inputs."""

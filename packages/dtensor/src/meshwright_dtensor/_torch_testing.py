@@ -1,0 +1,12 @@
+"""Private torch names that the rank pool needs."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import debug
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of sharding decisions: they hold the meshes, and so the process groups, that they were
+    made with, and hand them out again for an equal mesh whose groups are new.
+    """
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

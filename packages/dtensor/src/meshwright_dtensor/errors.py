@@ -1,0 +1,70 @@
+"""The exceptions of meshwright. Each message is one line: the value, the rule it breaks, and the fix.
+
+`exit_code` is what the command line returns for the error: 2 usage, 3 infeasible, 4 a check failed.
+"""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """Base of every error that meshwright raises on purpose. Catch this to catch them all."""
+
+    exit_code: int = 1
+
+
+class UsageError(MeshwrightError):
+    """The caller asked for something that cannot be: a wrong name, value or combination."""
+
+    exit_code = 2
+
+
+class PlanError(UsageError):
+    """A plan is malformed, or does not fit the run it is used in.
+
+    Attributes: `field` (path into the plan, such as "degrees.tp"), `value` (what stands there), `rule` (what it
+    must obey), `nearest` (the nearest legal value, or None where none can be named). The message holds all four.
+    """
+
+    def __init__(self, field: str, value: object, rule: str, nearest: str | None = None) -> None:
+        self.field = field
+        self.value = value
+        self.rule = rule
+        self.nearest = nearest
+        text = f"plan field {field} is {_short(value)}: {rule}"
+        super().__init__(_one_line(f"{text}; nearest legal: {nearest}" if nearest else text))
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[str, object, str, str | None]]:
+        return type(self), (self.field, self.value, self.rule, self.nearest)
+
+
+class PluginError(UsageError):
+    """A plugin is registered wrongly, cannot be found, or cannot be loaded."""
+
+
+class InfeasibleError(MeshwrightError):
+    """No plan satisfies the request (memory, degrees or pins). The message names the smallest change that would."""
+
+    exit_code = 3
+
+
+class VerificationError(MeshwrightError):
+    """A check ran and failed: parallel values differ from those of one device."""
+
+    exit_code = 4
+
+
+class UnsupportedError(MeshwrightError):
+    """The operation is not supported here, and raising is the only answer that is not silently wrong."""
+
+
+def _short(value: object, limit: int = 120) -> str:
+    """`ascii(value)`, cut to `limit` characters. ascii, so that a lone surrogate can still be printed."""
+    try:
+        text = ascii(value)
+    except Exception:  # a hostile or half-built object must not hide the error being reported
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

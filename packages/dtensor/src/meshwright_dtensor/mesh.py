@@ -1,0 +1,70 @@
+"""Start-up and meshes: the process group from torchrun's environment, and the mesh of a plan."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright_dtensor._torch import hash_store
+from meshwright_dtensor.errors import PlanError, UsageError
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.plan import ParallelPlan
+
+
+def init(device: str | None = None) -> torch.device:
+    """Join the process group that torchrun describes, or make a world of one; every entry point calls it.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``; by default cuda where there is one, else cpu.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        UsageError: the device type is not available here.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r} is not known; use 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "device 'cuda' was asked for, but torch.cuda.is_available() is False here; use device='cpu'"
+        )
+    if not dist.is_initialized():
+        backend = "nccl" if kind == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=hash_store(), rank=0, world_size=1)
+    if kind == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
+    """The device mesh of ``plan``: one axis per degree, in the plan's order, outermost first.
+
+    Raises:
+        PlanError: the degrees do not multiply to the world size.
+    """
+    here = init(device)
+    world = dist.get_world_size()
+    product = 1
+    for degree in plan.degrees.values():
+        product *= degree
+    if product != world:
+        raise PlanError(
+            "degrees",
+            dict(plan.degrees),
+            f"they multiply to {product}, and must to the world size, {world}",
+            f"run on {product} ranks, or plan for world_size={world}",
+        )
+    names = tuple(plan.degrees)
+    return init_device_mesh(here.type, tuple(plan.degrees[n] for n in names), mesh_dim_names=names)

@@ -1,0 +1,237 @@
+"""Mesh parameters: stock DTensors that take part in global tensor computations.
+
+The class of an ordinary ``nn.Parameter`` over a DTensor is swapped for :class:`MeshParameter`; optimizers and tools see
+a DTensor with a DTensor gradient, while torch functions that meet an activation run through the core.  Autograd's leaf
+is the local tensor inside, so gradients are accumulated in C++; ``parameter.grad`` shows that gradient as a DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, set_dtensor_parts, stock_call
+from meshwright_dtensor.boxes import slice_of
+from meshwright_dtensor.collectives import NOWHERE, Site
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.layout import Layout, placement_of, states_of
+from meshwright_dtensor.space import Space
+from meshwright_dtensor.states import States
+
+Tensor = torch.Tensor
+
+# what asks about or changes the parameter itself, or makes optimizer state like it, stays with DTensor
+_STOCK = frozenset(
+    "__set__ __delete__ size dim stride numel is_floating_point is_complex detach backward is_contiguous __hash__ __repr__ "
+    "zeros_like ones_like full_like empty_like untyped_storage element_size __len__ redistribute data_ptr "
+    "storage_offset is_shared share_memory_ nelement ndimension".split()
+)
+_COMPUTED = frozenset(
+    {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
+)
+_DRAWS = frozenset("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split())
+
+
+class MeshParameter(DTensor):
+    """A parameter over a mesh: a DTensor with one state per mesh axis.
+
+    State ``X`` on an axis says that gradients stay partial sums there until an engine (data parallel) reduces them.
+    """
+
+    _layout: Layout
+    _key: tuple[str, Layout]
+    _shown_gradient: DTensor | None = None
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        """The gradient as a DTensor with the parameter's placements; it shares memory with the local gradient."""
+        local = dtensor_local(self).grad
+        if local is None:
+            return None
+        shown = self._shown_gradient
+        if shown is None or dtensor_local(shown) is not local:
+            shown = self._shown_gradient = dtensor_from(local, dtensor_spec(self))
+        return shown
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            dtensor_local(self).grad = None
+            self._shown_gradient = None
+            return
+        if isinstance(value, DTensor):
+            if value.placements != self.placements:
+                raise UnsupportedError(
+                    f"a gradient with placements {value.placements} does not go with a parameter with {self.placements}; "
+                    "redistribute it first"
+                )
+            dtensor_local(self).grad = dtensor_local(value)
+        else:
+            dtensor_local(self).grad = slice_of(value.detach(), self._layout.box).clone()
+        self._shown_gradient = None
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def requires_grad_(self, requires_grad: bool = True) -> MeshParameter:
+        """Switch the gradient on or off, for the leaf inside too."""
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """``hook`` sees the gradient as a DTensor and may return another."""
+
+        def run(g: Tensor) -> Tensor | None:
+            new = hook(dtensor_from(g, dtensor_spec(self)))
+            return dtensor_local(new) if isinstance(new, DTensor) else new
+
+        return dtensor_local(self).register_hook(run)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        """``hook`` is called with this parameter once its gradient has been accumulated in a backward pass."""
+        return dtensor_local(self).register_post_accumulate_grad_hook(lambda _leaf: hook(self))
+
+    def copy_(self, other: Any, non_blocking: bool = False) -> MeshParameter:
+        """Overwrite the value; a plain tensor is the global value (as in ``load_state_dict`` of a one-device checkpoint)."""
+        if isinstance(other, Tensor) and not isinstance(other, DTensor):
+            if hasattr(other, "full_tensor"):  # a global tensor
+                other = other.full_tensor()
+            if other.shape != self.shape:
+                other = other.expand(self.shape)
+            dtensor_local(self).copy_(slice_of(other, self._layout.box), non_blocking)
+            return self
+        with stock_call():
+            DTensor.copy_(self, other, non_blocking)
+        return self
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part, connected to autograd; a gradient for it is the gradient of the part."""
+        if grad_placements is not None:
+            raise UnsupportedError(
+                "to_local(grad_placements=...) on a mesh parameter; the gradient is that of this rank's part"
+            )
+        local = parameter_local(self, self._layout.states)
+        return local.view_as(local)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole value on every rank (a collective call), connected to autograd."""
+        if grad_placements is not None:
+            raise UnsupportedError(
+                "full_tensor(grad_placements=...) on a mesh parameter; the gradient is that of the whole value"
+            )
+        whole = parameter_local(self, self._layout.space.replicated)
+        return whole.view_as(whole)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            with torch.no_grad():  # its own no_grad comes after it has asked us
+                return _dispatcher()(cls, func, types, args, kwargs)
+        if (
+            name not in _STOCK
+            and not name.startswith(("_foreach", "_fused"))
+            and _joins(func, name, args, kwargs)
+        ):
+            return _dispatcher()(cls, func, types, args, kwargs)
+        with stock_call():
+            result = func(*args, **(kwargs or {}))
+        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
+            dtensor_local(args[0]).requires_grad = args[1]
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshParameter:
+        with torch.no_grad():
+            local = dtensor_local(self).detach().clone()
+        copy = as_mesh_parameter(
+            dtensor_from(local, dtensor_spec(self)), self._layout.states, self.requires_grad
+        )
+        memo[id(self)] = copy
+        return copy
+
+
+@cache
+def _dispatcher() -> Callable[..., Any]:
+    from meshwright_dtensor.dispatch import dispatch
+
+    return dispatch
+
+
+def _joins(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    if name == "__get__":
+        return getattr(func, "__self__", None) in _COMPUTED
+    if name.endswith("_") and not name.endswith("__"):
+        return name in _DRAWS
+    if torch.is_grad_enabled():
+        return True
+    flat = [*args, *(kwargs or {}).values()]
+    return any(isinstance(a, Tensor) and not isinstance(a, DTensor) for a in flat)
+
+
+def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = True) -> MeshParameter:
+    """An ``nn.Parameter`` over ``dtensor`` that takes part in global tensor computations.
+
+    Args:
+        dtensor: a leaf over the full mesh whose placements are those of ``states``; its memory is taken over.
+        states: one state per mesh axis: ``I``, ``X`` (its gradient is reduced later by an engine) or a shard dim.
+
+    Raises:
+        UnsupportedError: the states contradict the placements.
+    """
+    space = Space.of(dtensor.device_mesh)
+    expected = tuple(placement_of(s) for s in states)
+    if tuple(dtensor.placements) != expected or "P" in states:
+        raise UnsupportedError(
+            f"parameter placements {tuple(dtensor.placements)} do not go with states {states}; they should be {expected}"
+        )
+    leaf = dtensor_local(dtensor).detach().requires_grad_(requires_grad)
+    parameter: Any = nn.Parameter(dtensor_from(leaf.detach(), dtensor_spec(dtensor)), requires_grad)
+    if requires_grad:
+        # before the class is swapped: autograd's own hook on the wrapper, which no gradient should ever reach
+        parameter.register_hook(_refuse_gradient)
+    # nn.Parameter went through a cached op of torch, which may have put an equal mesh of an earlier run in its place
+    set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
+    parameter.__class__ = MeshParameter
+    parameter._layout = space.layout(states, dtensor.shape, dtensor.dtype)
+    parameter._key = ("parameter", parameter._layout)  # stands for it in the keys of programs
+    return parameter  # type: ignore[no-any-return]
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise UnsupportedError(
+        "a gradient reached a mesh parameter through a stock DTensor operation, where meshwright cannot add it up; compute with "
+        "the parameter itself, parameter.to_local() or parameter.full_tensor() instead of redistribute() or _foreach functions"
+    )
+
+
+def layout_of_dtensor(dtensor: DTensor) -> Layout:
+    """The layout of a mesh parameter, or of any DTensor with Replicate, Shard and Partial(sum) placements."""
+    if isinstance(dtensor, MeshParameter):
+        return dtensor._layout
+    space = Space.of(dtensor.device_mesh)
+    return space.layout(states_of(dtensor.placements, dtensor.ndim, space.ndim), dtensor.shape, dtensor.dtype)
+
+
+def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
+    """The local tensor of a parameter (or any DTensor) in ``states``, connected to autograd."""
+    layout = layout_of_dtensor(p)
+    if isinstance(p, MeshParameter):
+        local = dtensor_local(p)
+    else:
+        local = p.to_local()
+    if states == layout.states:
+        return local
+    conversion = layout.space.conversion(layout.states, states, layout.shape)
+    return local if conversion is None else conversion.apply(local, site)

@@ -1,0 +1,314 @@
+"""The parallel plan: the document that a planner writes, a person edits and commits, and the runtime carries out.
+
+Torch-free. A plan is a frozen value: equality, hashing and `diff` go by content (the time of creation aside), and its
+JSON is stable, so that a plan under version control changes only where it says something new.
+
+Version 1 holds what is carried out today. A field that nothing executes does not exist: naming one is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+
+from . import _plan_checks as checks
+from . import _plan_json as plan_json
+from .errors import PlanError
+from .states import State, parse_state
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _FrozenDict(dict[Any, Any]):
+    """A dict that refuses to change, since the plan that holds it is a value."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("a plan is frozen: build a changed copy with plan.replace(...)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
+        return type(self), (dict(self),)
+
+
+def _count(value: int) -> int:
+    return checks.within(value, 0)
+
+
+def _positive(value: int) -> int:
+    return checks.within(value, 1)
+
+
+Text = Annotated[StrictStr, AfterValidator(checks.text)]
+Word = Annotated[Text, AfterValidator(checks.not_empty)]
+Count = Annotated[StrictInt, AfterValidator(_count)]
+Positive = Annotated[StrictInt, AfterValidator(_positive)]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Axis = Annotated[StrictStr, AfterValidator(checks.axis_name)]
+Frozen = AfterValidator(_FrozenDict)
+ParameterState = Annotated[StrictStr, AfterValidator(checks.parameter_state)]
+ValueState = Annotated[StrictStr, AfterValidator(checks.value_state)]
+States = Annotated[dict[Axis, ValueState], Frozen]
+
+
+class _PlanMeta(ModelMetaclass):
+    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except ValidationError as error:
+                raise checks.plan_error(cls, error) from None
+
+
+class _Model(BaseModel, metaclass=_PlanMeta):
+    """A frozen model whose typos are PlanErrors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class ParameterRule(_Model):
+    """Where the parameters whose name matches `pattern` lie.
+
+    pattern: a shell-style pattern (fnmatch, case counts) on the parameter's full name, "*.q_proj.weight".
+    placement: mesh axis -> "I" (replicated) or "S(d)" (sharded on tensor dim d). Axes left out are "I".
+    """
+
+    pattern: Word
+    placement: Annotated[dict[Axis, ParameterState], Frozen] = Field(default_factory=_FrozenDict)
+
+    def matches(self, fqn: str) -> bool:
+        """Whether the rule speaks of this parameter."""
+        return fnmatchcase(fqn, self.pattern)
+
+
+class ActivationRule(_Model):
+    """Target states for one call of a torch function.
+
+    module: a shell-style pattern on the full name of the module whose forward makes the call ("" is the root).
+    function: the function's name as the trace gives it, "linear".
+    occurrence: which such call of that module's forward, from 0.
+    inputs: per tensor input, mesh axis -> "I", "X", "P" or "S(d)"; None leaves an input as it comes.
+    outputs: the same for the outputs; None (whole or per output) leaves them as they are derived.
+    """
+
+    module: Text
+    function: Word
+    occurrence: Count = 0
+    inputs: tuple[States | None, ...] = ()
+    outputs: tuple[States | None, ...] | None = None
+
+    def matches(self, module: str, function: str, occurrence: int) -> bool:
+        """Whether the rule speaks of this call."""
+        return (
+            self.occurrence == occurrence and self.function == function and fnmatchcase(module, self.module)
+        )
+
+
+class Prediction(_Model):
+    """What the planner expects of one step.
+
+    step_seconds is what a step takes; compute_seconds and communication_seconds are its parts, which may overlap.
+    memory_bytes: bytes per rank by part ("parameters", "gradients", "optimizer", "activations", ...), and "total" for
+    the peak, where that is not the sum of the parts.
+    """
+
+    step_seconds: Seconds
+    compute_seconds: Seconds = 0.0
+    communication_seconds: Seconds = 0.0
+    memory_bytes: Annotated[dict[Text, Count], Frozen] = Field(default_factory=_FrozenDict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak bytes per rank: "total" where it is given, else the sum of the parts."""
+        parts = self.memory_bytes
+        return parts["total"] if "total" in parts else sum(parts.values())
+
+
+class PlannedCollective(_Model):
+    """A collective that the plan implies, for comparison with what is executed.
+
+    nbytes: bytes of the full tensor on that axis, per occurrence; count: occurrences a step.
+    why: what asks for it, for people.
+    """
+
+    axis: Axis
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    nbytes: Count
+    count: Positive = 1
+    phase: Literal["forward", "backward"] = "forward"
+    module: Text = ""
+    why: Text = ""
+
+
+class Provenance(_Model):
+    """Where a plan comes from. `created` (ISO 8601) does not count for equality; `notes` are the planner's reasons."""
+
+    planner: Text | None = None
+    versions: Annotated[dict[Text, Text], Frozen] = Field(default_factory=_FrozenDict)
+    model: Text | None = None
+    cluster: Text | None = None
+    created: Text | None = None
+    notes: tuple[Text, ...] = ()
+
+
+class ParallelPlan(_Model):
+    """How a model is laid over a mesh of ranks.
+
+    degrees: mesh axis -> degree, outermost axis first; their product is world_size.
+    strategies: mesh axis -> name of the strategy that works on it.
+    parameters: the first rule that matches a parameter's name places it; without one it is replicated.
+    activations: target states by call; derivation fills in the rest.
+
+    Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
+    """
+
+    version: Literal[1] = 1
+    world_size: Positive
+    degrees: Annotated[dict[Axis, Positive], Frozen]
+    strategies: Annotated[dict[Axis, Word], Frozen] = Field(default_factory=_FrozenDict)
+    sequence_parallel: StrictBool = False
+    parameters: tuple[ParameterRule, ...] = ()
+    activations: tuple[ActivationRule, ...] = ()
+    predicted: Prediction | None = None
+    collectives: tuple[PlannedCollective, ...] = ()
+    provenance: Provenance = Field(default_factory=Provenance)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes, outermost first."""
+        return tuple(self.degrees)
+
+    def degree(self, axis: str) -> int:
+        """The number of ranks along `axis`: 1 for an axis that the plan does not have."""
+        return int(self.degrees.get(axis, 1))
+
+    def parameter_rule(self, fqn: str) -> ParameterRule | None:
+        """The rule that places this parameter: the first that matches, or None."""
+        return next((rule for rule in self.parameters if rule.matches(fqn)), None)
+
+    def parameter_states(self, fqn: str) -> dict[str, State]:
+        """mesh axis -> state of this parameter, for every axis of the mesh, in its order."""
+        rule = self.parameter_rule(fqn)
+        placement: Mapping[str, str] = rule.placement if rule else {}
+        return {axis: parse_state(placement.get(axis, "I")) for axis in self.degrees}
+
+    def activation_rule(self, module: str, function: str, occurrence: int) -> ActivationRule | None:
+        """The target states of this call: the first rule that matches, or None."""
+        return next((rule for rule in self.activations if rule.matches(module, function, occurrence)), None)
+
+    def replace(self, **changes: Any) -> ParallelPlan:
+        """A copy with these fields changed, checked like a new plan."""
+        return ParallelPlan(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+    def validate_for(self, world_size: int | None = None, axes: Iterable[str] | None = None) -> None:
+        """Raise PlanError unless the plan is sound and fits a run.
+
+        world_size: ranks of the run; None checks against the plan's own.
+        axes: mesh axes that installed strategies work on; None leaves that unchecked.
+        """
+        # fields first, since model_copy and model_construct do not check them
+        ParallelPlan.from_dict(plan_json.to_data(self))
+        checks.check(self, world_size, None if axes is None else tuple(axes))
+
+    def to_json(self) -> str:
+        """The plan as JSON text that is pleasant to read and to diff. Ends in a newline."""
+        return plan_json.dumps(plan_json.to_data(self))
+
+    @classmethod
+    def from_dict(cls, data: object) -> ParallelPlan:
+        """The plan that plain dicts and lists describe. Raises PlanError."""
+        return plan_json.guarded(cls, lambda: cls.model_validate(data))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ParallelPlan:
+        """The plan that `to_json` wrote, or a person edited. Raises PlanError."""
+        return cls.from_dict(plan_json.loads(text))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ParallelPlan:
+        """Read a plan from a file. Raises PlanError, which names the file."""
+        where = os.fspath(path)
+        try:
+            text = Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise PlanError("(file)", where, f"it cannot be read: {reason}") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{error.field} of {where}", error.value, error.rule, error.nearest) from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all. Raises PlanError where that cannot be done."""
+        target = Path(path)
+        temporary = None
+        try:
+            handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files
+            os.replace(temporary, target)
+        except OSError as error:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+            raise PlanError(
+                "(file)", os.fspath(path), f"it cannot be written: {error.strerror or error}"
+            ) from error
+
+    def diff(self, other: ParallelPlan) -> list[str]:
+        """What changes from this plan to `other`, a line each; empty where they are equal."""
+        from ._plan_diff import diff
+
+        return diff(self, other)
+
+    def explain(self, width: int = 110) -> str:
+        """The plan for people: mesh, placements, activations, predicted time and memory, provenance. Plain text."""
+        from ._plan_report import explain
+
+        return explain(self, width)
+
+    def _identity(self) -> str:
+        return plan_json.dumps(plan_json.identity(self))
+
+    def __eq__(self, other: object) -> bool:
+        return self._identity() == other._identity() if isinstance(other, ParallelPlan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
+        return f"ParallelPlan({mesh}, {len(self.parameters)} parameter rules, {len(self.activations)} activation rules)"
+
+
+__all__ = [
+    "ActivationRule",
+    "ParallelPlan",
+    "ParameterRule",
+    "PlannedCollective",
+    "Prediction",
+    "Provenance",
+]

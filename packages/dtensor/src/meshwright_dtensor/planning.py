@@ -1,0 +1,127 @@
+"""What a planner is asked, and what it is: `PlanRequest` and `Planner`.  Torch-free.
+
+`meshwright_planner.plan` and `meshwright_parallel.auto_parallelize` build the same request from the same keywords and
+hand it to the planner that the plugin host knows by `request.planner`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright_dtensor.plan import ParallelPlan
+
+DEGREES = ("pp", "dp", "cp", "ep", "tp")
+
+# Options of the API that nothing executes yet, with the value that asks for nothing and what would have to exist.
+_NOT_BUILT: Mapping[str, tuple[Any, str]] = {
+    "precision": (None, "mixed precision; cast the model (model.bfloat16()) before planning"),
+    "zero": (None, "a strategy that shards optimizer state over the data axis"),
+    "sequence_parallel": (
+        None,
+        "a switch for it; the placement search shards the sequence where that is cheaper",
+    ),
+    "microbatches": (None, "a pipeline schedule"),
+    "schedule": (None, "a pipeline schedule"),
+    "recompute": (None, "recomputation of activations"),
+    "compile": (None, "compiled regions"),
+}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The keywords of `plan`, checked.
+
+    Args:
+        cluster: name of a registered cluster, a Cluster, or None for the machine at hand.
+        world_size: number of ranks, or None for that of the running job (1 when there is none).
+        planner: name of a registered planner.
+        optimizer: "adamw", "adam", "sgd" or "sgd-momentum": decides the memory of its state.
+        global_batch_size: rows of the global batch when the example batch has another number, else None.
+        top_k: how many plans to return, best first.
+        memory_limit: bytes per rank that a plan may use, or None for what the cluster has.
+        tp, pp, dp, cp, ep: degrees pinned by the user; None is searched.
+        keep_user_sharding: respect placements that the user marked.
+        the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
+    """
+
+    cluster: str | Cluster | None = None
+    world_size: int | None = None
+    planner: str = "eager"
+    optimizer: str = "adamw"
+    global_batch_size: int | None = None
+    precision: str | None = None
+    top_k: int = 1
+    memory_limit: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    recompute: str | bool | None = None
+    compile: str | bool | None = None
+    keep_user_sharding: bool = True
+
+    @property
+    def pins(self) -> dict[str, int]:
+        """The degrees that the user pinned, by axis."""
+        return {axis: getattr(self, axis) for axis in DEGREES if getattr(self, axis) is not None}
+
+    def check(self, axes: Collection[str]) -> None:
+        """Refuse what cannot be done; `axes` are those that installed strategies own.
+
+        Raises:
+            UsageError: for a number out of range, a degree on an axis that no installed strategy owns, or an option
+                that nothing executes yet.
+        """
+        for name in ("world_size", "global_batch_size", "top_k", "memory_limit", *DEGREES):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UsageError(f"{name}={value!r} is not an integer; give a whole number >= 1")
+            if value < 1:
+                raise UsageError(f"{name}={value} is less than 1; give a whole number >= 1")
+        for name, (default, missing) in _NOT_BUILT.items():
+            if getattr(self, name) != default:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r}: nothing executes it yet, it needs {missing}; leave it out"
+                )
+        if not self.keep_user_sharding:
+            raise UsageError(
+                "keep_user_sharding=False: placements that a user marked are always kept; leave it out"
+            )
+        for axis, degree in self.pins.items():
+            if degree > 1 and axis not in axes:
+                known = ", ".join(sorted(axes)) or "none"
+                raise UsageError(
+                    f"{axis}={degree}: no installed strategy owns the axis {axis!r} (installed axes: {known}); "
+                    f"install a distribution that registers one, or leave {axis} out"
+                )
+
+
+class Planner(ABC):
+    """Finds plans. Registered by a PlannerSpec; `name` is that of the record."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
+        """At most `request.top_k` plans for `model`, best first. The model is left as it was.
+
+        Raises:
+            InfeasibleError: no candidate fits, with by how much, and what would.
+            UsageError: the request or the batch is at fault.
+        """

@@ -1,0 +1,160 @@
+"""The hooks that a plugin may implement. None takes an argument; each yields records.
+
+A plugin is a module (or object) with functions of these names marked `@hookimpl`, announced by an entry point of the
+group "meshwright" in its distribution's metadata:
+
+    [project.entry-points.meshwright]
+    acme = "acme_parallel.plugin"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import pluggy
+
+from .records import (
+    BackendSpec,
+    ClusterSpec,
+    CommandSpec,
+    CostModelSpec,
+    OpRuleSpec,
+    PlacementSpec,
+    PlannerSpec,
+    Record,
+    ScheduleSpec,
+    StrategySpec,
+)
+
+GROUP = "meshwright"
+PREFIX = "meshwright_"
+
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+
+
+class HookSpecs:
+    """Every hook there is. A function of a plugin that starts with "meshwright_" must be one of them."""
+
+    @hookspec
+    def meshwright_strategies(self) -> Iterable[StrategySpec]:  # type: ignore[empty-body]
+        """Register ways to parallelise along a mesh axis.
+
+        Example:
+
+            from meshwright_dtensor.plugins import StrategySpec, hookimpl
+
+            @hookimpl
+            def meshwright_strategies():
+                yield StrategySpec(
+                    name="ulysses",
+                    axis="cp",
+                    target="meshwright_ulysses.strategy:Ulysses",
+                    summary="attention heads and sequence trade places",
+                )
+        """
+
+    @hookspec
+    def meshwright_planners(self) -> Iterable[PlannerSpec]:  # type: ignore[empty-body]
+        """Register planners, for `plan(..., planner="name")`.
+
+        Example:
+
+            @hookimpl
+            def meshwright_planners():
+                yield PlannerSpec(name="greedy", target="acme_plan.greedy:Greedy", summary="first plan that fits")
+        """
+
+    @hookspec
+    def meshwright_cost_models(self) -> Iterable[CostModelSpec]:  # type: ignore[empty-body]
+        """Register cost models that planners may use.
+
+        Example:
+
+            @hookimpl
+            def meshwright_cost_models():
+                yield CostModelSpec(name="table", target="acme_cost.table:Table", summary="measured, interpolated")
+        """
+
+    @hookspec
+    def meshwright_clusters(self) -> Iterable[ClusterSpec]:  # type: ignore[empty-body]
+        """Register clusters, for `plan(..., cluster="name")`.
+
+        Example:
+
+            @hookimpl
+            def meshwright_clusters():
+                yield ClusterSpec(name="acme-32", target="acme.clusters:ACME_32", summary="4 nodes of 8, 400 Gb/s")
+        """
+
+    @hookspec
+    def meshwright_schedules(self) -> Iterable[ScheduleSpec]:  # type: ignore[empty-body]
+        """Register pipeline schedules.
+
+        Example:
+
+            @hookimpl
+            def meshwright_schedules():
+                yield ScheduleSpec(name="wave", target="acme_pipe.wave:Wave", summary="two waves a step")
+        """
+
+    @hookspec
+    def meshwright_checkpoint_backends(self) -> Iterable[BackendSpec]:  # type: ignore[empty-body]
+        """Register places and formats to keep checkpoints in.
+
+        Example:
+
+            @hookimpl
+            def meshwright_checkpoint_backends():
+                yield BackendSpec(name="s3", target="acme_s3.backend:S3Backend", summary="object storage")
+        """
+
+    @hookspec
+    def meshwright_op_rules(self) -> Iterable[OpRuleSpec]:  # type: ignore[empty-body]
+        """Register sharding rules for operators, your own or ones that torch has none for.
+
+        Example:
+
+            @hookimpl
+            def meshwright_op_rules():
+                yield OpRuleSpec(name="acme-norm", target="acme_ops.rules:NORM", summary="fused norm, sharded rows")
+        """
+
+    @hookspec
+    def meshwright_placements(self) -> Iterable[PlacementSpec]:  # type: ignore[empty-body]
+        """Register placements: ways in which a mesh axis splits a tensor.
+
+        Example:
+
+            @hookimpl
+            def meshwright_placements():
+                yield PlacementSpec(name="strided", target="acme_place.strided:Strided", summary="every n-th row")
+        """
+
+    @hookspec
+    def meshwright_commands(self) -> Iterable[CommandSpec]:  # type: ignore[empty-body]
+        """Register subcommands of `meshwright`.
+
+        Example:
+
+            @hookimpl
+            def meshwright_commands():
+                yield CommandSpec(name="bench", target="acme_bench.cli:main", summary="time one step of a plan")
+        """
+
+
+# hook -> the type that it must yield
+RECORD_TYPES: Mapping[str, type[Record]] = MappingProxyType(
+    {
+        "meshwright_strategies": StrategySpec,
+        "meshwright_planners": PlannerSpec,
+        "meshwright_cost_models": CostModelSpec,
+        "meshwright_clusters": ClusterSpec,
+        "meshwright_schedules": ScheduleSpec,
+        "meshwright_checkpoint_backends": BackendSpec,
+        "meshwright_op_rules": OpRuleSpec,
+        "meshwright_placements": PlacementSpec,
+        "meshwright_commands": CommandSpec,
+    }
+)

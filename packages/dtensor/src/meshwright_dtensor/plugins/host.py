@@ -1,0 +1,158 @@
+"""The plugin host: what every installed plugin registered, by name.
+
+The host is a value. `discover()` builds one from what is installed now, and the caller keeps it: nothing here is global,
+so two hosts with different plugins can exist side by side. Building one takes milliseconds: records are cheap, and what
+they point to is imported only by `Registered.load()`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from .._names import did_you_mean, listing
+from ..errors import PluginError
+from .collect import DISABLE, Collector, search_one_by_one
+from .hookspec import GROUP, RECORD_TYPES
+from .records import (
+    BackendSpec,
+    ClusterSpec,
+    CommandSpec,
+    CostModelSpec,
+    OpRuleSpec,
+    PlacementSpec,
+    PlannerSpec,
+    Record,
+    ScheduleSpec,
+    StrategySpec,
+)
+from .registered import Problem, R, Registered
+
+
+class PluginHost:
+    """Every record that the installed plugins registered. Build one with `discover()`; it does not change afterwards.
+
+    problems: what is broken, one entry each; a broken plugin never stops the others.
+    disabled: the entry points that MESHWRIGHT_DISABLE_PLUGINS turned off, as "distribution:entry point".
+    """
+
+    def __init__(
+        self,
+        records: Mapping[type[Record], Mapping[str, Registered[Any]]],
+        problems: Iterable[Problem] = (),
+        disabled: Iterable[str] = (),
+    ) -> None:
+        self._records = MappingProxyType(
+            {kind: MappingProxyType(dict(found)) for kind, found in records.items()}
+        )
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        self.disabled: tuple[str, ...] = tuple(disabled)
+
+    @classmethod
+    def build(
+        cls,
+        entry_points: Iterable[importlib.metadata.EntryPoint],
+        disabled: Collection[str] = (),
+        problems: Iterable[Problem] = (),
+    ) -> PluginHost:
+        """Import the plugins behind `entry_points`, except those named in `disabled`, and collect their records.
+
+        disabled: entry point or distribution names. They are never imported.
+        problems: what the search for entry points itself came upon.
+        Raises PluginError for a misspelt hook and for a name that is registered twice.
+        """
+        return cls(*Collector(disabled, problems).collect(entry_points))
+
+    def all(self, record_type: type[R]) -> dict[str, Registered[R]]:
+        """Every record of one type, by name, in alphabetical order."""
+        found: Mapping[str, Registered[Any]] = self._records.get(record_type, {})
+        return {name: cast("Registered[R]", found[name]) for name in sorted(found)}
+
+    def strategies(self) -> dict[str, Registered[StrategySpec]]:
+        """Strategies by name."""
+        return self.all(StrategySpec)
+
+    def planners(self) -> dict[str, Registered[PlannerSpec]]:
+        """Planners by name."""
+        return self.all(PlannerSpec)
+
+    def cost_models(self) -> dict[str, Registered[CostModelSpec]]:
+        """Cost models by name."""
+        return self.all(CostModelSpec)
+
+    def clusters(self) -> dict[str, Registered[ClusterSpec]]:
+        """Clusters by name."""
+        return self.all(ClusterSpec)
+
+    def schedules(self) -> dict[str, Registered[ScheduleSpec]]:
+        """Pipeline schedules by name."""
+        return self.all(ScheduleSpec)
+
+    def checkpoint_backends(self) -> dict[str, Registered[BackendSpec]]:
+        """Checkpoint backends by name."""
+        return self.all(BackendSpec)
+
+    def op_rules(self) -> dict[str, Registered[OpRuleSpec]]:
+        """Operator rules by name."""
+        return self.all(OpRuleSpec)
+
+    def placements(self) -> dict[str, Registered[PlacementSpec]]:
+        """Placements by name."""
+        return self.all(PlacementSpec)
+
+    def commands(self) -> dict[str, Registered[CommandSpec]]:
+        """Subcommands by name."""
+        return self.all(CommandSpec)
+
+    def get(self, record_type: type[R], name: str) -> Registered[R]:
+        """The record of that type and name. PluginError says what was meant, or what to install."""
+        found = self.all(record_type)
+        if name in found:
+            return found[name]
+        kind = record_type.kind
+        if not found:
+            text = f"{kind} {name!r}: no {kind} is installed; pip install {record_type.provided_by or 'one'}"
+        else:
+            close = did_you_mean(name, found)
+            hint = f"; did you mean {close!r}?" if close else ";"
+            text = f"there is no {kind} named {name!r}{hint} installed: {listing(found)}"
+        if self.disabled:
+            text += f"; {DISABLE} turned off {listing(self.disabled)}"
+        if self.problems:
+            broken = (f"{problem.distribution} ({problem.reason})" for problem in self.problems)
+            text += f"; left out as broken: {listing(broken, 2)}"
+        raise PluginError(text)
+
+    def everything(self) -> list[Registered[Any]]:
+        """Every record, ordered by kind and name."""
+        return [found for record_type in RECORD_TYPES.values() for found in self.all(record_type).values()]
+
+    def compare_across_ranks(self, group: Any = None) -> None:
+        """Raise PluginError on every rank of `group` where ranks hold different plugins. See `compare.py`."""
+        from .compare import compare_across_ranks
+
+        compare_across_ranks(self, group)
+
+
+def discover(disabled: Collection[str] | None = None) -> PluginHost:
+    """A new host of every plugin that is installed now (entry points of the group "meshwright").
+
+    disabled: entry point or distribution names to leave unimported; None reads MESHWRIGHT_DISABLE_PLUGINS, a comma
+        separated list.
+    Nothing is cached here: hold the host for as long as you need it.
+    Raises PluginError for a misspelt hook and for a name that is registered twice.
+    """
+    if disabled is None:
+        disabled = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    points: Iterable[importlib.metadata.EntryPoint]
+    problems: list[Problem] = []
+    try:
+        points = importlib.metadata.entry_points(group=GROUP)
+    except (
+        Exception
+    ):  # one distribution with unreadable metadata stops the search; it must not stop the others
+        points, problems = search_one_by_one()
+    return PluginHost.build(points, disabled, problems)

@@ -1,0 +1,163 @@
+"""The records that plugins yield: small frozen dataclasses that name a thing and say where its code is.
+
+A record is cheap: nothing is imported until `load()` is called. `target` is "package.module:attribute".
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from .._names import did_you_mean
+from ..errors import PluginError
+
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What every record has.
+
+    name: the word users write to choose it, unique among records of its kind.
+    target: where the code is, as "package.module:attribute".
+    summary: one line for people who list what is installed.
+
+    Raises PluginError where a field is no text, the name is empty, or the target is not of that form.
+    """
+
+    kind: ClassVar[str] = "record"
+    provided_by: ClassVar[str] = ""  # the first-party distribution to suggest where none is installed
+
+    name: str
+    target: str
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str):
+                raise PluginError(f"{type(self).__name__}.{field.name} is {value!r}: it must be text")
+        if not self.name or self.name != self.name.strip() or "," in self.name:
+            raise PluginError(
+                f"{type(self).__name__}.name is {self.name!r}: it must be a word without spaces or commas"
+            )
+        if not _TARGET.fullmatch(self.target):
+            raise PluginError(
+                f"{type(self).__name__} {self.name!r} has target {self.target!r}: write 'package.module:attribute'"
+            )
+
+    def load(self, distribution: str | None = None) -> Any:
+        """Import and return the target.
+
+        distribution: who registered the record, for the error message (`Registered.load` passes it).
+        Raises PluginError, naming distribution, target and fix, where the module or the attribute is missing or the
+        module fails to import.
+        """
+        where = f"{self.kind} {self.name!r} of {distribution or 'an unnamed distribution'} has target {self.target!r}"
+        fix = f"upgrade {distribution or 'its distribution'}, or set MESHWRIGHT_DISABLE_PLUGINS={distribution or '<its name>'}"
+        module_name, _, path = self.target.partition(":")
+        try:
+            value: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+                raise PluginError(f"{where}, but there is no module {error.name!r}; {fix}") from error
+            raise PluginError(
+                f"{where}, which needs the missing module {error.name!r}; install it, or {fix}"
+            ) from error
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise PluginError(f"{where}, which fails to import ({reason}); {fix}") from error
+        for part in path.split("."):
+            try:
+                value = getattr(value, part)
+            except AttributeError as error:
+                close = did_you_mean(part, dir(value))
+                hint = f" (did you mean {close!r}?)" if close else ""
+                raise PluginError(f"{where}, but {part!r} is not there{hint}; {fix}") from error
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySpec(Record):
+    """A way to parallelise along one mesh axis. The target is a `meshwright_dtensor.strategy.Strategy` class.
+
+    axis: the mesh axis it works on, such as "dp" or "tp".
+    """
+
+    kind: ClassVar[str] = "strategy"
+    provided_by: ClassVar[str] = "meshwright-parallel"
+
+    axis: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.axis.isidentifier():
+            raise PluginError(
+                f"StrategySpec {self.name!r} has axis {self.axis!r}: name a mesh axis, such as 'tp'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSpec(Record):
+    """A planner. The target is a `meshwright_dtensor.planning.Planner` class."""
+
+    kind: ClassVar[str] = "planner"
+    provided_by: ClassVar[str] = "meshwright-planner"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModelSpec(Record):
+    """A cost model: how long an operation or a collective takes on a cluster."""
+
+    kind: ClassVar[str] = "cost model"
+    provided_by: ClassVar[str] = "meshwright-planner"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec(Record):
+    """A cluster that plans can be made for. The target is a `meshwright_dtensor.cluster.Cluster`."""
+
+    kind: ClassVar[str] = "cluster"
+    provided_by: ClassVar[str] = "meshwright-planner"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec(Record):
+    """A pipeline schedule."""
+
+    kind: ClassVar[str] = "schedule"
+    provided_by: ClassVar[str] = "meshwright-pipeline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec(Record):
+    """A checkpoint backend: where and how a checkpoint's bytes are kept."""
+
+    kind: ClassVar[str] = "checkpoint backend"
+    provided_by: ClassVar[str] = "meshwright-checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpRuleSpec(Record):
+    """Sharding rules for operators. The target is what `meshwright_dtensor.rules` documents."""
+
+    kind: ClassVar[str] = "op rule"
+    provided_by: ClassVar[str] = "meshwright-dtensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementSpec(Record):
+    """A placement: how one mesh axis splits a tensor."""
+
+    kind: ClassVar[str] = "placement"
+    provided_by: ClassVar[str] = "meshwright-dtensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSpec(Record):
+    """A subcommand of `meshwright`. The target is a callable, as the command line documents."""
+
+    kind: ClassVar[str] = "command"
+    provided_by: ClassVar[str] = "meshwright"

@@ -1,0 +1,286 @@
+"""Random numbers of one device, on any layout: draw the whole tensor, keep the rank's box.
+
+Every rank draws every number, in the order in which one device draws it, so masks and initial values are
+equal bit for bit and every generator ends in the state it has on one device. Time is that of the whole tensor
+on each rank. Memory is bounded where drawing in pieces gives the same numbers, which depends on the op, the
+build and the processor and is therefore tried on a small tensor first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright_dtensor._torch import OpOverload, op_arguments, op_mutates, op_name, pytree
+from meshwright_dtensor.boxes import Box, copy_of, dense_strides, slice_of, whole_box
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+
+PIECE_NUMEL = 1 << 22
+"""Elements drawn at a time where pieces are possible: a multiple of 16, torch's block of normal numbers."""
+
+_BLOCK = 16
+
+# Ops that overwrite their first argument with numbers that depend on nothing but scalars.
+_FILLS = frozenset(
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "exponential", "random", "log_normal", "cauchy", "geometric")
+)
+# Ops of tensors that draw equally many numbers for each element, whatever its value.
+_ELEMENTWISE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "bernoulli",
+        "bernoulli_",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "normal",
+        "native_dropout",
+    )
+)
+# Ops without tensors: they name the shape of the whole result.
+_FACTORIES = frozenset(f"aten::{name}" for name in ("rand", "randn", "randint", "randperm", "normal"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a local tensor lies: the global `shape`, the dims by decreasing stride (`dim_order`) and the
+    rank's `box`.
+    """
+
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    box: Box
+
+
+def draw_full_then_slice(
+    draw: Callable[[torch.Tensor], Any],
+    shape: Sequence[int],
+    dim_order: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    box: Box,
+    *,
+    generator: torch.Generator | None = None,
+    piece_numel: int | None = None,
+) -> torch.Tensor:
+    """Let `draw` fill a tensor of the global `shape`, dense in `dim_order`; return a dense copy of its `box`.
+
+    `draw` works in place and uses the default generator of `device`, or `generator` if one is named here too.
+    It advances as on one device. With `piece_numel` (a multiple of 16; only for a `draw` that fills element
+    by element) no more than about that many elements beyond the result are held, if a trial shows that pieces
+    give the same numbers.
+    """
+    strides = dense_strides(shape, dim_order)
+    count = 1
+    for size in shape:
+        count *= size
+    if box == whole_box(shape):
+        full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
+        draw(full)
+        return full
+    if piece_numel is not None and piece_numel % _BLOCK:
+        raise UsageError(
+            f"piece_numel={piece_numel} is not a multiple of {_BLOCK}; use {PIECE_NUMEL}, the default size"
+        )
+    contiguous = _is_contiguous(shape, strides)
+    if (
+        piece_numel is not None
+        and count > 2 * piece_numel
+        and torch.device(device).type == "cpu"
+        and _pieces_agree(draw, dtype, contiguous, generator)
+    ):
+        return _draw_in_pieces(draw, shape, dim_order, dtype, box, piece_numel)
+    full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
+    draw(full)
+    return copy_of(full, box)
+
+
+def is_drawn_alike(op: OpOverload) -> bool:
+    """Whether `run_random` can run `op`: how many numbers it draws does not depend on values that other ranks
+    hold.
+    """
+    return _kind(op) is not None
+
+
+def run_random(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: Sequence[Part],
+    result: Part | None = None,
+) -> Any:
+    """Run a seeded aten `op` on local tensors; return the local part of what one device returns.
+
+    `parts`: one per tensor in pytree order of (args, kwargs). `result`: the part of the result; by default
+    that of the first tensor. Ops in place change and return their local tensor; others return dense copies.
+    An op without tensors (`aten.rand`) takes the global size and needs `result`. Raises UnsupportedError for
+    an op that draws more or fewer numbers depending on values (`multinomial`, `poisson`): run that one on the
+    whole tensors.
+    """
+    kind = _kind(op)
+    if kind is None:
+        raise UnsupportedError(
+            f"{op} draws more or fewer numbers depending on values that other ranks hold; gather its inputs first"
+        )
+    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(places) != len(parts):
+        raise UsageError(
+            f"{op} has {len(places)} tensor arguments and {len(parts)} parts were given; give one for each"
+        )
+    if result is None:
+        if not parts:
+            raise UsageError(f"{op} takes no tensor, so its result has no known part; give result=Part(...)")
+        result = parts[0]
+    if kind == "fill":
+        local, rest = args[0], args[1:]
+        if result.box == whole_box(result.shape) and local.stride() == dense_strides(
+            result.shape, result.dim_order
+        ):
+            return op(local, *rest, **kwargs)
+        with torch.no_grad():
+            drawn = draw_full_then_slice(
+                lambda tensor: op(tensor, *rest, **kwargs),
+                result.shape,
+                result.dim_order,
+                local.dtype,
+                local.device,
+                result.box,
+                generator=kwargs.get("generator"),
+                piece_numel=PIECE_NUMEL,
+            )
+        return local.copy_(drawn)
+    for place, part in zip(places, parts, strict=True):
+        leaves[place] = _widen(leaves[place], part)
+    full_args, full_kwargs = pytree.tree_unflatten(leaves, spec)
+    outputs = op(*full_args, **full_kwargs)
+    if op_mutates(op):
+        return args[0].copy_(slice_of(full_args[0], result.box))
+    box = result.box
+    return pytree.tree_map_only(torch.Tensor, lambda output: copy_of(output, box), outputs)
+
+
+def _kind(op: OpOverload) -> str | None:
+    name = op_name(op)
+    tensors = [kind for kind in op_arguments(op).values() if kind == "Tensor"]
+    if name in _FILLS or (name == "aten::bernoulli_" and len(tensors) == 1):
+        return "fill"
+    if name in _ELEMENTWISE and tensors:
+        return "elementwise"
+    if name in _FACTORIES and not tensors:
+        return "factory"
+    return None
+
+
+def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
+    """A tensor of the global shape with `local` in its box and zeros, which any of these ops accepts,
+    elsewhere.
+    """
+    strides = dense_strides(part.shape, part.dim_order)
+    full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
+    slice_of(full, part.box).copy_(local)
+    return full
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return torch.empty_strided(tuple(shape), tuple(strides), device="meta").is_contiguous()
+
+
+def _pieces_agree(
+    draw: Callable[[torch.Tensor], Any],
+    dtype: torch.dtype,
+    contiguous: bool,
+    generator: torch.Generator | None,
+) -> bool:
+    """Whether drawing in pieces gives the numbers and the final state of drawing at once: tried, the stream
+    restored.
+    """
+    stream = torch.default_generator if generator is None else generator
+    start = stream.get_state()
+    try:
+        full = torch.empty(1027, 3, dtype=dtype) if contiguous else torch.empty(3, 1027, dtype=dtype).t()
+        draw(full)
+        end = stream.get_state()
+        stream.set_state(start)
+        flat = torch.empty(full.numel(), dtype=dtype)
+        for piece in (flat[:1024], flat[1024:2048], flat[2048:]):
+            draw(piece)
+        at_once = full.reshape(-1) if contiguous else full.t().reshape(-1)
+        return torch.equal(at_once, flat) and torch.equal(end, stream.get_state())
+    finally:
+        stream.set_state(start)
+
+
+def _draw_in_pieces(
+    draw: Callable[[torch.Tensor], Any],
+    shape: Sequence[int],
+    dim_order: Sequence[int],
+    dtype: torch.dtype,
+    box: Box,
+    piece_numel: int,
+) -> torch.Tensor:
+    """Draw along memory, piece after piece, and copy whole rows into the box as they come.
+
+    A row is the part of the tensor inside its first `depth` dims (in memory order): the largest that fits in
+    a piece.
+    """
+    sizes = [shape[dim] for dim in dim_order]
+    spans = [box[dim] for dim in dim_order]
+    depth, row = len(sizes), 1
+    while depth > 0 and row * sizes[depth - 1] <= piece_numel:
+        depth -= 1
+        row *= sizes[depth]
+    result = torch.empty([length for _, length in spans], dtype=dtype)
+    total = row
+    for size in sizes[:depth]:
+        total *= size
+    buffer = torch.empty(piece_numel + _BLOCK + row, dtype=dtype)
+    drawn = held = done = 0  # elements drawn, of these still in the buffer, rows finished
+    while drawn < total:
+        left = total - drawn
+        count = (
+            left if left < piece_numel + _BLOCK else piece_numel
+        )  # the last piece is never shorter than a block
+        draw(buffer[held : held + count])
+        drawn += count
+        held += count
+        rows = held // row
+        _copy_rows(result, buffer[: rows * row].view(rows, *sizes[depth:]), done, sizes[:depth], spans)
+        done += rows
+        rest = held - rows * row
+        buffer[:rest] = buffer[rows * row : held].clone()
+        held = rest
+    back = [list(dim_order).index(dim) for dim in range(len(sizes))]
+    return result.permute(back)
+
+
+def _copy_rows(
+    result: torch.Tensor,
+    rows: torch.Tensor,
+    first: int,
+    outer: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+) -> None:
+    """Copy what `rows` (numbers `first` and on, counted through the `outer` dims) has in common with the box."""
+    inner = slice_of(rows, ((0, rows.shape[0]), *spans[len(outer) :]))
+    step = outer[-1]
+    start, width = spans[len(outer) - 1]
+    number = 0
+    while number < rows.shape[0]:
+        index, along = divmod(first + number, step)
+        count = min(step - along, rows.shape[0] - number)  # the rows that share all outer dims but the last
+        place = []
+        for size, (offset, length) in zip(
+            reversed(outer[:-1]), reversed(spans[: len(outer) - 1]), strict=True
+        ):
+            index, coordinate = divmod(index, size)
+            place.append(coordinate - offset if offset <= coordinate < offset + length else -1)
+        low, high = max(along, start), min(along + count, start + width)
+        if low < high and -1 not in place:
+            source = inner[number + low - along : number + high - along]
+            result[tuple(reversed(place))].narrow(0, low - start, high - low).copy_(source)
+        number += count

@@ -1,0 +1,53 @@
+"""Sharding rules: which states of inputs and outputs are legal for one op on one mesh axis, and how to run it on locals.
+
+Rules give raw rows over R, P and tensor dims (:mod:`base`); :func:`refine` decides gradients (states I, X, P, dims);
+:func:`localise` rewrites size arguments; :func:`check` proves a row numerically; :class:`RuleBook` holds all of it, with
+the :class:`Composite` functions (linear, attention, embedding, cross-entropy, dropout, batch norm) that are handled whole.
+
+A plugin adds rules with an OpRuleSpec whose target is a mapping of op names to rules, or a Composite.  A rule says which
+dims an op leaves alone; each row is proved numerically before it is used:
+
+    def swiglu(view):
+        for dim in range(len(view.in_shapes[0]) - 1):
+            yield (dim,), (dim,)
+
+    RULES = {"acme.swiglu": swiglu}
+"""
+
+from __future__ import annotations
+
+from meshwright_dtensor.rules.base import (
+    NodeView,
+    Row,
+    RuleEntry,
+    Slot,
+    Strategy,
+    finish,
+    is_random,
+    replicate,
+    shardable,
+)
+from meshwright_dtensor.rules.book import Rule, RuleBook
+from meshwright_dtensor.rules.check import check
+from meshwright_dtensor.rules.composite import Composite, LocalContext
+from meshwright_dtensor.rules.localise import localise
+from meshwright_dtensor.rules.refine import refine
+
+__all__ = [
+    "Composite",
+    "LocalContext",
+    "NodeView",
+    "Row",
+    "Rule",
+    "RuleBook",
+    "RuleEntry",
+    "Slot",
+    "Strategy",
+    "check",
+    "finish",
+    "is_random",
+    "localise",
+    "refine",
+    "replicate",
+    "shardable",
+]

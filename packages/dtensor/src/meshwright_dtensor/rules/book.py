@@ -1,0 +1,181 @@
+"""The rule book: which rows are legal for a node, from first-party rules, plugins and (checked) stock DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.rules import (
+    attention,
+    factories,
+    indexing,
+    matmul,
+    pointwise,
+    reductions,
+    stock,
+    views,
+)
+from meshwright_dtensor.rules.base import (
+    NodeView,
+    Row,
+    RuleEntry,
+    Strategy,
+    base_name,
+    finish,
+    is_random,
+    replicate,
+)
+from meshwright_dtensor.rules.check import check
+from meshwright_dtensor.rules.composite import Composite
+from meshwright_dtensor.trace import Ref
+
+Rule: TypeAlias = Callable[[NodeView], Iterable[Row]]
+"""Yields legal rows; those that do not fit the shapes or the axis size are dropped by the book."""
+
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class RuleBook:
+    """Rules, composites and the memory of what was checked.
+
+    Attributes:
+        composites: torch function -> composite.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, RuleEntry],
+        composites: Iterable[Composite] = (),
+        *,
+        use_stock: bool = True,
+    ) -> None:
+        """``rules``: ``"aten.op"`` or ``"aten.op.overload"`` -> rule; rows of source "plugin" are checked."""
+        self._rules = dict(rules)
+        self.composites: dict[Callable[..., Any], Composite] = {}
+        self._by_name: dict[str, Composite] = {}
+        for composite in composites:
+            self._by_name[composite.name] = composite
+            for function in composite.functions:
+                self.composites[function] = composite
+        self._use_stock = use_stock
+        self._memory: dict[Any, tuple[Strategy, ...]] = {}
+
+    @classmethod
+    def first_party(cls) -> RuleBook:
+        """The rules and composites of this package, and no plugins."""
+        return cls(first_party_rules(), first_party_composites())
+
+    @classmethod
+    def default(cls) -> RuleBook:
+        """First-party rules and those that plugins register through ``meshwright_op_rules``.
+
+        The target of an OpRuleSpec is a mapping of op names to rules (a rule takes a NodeView and yields rows), a
+        Composite, or a list of such.
+        """
+        from meshwright_dtensor.plugins import discover
+
+        rules, composites = first_party_rules(), first_party_composites()
+        for name, registered in discover().op_rules().items():
+            for part in _parts(registered.load()):
+                if isinstance(part, Composite):
+                    composites.append(part)
+                elif isinstance(part, Mapping):
+                    rules.update({op: RuleEntry(rule, "plugin") for op, rule in part.items()})
+                else:
+                    raise PluginError(
+                        f"op rule {name!r} loads {type(part).__name__}: make it a mapping of op names to rules, or a Composite"
+                    )
+        return cls(rules, composites)
+
+    def composite(self, name: str) -> Composite:
+        """The composite whose nodes are called ``name``."""
+        return self._by_name[name]
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Legal raw rows over R, P and dims; the replicated row comes first."""
+        key = _key(view)
+        known = self._memory.get(key)
+        if known is None:
+            known = self._memory[key] = tuple(self._find(view))
+        return list(known)
+
+    def _find(self, view: NodeView) -> list[Strategy]:
+        node = view.node
+        if node.op is None:
+            return self._by_name[node.name].strategies(view)
+        if is_random(node) or not node.outs:
+            return [replicate(view)]
+        entry = self._rules.get(node.name) or self._rules.get(base_name(node.name))
+        if entry is None and torch.Tag.pointwise in node.op.tags:
+            # torch's own tags are tested; a tag of someone else's op is a claim to be checked
+            own = node.op.namespace in ("aten", "prims")
+            entry = RuleEntry(pointwise.pointwise, "pointwise" if own else "plugin")
+        if entry is None:
+            if not self._use_stock or any(tag in node.op.tags for tag in _DATA_DEPENDENT):
+                return [replicate(view)]
+            return self._checked(view, stock.suggestions(view), "dtensor")
+        if entry.source == "plugin":
+            return self._checked(view, entry.rule(view), entry.source)
+        return finish(view, entry.rule(view), entry.source, entry.complete)
+
+    def _checked(self, view: NodeView, rows: Iterable[Row], source: str) -> list[Strategy]:
+        first, *others = finish(view, rows, source)
+        return [first, *(row for row in others if check(view, row))]
+
+
+def first_party_rules() -> dict[str, RuleEntry]:
+    """op name -> rule."""
+    rules: dict[str, RuleEntry] = {}
+    for module in (views, pointwise, reductions, matmul, attention, indexing, factories):
+        rules.update(module.RULES)
+    return rules
+
+
+def first_party_composites() -> list[Composite]:
+    """linear, sdpa, embedding, cross_entropy, dropout, batch_norm."""
+    from meshwright_dtensor.rules.composites.batch_norm import BatchNorm
+    from meshwright_dtensor.rules.composites.cross_entropy import CrossEntropy
+    from meshwright_dtensor.rules.composites.dropout import Dropout
+    from meshwright_dtensor.rules.composites.embedding import Embedding
+    from meshwright_dtensor.rules.composites.linear import Linear
+    from meshwright_dtensor.rules.composites.sdpa import ScaledDotProductAttention
+
+    return [Linear(), ScaledDotProductAttention(), Embedding(), CrossEntropy(), Dropout(), BatchNorm()]
+
+
+def _parts(target: Any) -> Iterator[Any]:
+    if isinstance(target, type) and issubclass(target, Composite):
+        yield target()
+    elif isinstance(target, (list, tuple)):
+        for part in target:
+            yield from _parts(part)
+    else:
+        yield target
+
+
+def _key(view: NodeView) -> Any:
+    """What a node's rows depend on: op, arguments, shapes, dtypes, axis size."""
+
+    seen: dict[Ref, int] = {}
+
+    def freeze(x: Any) -> Any:
+        if isinstance(x, Ref):
+            return ("tensor", seen.setdefault(x, len(seen)), view.shape(x), view.dtype(x))
+        if isinstance(x, (list, tuple)):
+            return tuple(freeze(y) for y in x)
+        if isinstance(x, dict):
+            return tuple((k, freeze(v)) for k, v in x.items())
+        return (type(x), x if getattr(x, "__hash__", None) else repr(x))
+
+    node = view.node
+    return (
+        node.name,
+        view.n,
+        freeze(node.args),
+        freeze(node.kwargs),
+        tuple(view.out_shapes),
+        tuple(view.dtype(r) for r in node.outs),
+    )

@@ -1,0 +1,1 @@
+"""The first-party composites, one module each."""

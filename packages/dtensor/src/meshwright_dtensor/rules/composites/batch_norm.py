@@ -1,0 +1,142 @@
+"""torch.nn.functional.batch_norm with the statistics of the whole batch, however it is spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish
+from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.states import R
+
+
+class BatchNorm(Composite):
+    """x [n, c, ...], running mean, running variance, weight, bias [c] -> like x.
+
+    In training, per-channel sums are all-reduced where the batch (or a spatial dim) is sharded, forward and backward, and
+    running statistics are updated in place, alike on every rank.
+    """
+
+    name: ClassVar[str] = "batch_norm"
+    functions: ClassVar[tuple[Any, ...]] = (F.batch_norm,)
+
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """(x, running_mean, running_var, weight, bias, training, momentum, eps)."""
+
+        def canonical(
+            input: Any,
+            running_mean: Any,
+            running_var: Any,
+            weight: Any = None,
+            bias: Any = None,
+            training: bool = False,
+            momentum: float = 0.1,
+            eps: float = 1e-5,
+        ) -> tuple[Any, ...]:
+            return input, running_mean, running_var, weight, bias, training, momentum, eps
+
+        values = canonical(*args, **kwargs)
+        whole = values[0].dim() >= 2 and (values[1] is None) == (values[2] is None)
+        return (values, {}) if whole and (values[5] or values[1] is not None) else None
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Every dim; channels only where no running statistics are to be updated in place."""
+        _, running, _, _, _, training, _, _ = view.node.args
+        rest = len(view.node.ins) - 1
+        rows: list[Row] = []
+        for dim in range(len(view.in_shapes[0])):
+            if dim != 1:
+                rows.append(((dim, *(R,) * rest), (dim,)))
+            elif not training or running is None:
+                rows.append(((1, *(0,) * rest), (1,)))
+        return finish(view, rows, "hand")
+
+    def plain(self, ctx: LocalContext) -> bool:
+        """In inference, and where every rank sees the whole batch."""
+        return not ctx.node.args[5] or not _batch_axes(ctx)
+
+    def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
+        """Two sums per channel each way."""
+        state = strategy.ins[0]
+        if not view.node.args[5] or state == 1 or not isinstance(state, int):
+            return 0.0
+        return 4.0 * 4 * view.in_shapes[0][1]
+
+    def local(self, ctx: LocalContext) -> LocalFunction:
+        """The function itself, or the same in steps with sums over ranks."""
+        mean_ref, training, momentum, eps = ctx.node.args[1], *ctx.node.args[5:]
+        given = [value is not None for value in ctx.node.args[1:5]]
+        if self.plain(ctx):
+
+            def normalise(tensors: list[torch.Tensor]) -> torch.Tensor:
+                mean, var, weight, bias = _spread(tensors, given)
+                return F.batch_norm(tensors[0], mean, var, weight, bias, training, momentum, eps)
+
+            return normalise
+        axes = _batch_axes(ctx)
+        shape = ctx.in_shapes[0]
+        count = math.prod(shape) // shape[1]
+
+        def normalise_together(tensors: list[torch.Tensor]) -> torch.Tensor:
+            x = tensors[0]
+            running_mean, running_var, weight, bias = _spread(tensors, given)
+            wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+            dims = [d for d in range(x.dim()) if d != 1]
+            across = [1, -1] + [1] * (x.dim() - 2)
+            mean = SumOverRanks.apply(x.sum(dims, dtype=wide), axes, ctx) / count
+            centred = x.to(wide) - mean.view(across)
+            var = SumOverRanks.apply(centred.square().sum(dims), axes, ctx) / count
+            if mean_ref is not None:
+                with torch.no_grad():
+                    running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+                    running_var.mul_(1 - momentum).add_(var, alpha=momentum * count / (count - 1))
+            result = centred * (var + eps).rsqrt().view(across)
+            if weight is not None:
+                result = result * weight.view(across)
+            if bias is not None:
+                result = result + bias.view(across)
+            return result.to(x.dtype)
+
+        return normalise_together
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sum over the ranks of some axes, used by each for its own part: all-reduce forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(context: Any, part: torch.Tensor, axes: list[int], ctx: LocalContext) -> torch.Tensor:
+        """Any shape."""
+        context.axes, context.ctx = axes, ctx
+        return _all_reduce(part, axes, ctx, "forward")
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        """Every rank's use counts."""
+        if torch.is_grad_enabled():  # create_graph=True: an all-reduce alone is no graph
+            return SumOverRanks.apply(gradients[0], context.axes, context.ctx), None, None
+        return _all_reduce(gradients[0], context.axes, context.ctx, "backward"), None, None
+
+
+def _all_reduce(part: torch.Tensor, axes: list[int], ctx: LocalContext, phase: str) -> torch.Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    for axis in axes:
+        dist.all_reduce(total, group=ctx.group(axis))
+        ctx.record("all_reduce", axis, total.nbytes, phase)
+    return total
+
+
+def _batch_axes(ctx: LocalContext) -> list[int]:
+    """Mesh axes that shard a dim over which statistics are taken."""
+    return [axis for axis, state in enumerate(ctx.ins[0]) if isinstance(state, int) and state != 1]
+
+
+def _spread(tensors: list[torch.Tensor], given: list[bool]) -> list[Any]:
+    """The optional tensors after x, None where none was given."""
+    rest = iter(tensors[1:])
+    return [next(rest) if there else None for there in given]

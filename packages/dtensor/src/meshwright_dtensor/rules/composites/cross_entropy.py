@@ -1,0 +1,188 @@
+"""torch.nn.functional.cross_entropy with rows, classes, or both spread over ranks; the mean is sum over count, exactly."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
+from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.vocab_loss import Shards, VocabularyLoss
+from meshwright_dtensor.states import P, R, State
+
+
+class CrossEntropy(Composite):
+    """logits [n, c, ...] or [c], target [n, ...] of classes (or of probabilities, like logits) -> loss.
+
+    With rows sharded, a sum or the separate losses need no communication; a mean all-reduces one (sum, weight) pair and
+    is complete everywhere.  With classes sharded, each row's maximum, normaliser and target logit are all-reduced.
+    """
+
+    name: ClassVar[str] = "cross_entropy"
+    functions: ClassVar[tuple[Any, ...]] = (F.cross_entropy,)
+
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """(logits, target, weight, ignore_index, reduction, label_smoothing); deprecated reductions are not handled."""
+
+        def canonical(
+            input: Any,
+            target: Any,
+            weight: Any = None,
+            size_average: bool | None = None,
+            ignore_index: int = -100,
+            reduce: bool | None = None,
+            reduction: str = "mean",
+            label_smoothing: float = 0.0,
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
+                return None
+            if input.dim() == 0 or not input.is_floating_point():
+                return None
+            return (input, target, weight, ignore_index, reduction, label_smoothing), {}
+
+        return canonical(*args, **kwargs)
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Rows (batch and trailing dims); classes, where targets are classes and nothing is weighted or smoothed."""
+        _, _, weight, _, reduction, smoothing = view.node.args
+        logits, target = view.in_shapes[:2]
+        classes = 1 if len(logits) > 1 else 0
+        probabilities = not _is_integer(view.dtype(view.node.ins[1]))
+        rest: tuple[State, ...] = (R,) if weight is not None else ()
+        rows: list[Row] = []
+        for dim in range(len(logits)):
+            if dim == classes or (target == logits) != probabilities:
+                continue
+            lost = dim - (dim > classes)
+            out: State = R if reduction == "mean" else P if reduction == "sum" else lost
+            rows.append(((dim, dim if probabilities else lost, *rest), (out,)))
+        if not probabilities and weight is None and smoothing == 0.0:
+            rows.append(((classes, R), (R,)))
+        return [
+            Strategy(row.ins, row.outs, row.source, complete=row.ins[0] != R)
+            for row in finish(view, rows, "hand")
+        ]
+
+    def plain(self, ctx: LocalContext) -> bool:
+        """When no class is elsewhere and no mean spans ranks."""
+        return not ctx.axes_sharding(0, _class_dim(ctx)) and (
+            ctx.node.args[4] != "mean" or not _row_axes(ctx)
+        )
+
+    def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
+        """8 bytes for a mean over sharded rows; 12 bytes a row for sharded classes."""
+        state = strategy.ins[0]
+        if not isinstance(state, int):
+            return 0.0
+        if state == (1 if len(view.in_shapes[0]) > 1 else 0):
+            return 12.0 * numel(view.in_shapes[1])
+        return 8.0 if view.node.args[4] == "mean" else 0.0
+
+    def local(self, ctx: LocalContext) -> LocalFunction:
+        """Local losses, then what has to be summed over ranks."""
+        _, _, weighted, ignore, reduction, smoothing = ctx.node.args
+        class_dim = _class_dim(ctx)
+        class_axes, row_axes = ctx.axes_sharding(0, class_dim), _row_axes(ctx)
+        start, length = ctx.box(ctx.in_shapes[0], ctx.ins[0])[class_dim]
+        shards = Shards(start, length, ctx.in_shapes[0][class_dim], tuple(class_axes), ctx)
+
+        def losses(tensors: list[torch.Tensor], how: str) -> torch.Tensor:
+            logits, target = tensors[:2]
+            weight = tensors[2] if weighted is not None else None
+            if not class_axes:
+                return F.cross_entropy(
+                    logits, target, weight, ignore_index=ignore, reduction=how, label_smoothing=smoothing
+                )
+            each = VocabularyLoss.apply(logits, target, ignore, class_dim, shards)
+            assert isinstance(each, torch.Tensor)
+            return each if how == "none" else each.sum()
+
+        def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+            if reduction != "mean":
+                return losses(tensors, reduction).to(tensors[0].dtype)
+            # low-precision losses are summed in float32, as torch does inside its kernel
+            wide = tensors[0].dtype.itemsize >= 4
+            total = losses(tensors, "sum") if wide else losses(tensors, "none").float().sum()
+            with torch.no_grad():
+                count = _weight_of_rows(tensors, ignore, class_dim).to(total.dtype)
+            if row_axes:
+                total, count = SumPair.apply(total, count, row_axes, ctx)  # type: ignore[misc]
+            return (total / count).to(tensors[0].dtype)
+
+        return run
+
+
+class SumPair(torch.autograd.Function):
+    """(sum, count) of all ranks on the given axes: one all-reduce forward; backward the gradient as it is."""
+
+    @staticmethod
+    def forward(
+        context: Any, total: torch.Tensor, count: torch.Tensor, axes: list[int], ctx: LocalContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two scalars in, two scalars out."""
+        context.axes, context.ctx = axes, ctx
+        pair = torch.stack([total.detach(), count])
+        for axis in axes:
+            dist.all_reduce(pair, group=ctx.group(axis))
+            ctx.record("all_reduce", axis, pair.nbytes, "forward")
+        summed, weight = pair.unbind()
+        summed, weight = summed.clone(), weight.clone()
+        context.mark_non_differentiable(weight)
+        return summed, weight
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        """Identity."""
+        gradient = gradients[0]
+        if gradient.requires_grad and torch.is_grad_enabled():  # create_graph=True
+            gradient = SharedGradient.apply(gradient, context.axes, context.ctx)
+        return gradient, None, None, None
+
+
+class SharedGradient(torch.autograd.Function):
+    """A replicated value that every rank uses for its own part: nothing forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, axes: list[int], ctx: LocalContext) -> torch.Tensor:
+        """Any shape."""
+        context.axes, context.ctx = axes, ctx
+        return value.detach()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        """The sum over the ranks."""
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        for axis in context.axes:
+            dist.all_reduce(total, group=context.ctx.group(axis))
+            context.ctx.record("all_reduce", axis, total.nbytes, "backward")
+        return total, None, None
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def _class_dim(ctx: LocalContext) -> int:
+    return 1 if len(ctx.in_shapes[0]) > 1 else 0
+
+
+def _row_axes(ctx: LocalContext) -> list[int]:
+    """Mesh axes that shard rows of the logits."""
+    classes = _class_dim(ctx)
+    return [axis for axis, state in enumerate(ctx.ins[0]) if isinstance(state, int) and state != classes]
+
+
+def _weight_of_rows(tensors: list[torch.Tensor], ignore: int, class_dim: int) -> torch.Tensor:
+    """What a mean divides by: the rows that count, each with the weight of its class."""
+    logits, target = tensors[:2]
+    if not _is_integer(target.dtype):
+        return torch.tensor(logits.numel() // logits.shape[class_dim], device=logits.device)
+    kept = target != ignore
+    if len(tensors) < 3:
+        return kept.sum()
+    return tensors[2][target.masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()

@@ -1,0 +1,76 @@
+"""torch.nn.functional.dropout with the mask of one device, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from meshwright_dtensor.boxes import dim_order_of
+from meshwright_dtensor.random import draw_full_then_slice
+from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish
+from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.states import P
+
+
+class Dropout(Composite):
+    """x -> x * mask / (1 - p).  The mask is drawn whole on every rank, in the memory order of x, and sliced."""
+
+    name: ClassVar[str] = "dropout"
+    functions: ClassVar[tuple[Any, ...]] = (F.dropout,)
+
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """(x, p, training, inplace)."""
+
+        def canonical(
+            input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> tuple[Any, ...]:
+            return input, p, training, inplace
+
+        values = canonical(*args, **kwargs)
+        return (values, {}) if 0.0 <= values[1] <= 1.0 else None
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Any dim; a partial sum too, since all ranks use the same mask."""
+        rows: list[Row] = [((dim,), (dim,)) for dim in range(len(view.in_shapes[0]))]
+        return finish(view, [*rows, ((P,), (P,))], "hand")
+
+    def plain(self, ctx: LocalContext) -> bool:
+        """When nothing is random; else the mask follows the strides of one device, which the local may not have."""
+        _, p, training, _ = ctx.node.args
+        return not training or p in (0.0, 1.0)
+
+    def local(self, ctx: LocalContext) -> LocalFunction:
+        """Multiply with the rank's slice of the noise."""
+        _, p, training, inplace = ctx.node.args
+        if self.plain(ctx):
+            return lambda tensors: F.dropout(tensors[0], p, training, inplace)
+        shape = ctx.in_shapes[0]
+        box = ctx.box(shape, ctx.ins[0])
+        strides = ctx.in_strides[0] if ctx.in_strides is not None else None
+
+        def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+            x = tensors[0]
+            like = torch.empty_like(x, device="meta")
+            order = memory_order(shape, strides) if strides is not None else dim_order_of(like)
+            noise = draw_full_then_slice(lambda full: noise_(full, p), shape, order, x.dtype, x.device, box)
+            return x.mul_(noise) if inplace else x * noise
+
+        return run
+
+
+def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims outermost first, in the layout that ``empty_like`` gives a tensor of these strides."""
+    like = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+    return tuple(sorted(range(len(shape)), key=lambda dim: -like[dim]))
+
+
+def noise_(full: torch.Tensor, p: float) -> torch.Tensor:
+    """Fill with 0 or 1 / (1 - p), as ``torch.dropout`` draws it on this device."""
+    if full.device.type == "cpu":
+        return full.bernoulli_(1 - p).div_(1 - p)
+    # accelerators fuse drawing and scaling in one kernel, with another use of the stream
+    return full.copy_(torch.native_dropout(torch.ones_like(full), p, True)[0])

@@ -1,0 +1,145 @@
+"""The runtime executes the plan: which states a planned call takes its inputs in.
+
+A plan addresses calls as (module name, function, occurrence); module hooks keep track of whose forward is running, and
+the dispatcher asks for the target of each call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.states import State, States, parse_state
+from meshwright_dtensor.trace import function_name
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.layout import Layout
+    from meshwright_dtensor.plan import ActivationRule, ParallelPlan
+    from meshwright_dtensor.space import Space
+
+AxisStates = tuple[tuple[str, State], ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the plan wants of one call: per tensor input, and for the output, states on some axes."""
+
+    inputs: tuple[AxisStates | None, ...]
+    output: AxisStates | None = None
+
+    def states(
+        self, space: Space, layouts: Sequence[Layout]
+    ) -> tuple[list[States | None], tuple[State | None, ...]]:
+        """(states for every input or None, wanted state of the output per mesh axis)."""
+        forced: list[States | None] = []
+        for position, layout in enumerate(layouts):
+            want = dict(self.inputs[position] or ()) if position < len(self.inputs) else {}
+            changed = tuple(want.get(a, s) for a, s in zip(space.axes, layout.states, strict=True))
+            forced.append(changed if changed != layout.states else None)
+        goal = dict(self.output or ())
+        return forced, tuple(goal.get(a) for a in space.axes)
+
+
+class Frame:
+    """A module whose forward is running."""
+
+    __slots__ = ("module", "rules", "counts")
+
+    def __init__(self, module: str, rules: Mapping[str, Mapping[int, Target]]) -> None:
+        self.module, self.rules = module, rules
+        self.counts: Counter[str] = Counter()
+
+    def target(self, func: Callable[..., Any]) -> Target | None:
+        """The target of the call that is about to be made; counts it."""
+        if not self.rules:
+            return None
+        name = function_name(func)
+        planned = self.rules.get(name)
+        if planned is None:
+            return None
+        occurrence = self.counts[name]
+        self.counts[name] = occurrence + 1
+        return planned.get(occurrence)
+
+
+class Frames(threading.local):
+    """The running modules of this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+
+    def current(self) -> Frame | None:
+        """The innermost running module that the plan knows."""
+        return self.stack[-1] if self.stack else None
+
+
+FRAMES = Frames()
+"""Torch functions carry no context, so whose forward is running has to be known per thread."""
+
+
+def install_targets(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> list[Any]:
+    """Make the calls of ``model`` take their inputs in the states that ``plan.activations`` names.
+
+    Returns:
+        Handles; ``handle.remove()`` undoes it.
+
+    Raises:
+        PlanError: a rule names no module of the model.
+    """
+    interned: dict[Target, Target] = {}
+    rules: dict[str, dict[str, dict[int, Target]]] = {}
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for rule in plan.activations:
+        target = _target(rule)
+        target = interned.setdefault(target, target)
+        matched = [name for name in names if fnmatchcase(name, rule.module)]
+        if not matched:
+            raise PlanError(
+                "activations.module",
+                rule.module,
+                f"the pattern matches no module of {type(model).__name__}; use one over model.named_modules() names",
+                did_you_mean(rule.module, names),
+            )
+        for name in matched:
+            rules.setdefault(name, {}).setdefault(rule.function, {}).setdefault(rule.occurrence, target)
+    return hook_frames(model, rules)
+
+
+def hook_frames(model: nn.Module, rules: Mapping[str, Mapping[str, Mapping[int, Target]]]) -> list[Any]:
+    """Hooks that push and pop a frame for every module in ``rules`` and for the children of those."""
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if name in rules or (name and parent in rules):
+            handles += _hook(module, name, rules.get(name, {}))
+    return handles
+
+
+def _hook(module: nn.Module, name: str, rules: Mapping[str, Mapping[int, Target]]) -> list[Any]:
+    stack_of = FRAMES
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        stack_of.stack.append(Frame(name, rules))
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if stack_of.stack:
+            stack_of.stack.pop()
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+
+
+def _target(rule: ActivationRule) -> Target:
+    def states(entry: Mapping[str, str] | None) -> AxisStates | None:
+        return None if entry is None else tuple(sorted((axis, parse_state(s)) for axis, s in entry.items()))
+
+    outputs = rule.outputs
+    return Target(tuple(states(e) for e in rule.inputs), states(outputs[0]) if outputs else None)

@@ -1,0 +1,176 @@
+"""The interface of a parallelism: what a strategy tells the planner, and what it does to a model.
+
+A strategy owns one mesh axis. The planner asks it which degrees are legal and what they cost; `parallelize` asks it
+how batch tensors and parameters lie on its axis and lets it attach its engine. This module needs no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.states import State
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Phase = Literal["forward", "backward"]
+GradientKind = Literal["complete", "deferred"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest connection that a collective over one mesh axis crosses.
+
+    Args:
+        name: what to call it in reports, e.g. "nvlink".
+        latency_s: seconds one hop costs before the first byte arrives (alpha).
+        bandwidth_Bps: bytes per second that one rank sends, one direction (1 / beta).
+    """
+
+    name: str
+    latency_s: float
+    bandwidth_Bps: float
+
+    def seconds(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
+        """Seconds of one ring collective over `degree` ranks; `nbytes` is the size of the full tensor.
+
+        A ring all-gather or reduce-scatter moves (n-1)/n of the full tensor through every rank in n-1 hops; an
+        all-reduce is one of each; an all-to-all sends (n-1)/n of a rank's own part, which is nbytes/n.
+        """
+        if degree <= 1:
+            return 0.0
+        hops = degree - 1
+        share = nbytes * hops / degree
+        once = hops * self.latency_s + share / self.bandwidth_Bps
+        if kind == "all_reduce":
+            return 2.0 * once
+        if kind == "all_to_all":
+            return hops * self.latency_s + share / degree / self.bandwidth_Bps
+        return once
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What a strategy may know of the model when it says which degrees are legal and what they cost.
+
+    The sizes are those of ONE rank as the other axes leave them (the planner divides before it asks), for one step.
+
+    Args:
+        world_size: number of ranks in the whole mesh.
+        batch_size: rows of the global batch (size of dim 0 of its tensors).
+        sequence_length: size of the sequence dim, or None where the batch has none.
+        parameter_bytes: bytes of parameters.
+        gradient_bytes: bytes of gradients (parameters that require one).
+        activation_bytes: bytes that autograd keeps for the backward pass.
+        flops: floating-point operations of forward and backward.
+        layers: number of repeated blocks (1 when nothing repeats).
+        backward_seconds: predicted seconds of the backward pass, which communication may hide behind.
+    """
+
+    world_size: int
+    batch_size: int
+    sequence_length: int | None = None
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    activation_bytes: int = 0
+    flops: float = 0.0
+    layers: int = 1
+    backward_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """`count` collectives of `nbytes` each (bytes of the full tensor) that one step runs on the strategy's axis."""
+
+    kind: CollectiveKind
+    nbytes: int
+    count: int = 1
+    phase: Phase = "backward"
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class StrategyCost:
+    """What a degree of a strategy costs per step, beside what the searched placements cost.
+
+    Args:
+        exposed_seconds: time added to the step.
+        overlapped_seconds: communication time hidden behind compute (not added to the step).
+        parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
+        collectives: what is communicated.
+    """
+
+    exposed_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
+    parameters: float = 1.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+    activations: float = 1.0
+    collectives: tuple[CollectiveUse, ...] = ()
+
+
+class Strategy(ABC):
+    """A parallelism along one mesh axis. Subclasses are stateless: one instance may serve many models.
+
+    Class attributes:
+        name: name in plans and plugin records, e.g. "tensor".
+        axis: the mesh axis it owns, e.g. "tp".
+        order: position of its axis in the mesh; small is outermost (data 10, tensor 40).
+        placement_search: the planner's search decides the placements on this axis.
+        gradient: "complete" - a replicated parameter's gradient is complete when autograd delivers it (state I);
+            "deferred" - autograd delivers each rank's part (state X) and the strategy's engine sums later.
+    """
+
+    name: ClassVar[str]
+    axis: ClassVar[str]
+    order: ClassVar[int] = 50
+    placement_search: ClassVar[bool] = False
+    gradient: ClassVar[GradientKind] = "complete"
+
+    @abstractmethod
+    def degrees(self, request: SearchRequest) -> Iterable[int]:
+        """Legal degrees of the axis for this request, ascending, 1 (off) included."""
+
+    def batch_factor(self, degree: int) -> int:
+        """By how much a degree divides the local batch that the other axes see."""
+        return 1
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        """Time, memory factors and collectives of one step at `degree`, over `link`; sizes as in SearchRequest."""
+        return StrategyCost()
+
+    def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
+        """The state on this axis in which batch tensor `name` of global `shape` enters the model ("I" or a dim)."""
+        return "I"
+
+    def parameter_state(self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int) -> State:
+        """The state in which parameter `fqn` of global `shape` is stored on this axis.
+
+        By default the first rule of `plan.parameters` whose pattern matches `fqn` decides; what no rule places is
+        replicated, with the gradient kind of the strategy.
+        """
+        placed = planned_state(plan, fqn, self.axis)
+        if placed == "I" and self.gradient == "deferred":
+            return "X"
+        return placed
+
+    def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+        """Install the strategy's engine on a model whose parameters are already placed on `mesh`."""
+        return None
+
+
+def planned_state(plan: ParallelPlan, fqn: str, axis: str) -> State:
+    """The state that `plan.parameters` gives to parameter `fqn` on `axis`: first matching rule, else "I"."""
+    return plan.parameter_states(fqn).get(axis, "I")
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]

@@ -1,0 +1,187 @@
+"""Conversions: value and gradient survive every change of layout, uneven and nested shards included."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright_dtensor import commlog
+from meshwright_dtensor.boxes import slice_of
+from meshwright_dtensor.convert import route
+from meshwright_dtensor.global_tensor import distribute, local_in, wrap
+from meshwright_dtensor.rules import shardable
+from meshwright_dtensor.space import Space
+from meshwright_dtensor.states import gradient_kind, is_shard
+from meshwright_dtensor.testing import RankPool
+
+STATES = ("I", "X", "P", 0, 1, 2)
+
+
+def legal(shape, states, sizes):
+    left = list(shape)
+    for s, n in zip(states, sizes, strict=True):
+        if is_shard(s):
+            if s >= len(shape) or not shardable(left[s], n):
+                return False
+            left[s] = -(-left[s] // n)
+    return True
+
+
+def convertible(a, b):
+    return a == b or not (is_shard(a) and b == "P")
+
+
+def parts(value, mesh, states):
+    """Any local tensors that make up ``value`` in ``states``; partial sums are random."""
+    space = Space.of(mesh)
+    layout = space.layout(states, value.shape, value.dtype)
+    local = slice_of(value, layout.box).clone()
+    for axis, state in enumerate(states):
+        if state != "P":
+            continue
+        n, rank = space.sizes[axis], space.coords[axis]
+        if n == 1:
+            continue
+        shares = torch.randn((n - 1, *local.shape), dtype=value.dtype)
+        # ranks that differ on other axes hold different parts of the same shares: draw per box
+        local = shares[rank] if rank < n - 1 else local - shares.sum(0)
+    return local, layout
+
+
+def one(mesh, shape, source, target):
+    space = Space.of(mesh)
+    torch.manual_seed(1)
+    value = torch.randn(shape, dtype=torch.float64)
+    seed = torch.randn(shape, dtype=torch.float64)
+    torch.manual_seed(2)
+    local, layout = parts(value, mesh, source)
+    local.requires_grad_()
+    x = wrap(local, layout)
+    out = local_in(x, target)
+    there = space.layout(target, value.shape, value.dtype)
+    assert tuple(out.shape) == tuple(there.local_shape)
+    torch.testing.assert_close(local_in(wrap(out.detach(), there), space.replicated), value)
+    # the gradient that arrives lies as the target's gradient kind says; what leaves, as the source's
+    torch.manual_seed(3)
+    kinds = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in there.states)
+    arriving, _ = parts(seed, mesh, kinds)
+    if out.requires_grad:
+        out.backward(arriving)
+    back = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in layout.states)
+    found = wrap(local.grad, space.layout(back, value.shape, value.dtype))
+    torch.testing.assert_close(local_in(found, space.replicated), seed)
+
+
+def run_many(rank, world, sizes, cases):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+    for shape, source, target in cases:
+        try:
+            one(mesh, shape, source, target)
+        except Exception as e:
+            raise AssertionError(f"{shape} {source} -> {target}: {e}") from e
+    return True
+
+
+def test_every_pair_on_one_axis(rank_pool: RankPool):
+    for n in (2, 3):
+        cases = [
+            (shape, (a,), (b,))
+            for shape in ((4, 6, 6), (5, 7, 4), (3, 1, 9))
+            for a, b in itertools.product(STATES, STATES)
+            if convertible(a, b) and legal(shape, (a,), (n,)) and legal(shape, (b,), (n,))
+        ]
+        assert len(cases) > 60
+        assert all(rank_pool.run(n, run_many, (n,), cases))
+
+
+states = st.sampled_from(STATES)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    raw=st.lists(
+        st.tuples(
+            st.tuples(st.integers(2, 9), st.integers(2, 9), st.integers(1, 5)),
+            st.tuples(states, states),
+            st.tuples(states, states),
+        ),
+        min_size=8,
+        max_size=8,
+    )
+)
+def test_pairs_on_two_axes(rank_pool: RankPool, raw):
+    cases = [
+        (shape, a, b)
+        for shape, a, b in raw
+        if legal(shape, a, (2, 2))
+        and legal(shape, b, (2, 2))
+        and all(convertible(s, t) for s, t in zip(a, b, strict=True))
+        and a.count("P") < 2
+    ]
+    assert all(rank_pool.run(4, run_many, (2, 2), cases))
+
+
+@given(st.tuples(states, states, states), st.tuples(states, states, states))
+def test_a_route_leads_to_its_target_and_never_moves_an_outer_shard_under_an_inner_one(a, b):
+    current = list(a)
+    for axis, before, after in route(a, b):
+        assert current[axis] == before
+        touched = {s for s in (before, after) if is_shard(s)}
+        assert not any(current[j] in touched for j in range(axis + 1, len(a))), (a, b)
+        current[axis] = after
+    assert tuple(current) == b
+
+
+def count_collectives(rank, world):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    x = torch.randn(4, 6)
+    found = {}
+    for name, source, target in (
+        ("alias", "I", "X"),
+        ("gather", 0, "I"),
+        ("gather_scatter", 0, "X"),
+        ("scatter", "I", 1),
+        ("transpose", 0, 1),
+    ):
+        g = distribute(x, mesh, [source]).requires_grad_()
+        with commlog.communication() as log:
+            y = local_in(g, (target,))
+            again = local_in(g, (target,))
+            (y.sum() + again.sum()).backward()
+        found[name] = [(e.kind, e.phase, e.nbytes) for e in log.events]
+    return found
+
+
+def test_collectives_are_those_of_the_gradient_rule_and_shared(rank_pool: RankPool):
+    size = 4 * 6 * 4
+    for found in rank_pool.run(2, count_collectives):
+        assert found == {
+            "alias": [("all_reduce", "backward", size)],  # two consumers, one reduction
+            "gather": [("all_gather", "forward", size)],
+            "gather_scatter": [("all_gather", "forward", size), ("reduce_scatter", "backward", size)],
+            "scatter": [
+                ("all_gather", "backward", size),
+                ("all_gather", "backward", size),
+            ],  # slices are not kept
+            "transpose": [("all_to_all", "forward", size), ("all_to_all", "backward", size)],
+        }
+
+
+def partial_once(rank, world):
+    """A Partial that both a replicated and a partial-gradient consumer read is reduced once."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    space = Space.of(mesh)
+    x = wrap(torch.randn(3, 4).requires_grad_(), space.layout(("P",), (3, 4), torch.float32))
+    with commlog.communication() as log:
+        local_in(x, ("I",))
+        local_in(x, ("X",))
+        local_in(x, ("X",))
+    return [e.kind for e in log.events]
+
+
+def test_a_partial_is_reduced_once(rank_pool: RankPool):
+    assert rank_pool.run(2, partial_once) == [["all_reduce"]] * 2

@@ -1,0 +1,154 @@
+"""The rank pool: results, errors, hangs and deaths of real processes; and the fake group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing import RankError, RankPool, fake_group
+
+
+@dataclass
+class Here:
+    """A class of a test module, to see that it travels."""
+
+    rank: int
+
+
+def total(rank: int, world_size: int, value: torch.Tensor) -> torch.Tensor:
+    value = value + rank
+    dist.all_reduce(value)
+    return value
+
+
+def process_and_world(rank: int, world_size: int) -> tuple[int, int, int]:
+    return os.getpid(), dist.get_world_size(), dist.get_rank()
+
+
+def draw(rank: int, world_size: int) -> torch.Tensor:
+    return torch.rand(3)
+
+
+def here(rank: int, world_size: int, given: Here) -> Here:
+    assert isinstance(given, Here)
+    return Here(rank)
+
+
+def one_fails(rank: int, world_size: int, failing: int) -> None:
+    if rank == failing:
+        raise UsageError("rank three said no")
+    dist.all_reduce(torch.ones(1))
+
+
+class Unpicklable(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__("does not survive pickle")
+
+
+def fails_oddly(rank: int, world_size: int) -> None:
+    raise Unpicklable(1, 2)
+
+
+def one_sleeps(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(100)
+
+
+def one_dies(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def one_leaves(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os._exit(3)
+
+
+def test_results_come_in_rank_order(rank_pool: RankPool) -> None:
+    start = torch.tensor([1.0, 2.0])
+    for size in (1, 4, 2):
+        results = rank_pool.run(size, total, start)
+        want = start * size + sum(range(size))
+        assert len(results) == size
+        assert all(torch.equal(result, want) for result in results)
+
+
+def test_processes_are_reused_and_the_default_group_is_the_world(rank_pool: RankPool) -> None:
+    first = rank_pool.run(3, process_and_world)
+    again = rank_pool.run(2, process_and_world)
+    assert [pid for pid, _, _ in first][:2] == [pid for pid, _, _ in again]
+    assert [row[1:] for row in again] == [(2, 0), (2, 1)]
+    assert os.getpid() not in [pid for pid, _, _ in first]
+
+
+def test_every_call_starts_from_the_same_seed(rank_pool: RankPool) -> None:
+    one, other = rank_pool.run(2, draw)
+    (later, _) = rank_pool.run(2, draw)
+    torch.manual_seed(0)
+    assert torch.equal(one, torch.rand(3))
+    assert torch.equal(one, other)
+    assert torch.equal(one, later)
+
+
+def test_classes_of_the_test_module_travel(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, here, Here(7)) == [Here(0), Here(1)]
+
+
+def test_the_exception_of_the_rank_that_failed_first_is_raised_with_its_traceback(
+    rank_pool: RankPool,
+) -> None:
+    with pytest.raises(UsageError, match="rank three said no") as caught:
+        rank_pool.run(4, one_fails, 3)
+    assert isinstance(caught.value.__cause__, RankError)
+    assert "rank 3 of 4 failed in one_fails" in str(caught.value.__cause__)
+    assert "in one_fails" in str(caught.value.__cause__)
+    assert rank_pool.run(4, one_fails, 9) == [None] * 4
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_as_text(rank_pool: RankPool) -> None:
+    with pytest.raises(RankError, match="Unpicklable: does not survive pickle"):
+        rank_pool.run(1, fails_oddly)
+
+
+def test_a_local_function_is_refused(rank_pool: RankPool) -> None:
+    with pytest.raises(UsageError, match="top-level"):
+        rank_pool.run(1, lambda rank, world_size: None)
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_a_world_outside_the_pool_is_refused(rank_pool: RankPool, size: int) -> None:
+    with pytest.raises(UsageError, match=f"world_size={size} is outside"):
+        rank_pool.run(size, draw)
+
+
+def test_hangs_and_deaths_are_errors_and_the_pool_recovers() -> None:
+    with RankPool(grace=2.0) as pool:
+        assert len(pool.run(2, draw)) == 2
+        with pytest.raises(
+            RankError, match=r"rank 1 of 2 did not finish one_sleeps within 1 s(.|\n)*in one_sleeps"
+        ):
+            pool.run(2, one_sleeps, timeout=1.0)
+        with pytest.raises(RankError, match=r"rank 1 .killed by SIGKILL. of 2 died in one_dies"):
+            pool.run(2, one_dies)
+        with pytest.raises(RankError, match=r"rank 0 .exit code 3. of 2 died in one_leaves"):
+            pool.run(2, one_leaves)
+        assert len(pool.run(2, draw)) == 2
+
+
+def test_the_fake_group_is_a_world_without_processes() -> None:
+    with fake_group(8, rank=5):
+        assert (dist.get_world_size(), dist.get_rank()) == (8, 5)
+        dist.all_reduce(torch.ones(2))
+        with pytest.raises(UsageError, match="of 8 ranks exists"), fake_group(2):
+            pass
+    assert not dist.is_initialized()
+    with pytest.raises(UsageError, match="rank=2"), fake_group(2, rank=2):
+        pass
