@@ -1,0 +1,98 @@
+"""Every private name of torch that this package uses, in one place: the page to read when torch changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor.parameter import MeshParameter
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the backward pass that runs now has finished (not when it raises)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def gradient_is_captured() -> bool:
+    """Inside a hook of a leaf tensor: whether `torch.autograd.grad` captures the gradient (it is not accumulated)."""
+    node = torch._C._current_autograd_node()
+    try:
+        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch refuses to answer for a leaf under autograd.grad: that is the answer
+        return True
+    return False
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part: the storage of a DTensor itself (no copy, no autograd), or the tensor given."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The leaf at which autograd accumulates: the local tensor of a mesh parameter, any other tensor itself."""
+    return local_of(parameter) if isinstance(parameter, MeshParameter) else parameter
+
+
+def add_in_place(tensors: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
+    """`tensors[i] += more[i]`, with few kernels."""
+    if tensors:
+        torch._foreach_add_(list(tensors), list(more))
+
+
+def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies like `like` (a stock DTensor when `like` is any DTensor) whose own part is `local`."""
+    if not isinstance(like, DTensor):
+        return local
+    return cast(torch.Tensor, DTensor(local, like._spec, requires_grad=False))  # type: ignore[call-arg]
+
+
+def scale_in_place(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor by a 0-dim factor, with one kernel per device and dtype where torch has one."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), group in by_kind.items():
+        torch._foreach_mul_(group, factor.to(device))
+
+
+def map_tensors(
+    change: Callable[[str, torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with every tensor replaced by `change(name, tensor)`, positional ones first.
+
+    The name of a tensor is its position or keyword, then the path inside containers, joined by dots.
+    """
+    new_args = tuple([_map_one(change, str(index), value) for index, value in enumerate(args)])
+    return new_args, {key: _map_one(change, key, value) for key, value in kwargs.items()}
+
+
+def _map_one(change: Callable[[str, torch.Tensor], torch.Tensor], name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(name, value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    from torch.utils import _pytree as pytree
+
+    def leaf(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return change(".".join([name, *(_key(part) for part in path)]), x)
+
+    return pytree.tree_map_with_path(leaf, value)
+
+
+def _key(part: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        value = getattr(part, attribute, None)
+        if value is not None:
+            return str(value)
+    return str(part)
+
+
+def gradient_hooks(parameter: torch.Tensor) -> int:
+    """How many hooks are registered on the gradient of a leaf tensor."""
+    leaf = leaf_of(parameter)
+    return len(leaf._backward_hooks or ()) + len(getattr(leaf, "_post_accumulate_grad_hooks", None) or ())

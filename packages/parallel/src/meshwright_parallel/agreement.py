@@ -1,0 +1,122 @@
+"""Ranks must start alike: the same parameters, buffers and random generator, checked by one small collective."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright_dtensor.deferred import is_deferred
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost, discover_on_all_ranks
+
+_SAMPLES = 64
+_CHUNK = 2**22  # words that are widened at a time
+_MASK = (1 << 62) - 1
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def same_plugins(plugins: PluginHost | None) -> PluginHost:
+    """The plugins to work with, None for what is installed; call it on every rank, before anything asks them.
+
+    A rank that raised alone, or planned otherwise, would leave the others waiting for it.
+
+    Raises:
+        PluginError: a rank has other plugins, or an error among them; on every rank.
+    """
+    if plugins is None:
+        return discover_on_all_ranks()
+    plugins.compare_across_ranks()
+    return plugins
+
+
+def check_alike(
+    model: nn.Module, plan: ParallelPlan, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on every rank unless all ranks hold the same plan, and the same values in every parameter and buffer.
+
+    Values are compared bit for bit, and so is the state of torch's random generators. A deferred tensor is compared
+    at 64 places only, so that its file is not read.
+
+    Raises:
+        UsageError: naming the first tensor that differs, and the fix.
+    """
+    named = [
+        *(("parameter", name, tensor) for name, tensor in model.named_parameters()),
+        *(("buffer", name, tensor) for name, tensor in model.named_buffers()),
+    ]
+    labels = [f"{kind} {name!r} of shape {tuple(t.shape)}" for kind, name, t in named]
+    sums = [checksum(t, sampled=is_deferred(t)) for _, _, t in named]
+    labels.append("the state of torch's default random generator")
+    sums.append(zlib.crc32(bytes(torch.get_rng_state().tolist())))
+    if device.type == "cuda":
+        labels.append("the state of torch's random generator on the accelerator")
+        sums.append(zlib.crc32(bytes(torch.cuda.get_rng_state(device).tolist())))
+    if differing([zlib.crc32(plan.to_json().encode())], device, group):
+        raise UsageError(
+            "ranks were given different plans; load the same file, or plan on one rank and share the plan"
+        )
+    structure = zlib.crc32("\n".join(labels).encode())
+    if differing([structure, len(labels)], device, group):
+        raise UsageError(
+            "ranks hold different models (names or shapes of parameters or buffers); "
+            "build the same model from the same configuration on every rank"
+        )
+    for index in differing(sums, device, group):
+        raise UsageError(
+            f"{labels[index]} differs between ranks, and a model must start alike on all of them; "
+            "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
+        )
+
+
+def differing(values: Iterable[int], device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
+    """Indices at which `values` are not the same on all ranks."""
+    mine = torch.tensor(list(values), dtype=torch.int64, device=device)
+    both = torch.cat([mine, -mine])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = both[: len(mine)], -both[len(mine) :]
+    return [int(i) for i in (largest != smallest).nonzero().flatten().tolist()]
+
+
+def checksum(tensor: torch.Tensor, *, sampled: bool = False) -> int:
+    """A number that depends on the bits of a tensor: of all of them, or of 64 evenly spread elements."""
+    flat = tensor.detach()
+    if flat.numel() == 0 or flat.is_meta:
+        return 0
+    if sampled:
+        flat = _sampled(flat)
+    words = flat.contiguous().reshape(-1).view(_WORDS[flat.element_size()])
+    head = words[:4096].to(torch.int64)
+    # the plain sum sees every bit; the head, weighted by place, sees what only changed places
+    weighted = (head * torch.arange(1, len(head) + 1, device=head.device)).sum()
+    total = sum(
+        (part.to(torch.int64).sum() for part in words.split(_CHUNK)), start=torch.zeros_like(weighted)
+    )
+    return int((total * 1000003 + weighted).item()) & _MASK
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """At most 64 elements, evenly spread over a dense tensor's memory."""
+    count = tensor.numel()
+    flat = tensor.as_strided((count,), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
+    step = max(1, count // _SAMPLES)
+    return flat[::step][:_SAMPLES].clone()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+@contextlib.contextmanager
+def generator_kept() -> Iterator[None]:
+    """Leave torch's default generator as it was: where one rank draws alone, all must draw alike afterwards."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

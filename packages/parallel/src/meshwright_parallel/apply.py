@@ -1,0 +1,141 @@
+"""Apply a plan to a model, in place: the same class, the same call, the same outputs, spread over a mesh.
+
+    model = parallelize(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters())      # stock, over DTensor parameters
+    loss = model(**batch).loss                             # plain tensors are global values
+    loss.backward()
+
+Every parameter becomes a DTensor of which this rank holds its part only; make optimizers afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor.boxes import chunk_box, whole_box
+from meshwright_dtensor.deferred import local_values
+from meshwright_dtensor.layout import placement_of
+from meshwright_dtensor.mesh import build_mesh, init
+from meshwright_dtensor.parameter import as_mesh_parameter
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.runtime import install_targets
+from meshwright_dtensor.states import State
+from meshwright_parallel.agreement import check_alike, same_plugins
+from meshwright_parallel.checks import (
+    check_model,
+    check_optimizers,
+    check_plan,
+    resolve_strategies,
+    stored_states,
+)
+from meshwright_parallel.inputs import Placed, install_inputs
+from meshwright_parallel.registry import LivePlacements
+
+
+def parallelize(
+    model: nn.Module, plan: ParallelPlan, *, batch: Any = None, plugins: PluginHost | None = None
+) -> nn.Module:
+    """Spread `model` over the ranks as `plan` says, in place.
+
+    Args:
+        model: an ordinary module, built alike on every rank, or inside `deferred_init()`. Its parameters are replaced:
+            make optimizers afterwards, from `model.parameters()`.
+        plan: from a planner, a file or by hand. `model.parallel_plan` holds it afterwards.
+        batch: an example of what the model is called with (a dict of keywords, a tuple of arguments or a tensor);
+            it is checked against the plan, never run.
+        plugins: where strategies are looked up; by default everything that is installed.
+
+    Returns:
+        `model`. Calls take plain tensors (global values: the same on every rank) or global tensors, and return global
+        tensors. Its state dict holds DTensors, whose `full_tensor()` is the value of one device.
+
+    Raises:
+        PlanError: the plan does not fit the run, the model or the batch.
+        UsageError: the model is parallel already, an optimizer holds its parameters, or ranks do not hold the same
+            values or plans.
+        PluginError: a strategy of the plan is not installed.
+    """
+    device = init()
+    host = same_plugins(plugins)
+    world_size = dist.get_world_size()
+    check_model(model)
+    strategies = resolve_strategies(plan, host, world_size)
+    states = stored_states(model, plan, strategies)
+    check_plan(model, plan, strategies, batch)
+    check_optimizers(model)
+    if world_size > 1:
+        check_alike(model, plan, device)
+    mesh = build_mesh(plan)
+    placed = Placed(plan, mesh, strategies)
+    _place_parameters(model, mesh, states, device)
+    _place_buffers(model, device)
+    install_targets(model, mesh, plan)
+    install_inputs(model, placed)
+    for strategy in strategies:
+        strategy.attach(model, mesh, plan)
+    model.parallel_plan = plan  # type: ignore[assignment]
+    LivePlacements.add(placed)
+    return model
+
+
+def _place_parameters(
+    model: nn.Module, mesh: DeviceMesh, states: dict[str, tuple[State, ...]], device: torch.device
+) -> None:
+    """Put a mesh parameter in the place of every parameter; what was one parameter stays one."""
+    new: dict[
+        int, tuple[nn.Parameter, nn.Parameter]
+    ] = {}  # by identity; the old one is kept so that its id is
+    for prefix, module in model.named_modules():
+        for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(old) not in new:
+                fqn = f"{prefix}.{name}" if prefix else name
+                new[id(old)] = (old, _mesh_parameter(old, mesh, states[fqn], device))
+            setattr(
+                module, name, new[id(old)][1]
+            )  # not register_parameter: recurrent layers watch assignments
+
+
+def _mesh_parameter(
+    old: nn.Parameter, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device
+) -> nn.Parameter:
+    parameter = as_mesh_parameter(_sharded(old, mesh, states, device), states, old.requires_grad)
+    for name, value in vars(old).items():  # what users hang on a parameter; torch's own names are private
+        if not name.startswith("_"):
+            setattr(parameter, name, value)
+    if old.grad is not None:
+        parameter.grad = _sharded(old.grad, mesh, states, device)
+    return cast(nn.Parameter, parameter)
+
+
+def _sharded(
+    full: torch.Tensor, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device
+) -> DTensor:
+    """The DTensor of a value that every rank holds whole; only this rank's part is copied."""
+    coordinates = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+    box = chunk_box(tuple(full.shape), tuple(mesh.shape), coordinates, states)
+    local = local_values(full.detach(), box).to(device)
+    return DTensor.from_local(
+        local,
+        mesh,
+        [placement_of(state) for state in states],
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+
+
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers stay plain and whole on every rank, in ordinary memory of the mesh's device."""
+    new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, old in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(old) not in new:
+                new[id(old)] = (old, local_values(old, whole_box(tuple(old.shape))).to(device))
+            setattr(module, name, new[id(old)][1])

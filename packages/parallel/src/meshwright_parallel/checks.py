@@ -1,0 +1,226 @@
+"""What must hold before a plan is applied; every check comes before any memory is taken."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._names import did_you_mean, listing
+from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
+from meshwright_dtensor.fingerprint import fingerprint
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost, StrategySpec
+from meshwright_dtensor.states import State, format_state
+from meshwright_dtensor.strategy import Strategy
+from meshwright_parallel._torch import gradient_hooks
+from meshwright_parallel.inputs import placed_of, rows_of
+
+_FINGERPRINT = re.compile(r"(.+)-([0-9a-f]{16})")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be spread.
+
+    Raises:
+        UsageError: the model, or a part of it, is parallel already, or carries what would be lost.
+        UnsupportedError: a parameter has no values, or hooks that would see parts of gradients.
+    """
+    if placed_of(model) is not None:
+        raise UsageError(
+            f"this {type(model).__name__} is parallel already; build the model anew to apply another plan to it"
+        )
+    for name, module in model.named_modules():
+        if name and placed_of(module) is not None:
+            raise UsageError(
+                f"module {name!r} is parallel already; call parallelize() on the whole model only, once"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UsageError(
+                f"parameter {name!r} is a DTensor already; parallelize() takes a model of plain parameters"
+            )
+        if parameter.is_meta:
+            raise UnsupportedError(
+                f"parameter {name!r} is on the meta device and has no values; "
+                "build the model inside deferred_init(), which takes no memory either"
+            )
+        if gradient_hooks(parameter):
+            raise UnsupportedError(
+                f"parameter {name!r} has gradient hooks, which would be lost; register them after parallelize()"
+            )
+
+
+def check_optimizers(model: nn.Module) -> None:
+    """Refuse an optimizer made too early: it would go on stepping the parameters that are about to be replaced.
+
+    Raises:
+        UsageError: a live optimizer holds a parameter of the model.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    for thing in gc.get_objects():
+        if issubclass(
+            type(thing), torch.optim.Optimizer
+        ):  # not isinstance, which would ask lazy objects to load
+            for group in thing.__dict__.get("param_groups", ()):
+                held = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+                if held is not None:
+                    raise UsageError(
+                        f"a {type(thing).__name__} optimizer holds parameter {held!r}, which parallelize() replaces; "
+                        "make the optimizer afterwards, from model.parameters()"
+                    )
+
+
+def resolve_strategies(plan: ParallelPlan, host: PluginHost, world_size: int) -> tuple[Strategy, ...]:
+    """The strategy of each mesh axis, in mesh order; checks that the plan is sound and fits the run.
+
+    Raises:
+        PlanError: the plan is unsound, or names a strategy of another axis.
+        PluginError: a strategy is not installed.
+    """
+    installed = host.strategies()
+    plan.validate_for(world_size, sorted({r.record.axis for r in installed.values()}))
+    found: list[Strategy] = []
+    for axis in plan.degrees:
+        owners = [name for name, registered in installed.items() if registered.record.axis == axis]
+        name = plan.strategies.get(axis)
+        if name is None:
+            if len(owners) != 1:
+                raise PlanError(
+                    f"strategies.{axis}",
+                    None,
+                    f"{len(owners)} strategies work on this axis: say which",
+                    listing(owners),
+                )
+            name = owners[0]
+        registered = host.get(StrategySpec, name)
+        if registered.record.axis != axis:
+            rule = f"strategy {name!r} works on axis {registered.record.axis!r}"
+            raise PlanError(f"strategies.{axis}", name, rule, listing(owners))
+        found.append(registered.load()())
+    return tuple(found)
+
+
+def stored_states(
+    model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy]
+) -> dict[str, tuple[State, ...]]:
+    """Name -> state per mesh axis of every parameter, tied ones under each of their names.
+
+    Raises:
+        PlanError: two names of one parameter are placed differently, or a placement does not fit its shape.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    found: dict[str, tuple[State, ...]] = {}
+    for key, aliases in names.items():
+        ruled = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
+        shape = tuple(tensors[key].shape)
+        by_name = {name: _states(name, shape, plan, strategies) for name in ruled}
+        first = ruled[0]
+        for name, states in by_name.items():
+            if states != by_name[first]:
+                rule = (
+                    f"{name!r} and {first!r} are one tied parameter and must be placed alike, "
+                    f"but {first!r} is {_show(by_name[first])}"
+                )
+                raise PlanError("parameters", f"{name}: {_show(states)}", rule)
+        _check_shape(first, shape, plan, by_name[first])
+        found.update(dict.fromkeys(aliases, by_name[first]))
+    return found
+
+
+def check_plan(model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any) -> None:
+    """That the plan speaks of this model, and of this batch where one is given.
+
+    Raises:
+        PlanError: the plan was made for another model, or a pattern matches nothing.
+        UsageError: the batch holds no tensor.
+    """
+    _check_fingerprint(model, plan)
+    fqns = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for index, rule in enumerate(plan.parameters):
+        if not any(rule.matches(fqn) for fqn in fqns):
+            raise PlanError(
+                f"parameters[{index}].pattern",
+                rule.pattern,
+                f"no parameter of this {type(model).__name__} matches; its parameters are {listing(fqns, 4)}",
+                did_you_mean(rule.pattern, fqns),
+            )
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for index, call in enumerate(plan.activations):
+        if not any(call.matches(name, call.function, call.occurrence) for name in modules):
+            raise PlanError(
+                f"activations[{index}].module",
+                call.module,
+                f"no module of this {type(model).__name__} matches",
+                did_you_mean(call.module, [name for name in modules if name]),
+            )
+    if batch is not None and _rows(batch) is None:
+        raise UsageError(
+            "batch holds no tensor with dims; give one example of what model(...) is called with"
+        )
+
+
+def _states(
+    fqn: str, shape: tuple[int, ...], plan: ParallelPlan, strategies: Sequence[Strategy]
+) -> tuple[State, ...]:
+    return tuple(
+        strategy.parameter_state(fqn, shape, plan, degree)
+        for strategy, degree in zip(strategies, plan.degrees.values(), strict=True)
+    )
+
+
+def _check_shape(fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: tuple[State, ...]) -> None:
+    """A shard needs a dim that exists and at least one row for every rank (chunks as torch.chunk cuts them)."""
+    rule = plan.parameter_rule(fqn)
+    where = "parameters" if rule is None else f"parameters[{plan.parameters.index(rule)}].placement"
+    left = list(shape)
+    for (axis, degree), state in zip(plan.degrees.items(), states, strict=True):
+        if not isinstance(state, int):
+            continue
+        if state >= len(shape):
+            text = f"{fqn!r} has shape {shape}, so its dims are 0..{len(shape) - 1}"
+            raise PlanError(
+                f"{where}.{axis}", format_state(state), text, f"S({len(shape) - 1})" if shape else "I"
+            )
+        step = -(-left[state] // degree)
+        if degree > 1 and -(-left[state] // step) != degree:
+            text = f"dim {state} of {fqn!r} has {left[state]} rows, which leaves some of the {degree} ranks empty"
+            raise PlanError(f"{where}.{axis}", format_state(state), text, "I")
+        left[state] = step
+
+
+def _check_fingerprint(model: nn.Module, plan: ParallelPlan) -> None:
+    known = _FINGERPRINT.fullmatch(plan.provenance.model or "")
+    if known is None or known[0] == fingerprint(model):
+        return
+    here = type(model).__name__
+    what = (
+        f"it was made for a {known[1]}, this is a {here}"
+        if known[1] != here
+        else f"it was made for a {here} with other modules, parameter shapes or dtypes (another configuration?)"
+    )
+    raise PlanError(
+        "provenance.model",
+        known[0],
+        f"{what}; plan again for this model, or remove the field",
+        fingerprint(model),
+    )
+
+
+def _rows(batch: Any) -> int | None:
+    if isinstance(batch, Mapping):
+        return rows_of((), dict(batch))
+    return rows_of(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+
+
+def _show(states: tuple[State, ...]) -> str:
+    return "(" + ", ".join(format_state(state) for state in states) + ")"

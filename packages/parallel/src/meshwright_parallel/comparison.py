@@ -1,0 +1,178 @@
+"""Compare the tensors of two runs, each relative to its own largest magnitude."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_parallel.report import Comparison, Kind
+
+TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+)
+"""Largest difference, relative to the tensor's largest value, that summation order may cause in a model of ordinary
+depth: about 100 roundings in float32, 10 in the half types, whose sums are rounded at every layer."""
+
+NOISE_ROUNDINGS = 8
+"""A tensor can be rounding noise only below this many roundings of the largest value of its kind."""
+
+NOISE_SPREAD = 0.25
+"""A tensor is rounding noise where one rounding of the initial weights moves it by more than this part of itself."""
+
+NOISE_REACH = 16.0
+"""How many times the noise of one device that of the parallel run may be."""
+
+Tensors = Mapping[str, torch.Tensor | None]
+Key = tuple[int, Kind, str]
+
+
+@torch.no_grad()
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The global value as a plain detached tensor (a collective call for tensors that lie on a mesh)."""
+    if tensor is None:
+        return None
+    if isinstance(tensor, (DTensor, GlobalTensor)):
+        tensor = tensor.full_tensor()
+    return tensor.detach()
+
+
+@torch.no_grad()
+def compare(
+    step: int,
+    kind: Kind,
+    expected: Tensors,
+    found: Tensors,
+    tolerance: float | None,
+    *,
+    neighbour: Tensors = MappingProxyType({}),
+    reach: Mapping[str, float] = MappingProxyType({}),
+) -> list[Comparison]:
+    """One comparison per name of either side, in order; `found` holds tensors that lie on a mesh, or plain ones.
+
+    Args:
+        tolerance: None for that of each tensor's dtype.
+        neighbour: the tensors of a run on one device whose initial weights are one rounding away. What that changes
+            beyond recognition holds rounding noise only (an attention key's bias has no gradient but that), and is
+            held to stay that small.
+        reach: name -> largest difference, for tensors that are no measure.
+    """
+    largest = _largest(kind, expected)
+    results = []
+    for name in dict.fromkeys([*expected, *found]):
+        want, got = expected.get(name), whole(found.get(name))
+        sample = want if want is not None else got
+        if sample is None:
+            continue
+        limit = TOLERANCES.get(sample.dtype, 0.0) if tolerance is None else tolerance
+        difference, note = _difference(want, got)
+        bound = reach.get(name)
+        if bound is None and want is not None:
+            bound = _noise(want, neighbour.get(name), largest[_family(kind, name)])
+        if bound is not None and not note:
+            note = "no measure" if name in reach else "rounding noise only"
+        dtype = str(sample.dtype).removeprefix("torch.")
+        results.append(Comparison(step, kind, name, dtype, difference, _magnitude(want), limit, note, bound))
+    return results
+
+
+def _noise(want: torch.Tensor, near: torch.Tensor | None, largest: float) -> float | None:
+    """How large a tensor may be that is nothing but rounding noise on one device; None for all others."""
+    if near is None or not want.is_floating_point() or near.shape != want.shape:
+        return None
+    noise = max(_magnitude(want), _magnitude(near))
+    if noise > NOISE_ROUNDINGS * torch.finfo(want.dtype).eps * largest:
+        return None
+    spread, _ = _difference(want, near)
+    return NOISE_REACH * noise if NOISE_SPREAD * noise < spread < math.inf else None
+
+
+def _family(kind: Kind, name: str) -> str:
+    """Tensors of one family have values of one kind: all gradients, or the states of one key (exp_avg, step)."""
+    return name.rpartition("/")[2] if kind == "state" else ""
+
+
+def _largest(kind: Kind, tensors: Tensors) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        family = _family(kind, name)
+        largest[family] = max(largest.get(family, 0.0), _magnitude(tensor))
+    return largest
+
+
+@torch.no_grad()
+def one_rounding_away(parameters: Iterable[torch.Tensor]) -> None:
+    """Scale every element up or down by one rounding, in place."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            up = torch.randint(0, 2, tuple(parameter.shape), generator=generator).to(parameter.device)
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1))
+
+
+def farthest_move(before: Tensors, after: Tensors) -> dict[str, float]:
+    """Name -> largest change of any element."""
+    return {
+        name: _magnitude(new - old)
+        for name, old in before.items()
+        if old is not None and (new := after[name]) is not None
+    }
+
+
+def agreed(mine: list[Comparison]) -> list[Comparison]:
+    """The same comparisons with the largest difference of any rank, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not mine:
+        return mine
+    everyone: list[dict[Key, tuple[float, str]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, {_key(c): (c.difference, c.note) for c in mine})
+    results = []
+    for own in mine:
+        entries = [(rank, *theirs[_key(own)]) for rank, theirs in enumerate(everyone) if _key(own) in theirs]
+        rank, difference, note = max(entries, key=lambda entry: entry[1])
+        shown = f"{note} (rank {rank})" if math.isinf(difference) else note
+        if len(entries) < len(everyone):
+            lack = next(rank for rank, theirs in enumerate(everyone) if _key(own) not in theirs)
+            difference, shown = math.inf, f"missing on rank {lack}"
+        results.append(replace(own, difference=difference, note=shown))
+    return results
+
+
+def _key(comparison: Comparison) -> Key:
+    return comparison.step, comparison.kind, comparison.name
+
+
+def _magnitude(tensor: torch.Tensor | None) -> float:
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    finite = torch.nan_to_num(tensor.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
+    return float(finite.abs().max().item())
+
+
+def _difference(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[float, str]:
+    """Largest absolute difference, or infinity and what is wrong."""
+    if want is None or got is None:
+        if want is got:
+            return 0.0, ""
+        return math.inf, "missing in the parallel run" if got is None else "missing on one device"
+    if want.shape != got.shape:
+        return math.inf, f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+    if want.dtype != got.dtype:
+        return math.inf, f"{got.dtype} instead of {want.dtype}"
+    if want.numel() == 0:
+        return 0.0, ""
+    a, b = want.double(), got.to(want.device).double()
+    unlike = (
+        (torch.isfinite(a) != torch.isfinite(b))
+        | (torch.isnan(a) != torch.isnan(b))
+        | (torch.isinf(a) & (a != b))
+    )
+    if bool(unlike.any()):
+        return math.inf, f"{int(unlike.sum())} elements are not finite on one side only"
+    delta = torch.where(torch.isfinite(a), a - b, 0.0)
+    return float(delta.abs().max().item()), ""

@@ -1,0 +1,12 @@
+"""What runs during training on behalf of a strategy: the bucketed gradient reduction of data-like axes."""
+
+from __future__ import annotations
+
+from meshwright_parallel.engine.reduction import (
+    DataReduction,
+    attach_reduction,
+    partial_parameters,
+    reduction_of,
+)
+
+__all__ = ["DataReduction", "attach_reduction", "partial_parameters", "reduction_of"]

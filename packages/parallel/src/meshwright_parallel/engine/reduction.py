@@ -1,0 +1,283 @@
+"""The gradient reduction of data-like axes: buckets are summed while the backward pass goes on.
+
+A plain tensor is the global value, so each rank's gradient is its part of the global gradient and the SUM over the
+axis is the gradient of one device. While a backward pass runs, what it adds to a gradient (the increment) is kept
+apart from what earlier passes left in `.grad`; only the increment is communicated, and `.grad` is written when the
+pass has ended. A pass that raises therefore leaves every gradient as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from meshwright_dtensor.commlog import record
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
+from meshwright_parallel._torch import (
+    add_in_place,
+    at_end_of_backward,
+    gradient_hooks,
+    gradient_is_captured,
+    leaf_of,
+    local_of,
+    with_local,
+)
+from meshwright_parallel.engine.buckets import Axes, Bucket, Slot, agreed_order, make_buckets
+from meshwright_parallel.strategies.data import BUCKET_BYTES
+
+_ATTRIBUTE = "_meshwright_reduction"
+Parameters = Iterable[tuple[str, torch.Tensor, Axes]]
+
+
+class DataReduction:
+    """Sums the gradients of parameters over the mesh axes on which they are partial.
+
+    Args:
+        mesh: the device mesh.
+        parameters: (name, leaf tensor, axes on which its gradient is partial); DTensors or plain tensors, in
+            registration order and alike on every rank. Those without axes are left alone.
+        bucket_bytes: size at which a bucket is launched; 25 MiB by default.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parameters: Parameters, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.mesh = mesh
+        self.bucket_bytes = bucket_bytes
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        once = {
+            id(p): (name, p, tuple(a for a in partial if sizes[a] > 1)) for name, p, partial in parameters
+        }
+        self._parameters = [entry for entry in once.values() if entry[2]]
+        self.axes = tuple(a for a in sizes if any(a in partial for _, _, partial in self._parameters))
+        self._handles: list[RemovableHandle] = []
+        self._slots: list[Slot] = []
+        self._buckets: list[Bucket] = []
+        self._leaves: list[tuple[torch.Tensor, bool]] = []
+        self._ordered = False
+        # the current pass: a reference that lives as long as it, what .grad held before, and how far the buckets are
+        self._running: weakref.ref[Any] | None = None
+        self._priors: dict[int, torch.Tensor | None] = {}
+        self._ready: list[int] = []
+        self._launched = 0
+        self._install()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataReduction:
+        """For a copied model: an engine of its own, on the copies of the parameters."""
+        copies = [(name, copy.deepcopy(p, memo), partial) for name, p, partial in self._parameters]
+        return DataReduction(self.mesh, copies, self.bucket_bytes)
+
+    def refresh(self) -> None:
+        """Follow changes of `requires_grad` and of storage; called before every forward, it costs microseconds.
+
+        Raises:
+            UnsupportedError: someone else's hook is on a gradient, of which it would see one rank's part.
+        """
+        leaves = [leaf_of(p) for _, p, _ in self._parameters]
+        for leaf, (known, required), (name, _, _) in zip(leaves, self._leaves, self._parameters, strict=True):
+            if leaf is not known or leaf.requires_grad != required:
+                self._install()
+                break
+            if gradient_hooks(leaf) > 2:
+                raise UnsupportedError(
+                    f"parameter {name!r} has a gradient hook, which would see this rank's part of the gradient and run "
+                    "before it is summed; read or change .grad after backward() instead"
+                )
+
+    def remove(self) -> None:
+        """Take every hook off: gradients stay partial from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def buckets(self) -> list[list[str]]:
+        """Names of the parameters of each bucket, in the order in which they are summed."""
+        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+
+    def _install(self) -> None:
+        self.remove()
+        self._forget_pass()
+        self._leaves = [(leaf_of(p), p.requires_grad) for _, p, _ in self._parameters]
+        self._slots = [Slot(name, leaf_of(p), axes) for name, p, axes in self._parameters if p.requires_grad]
+        for index, slot in enumerate(self._slots):
+            slot.index = index
+        # what is registered last is usually ready first; the first pass tells the true order
+        self._buckets = make_buckets(self._slots[::-1], self.bucket_bytes)
+        self._ordered = False
+        for slot in self._slots:
+            self._handles.append(slot.leaf.register_hook(self._before(slot)))
+            self._handles.append(slot.leaf.register_post_accumulate_grad_hook(self._after(slot)))
+
+    # ------------------------------------------------------------------------------------ hooks of a leaf
+    def _before(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        leaf, index = slot.leaf, slot.index
+
+        def before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"gradient of {slot.name!r}: create_graph=True does not work together with data parallelism; "
+                    "use data degree 1 for higher derivatives"
+                )
+            if gradient_is_captured():  # torch.autograd.grad accumulates nothing: the sum is handed over
+                return self._sum_now(slot, gradient)
+            self._enter()
+            if index in self._priors:  # twice in one pass (reentrant checkpointing): settle the first
+                self._finish()
+                self._enter()
+            prior = self._priors[index] = leaf.grad
+            if prior is not None:
+                leaf.grad = None  # so that accumulation leaves the increment alone here
+            return None
+
+        return before_accumulation
+
+    def _after(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        def after_accumulation(leaf: torch.Tensor) -> None:
+            increment = leaf.grad
+            if increment is None:
+                return
+            _check(slot, increment)
+            view = self._buckets[slot.bucket].put(slot, local_of(increment))
+            prior = self._priors[slot.index]
+            # without a prior the sum arrives where the gradient lies, and nothing is left to do
+            leaf.grad = with_local(leaf, view) if prior is None else prior
+            self._ready.append(slot.index)
+            # buckets start in one fixed order, so that ranks never pair different tensors
+            while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
+                self._buckets[self._launched].launch(self.mesh)
+                self._launched += 1
+
+        return after_accumulation
+
+    # ------------------------------------------------------------------------------------ one backward pass
+    def _enter(self) -> None:
+        """Notice the first gradient of a pass."""
+        if self._running is not None and self._running() is not None:
+            return  # the same pass, or one nested in it
+        self._forget_pass()
+
+        def end_of_backward() -> None:
+            if self._running is token:
+                self._finish()
+
+        # autograd alone holds the callback: when the pass raises, the callback dies with it
+        self._running = token = weakref.ref(end_of_backward, self._died)
+        at_end_of_backward(end_of_backward)
+
+    def _died(self, token: weakref.ref[Any]) -> None:
+        """A pass is gone without having ended: make every `.grad` what it was before."""
+        if self._running is not token:
+            return
+        ready = set(self._ready)
+        for index, prior in self._priors.items():
+            if index in ready or self._slots[index].leaf.grad is None:
+                self._slots[index].leaf.grad = prior
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Sum what is left, add it to what was there, and be as before the pass."""
+        for bucket in self._buckets[self._launched :]:
+            bucket.launch(self.mesh)
+        ready, priors = self._ready, self._priors
+        for bucket in self._buckets:
+            before, increments = [], []
+            for slot in bucket.finish(self.mesh):
+                prior = priors.get(
+                    slot.index, slot.leaf.grad
+                )  # a rank that did not take part may have one too
+                if prior is not None:
+                    before.append(local_of(prior))
+                    increments.append(bucket.view(slot))
+                elif slot.index not in priors:
+                    slot.leaf.grad = with_local(slot.leaf, bucket.view(slot))
+            add_in_place(before, increments)
+        self._forget_pass()
+        if not self._ordered:
+            self._reorder(ready)
+
+    def _forget_pass(self) -> None:
+        self._running = None
+        self._priors = {}
+        self._ready = []
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _reorder(self, ready: list[int]) -> None:
+        """After the first pass: fill the buckets in the order in which gradients came, unused ones last."""
+        self._ordered = True
+        order = list(dict.fromkeys([*ready, *reversed(range(len(self._slots)))]))
+        axes = tuple(dict.fromkeys(axis for slot in self._slots for axis in slot.axes))
+        order = agreed_order(order, self.mesh, axes, self._slots[0].leaf.device)
+        self._buckets = make_buckets([self._slots[index] for index in order], self.bucket_bytes)
+
+    def _sum_now(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        total = local_of(gradient).clone(memory_format=torch.contiguous_format)
+        for axis in slot.axes:
+            record(
+                "all_reduce",
+                axis,
+                total.numel() * total.element_size(),
+                "backward",
+                function="data",
+                why="X->I",
+            )
+            dist.all_reduce(total, group=self.mesh.get_group(axis))
+        return with_local(gradient, total)
+
+
+def _check(slot: Slot, gradient: torch.Tensor) -> None:
+    """Autograd itself sees to shape and dtype."""
+    if gradient.layout != torch.strided:
+        raise UnsupportedError(
+            f"gradient of {slot.name!r} is {gradient.layout}; only dense gradients are summed: use sparse=False"
+        )
+    if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, slot.leaf).placements:
+        raise UnsupportedError(
+            f"gradient of {slot.name!r} lies as {gradient.placements}, its parameter as "
+            f"{cast(DTensor, slot.leaf).placements}; redistribute it before it is accumulated"
+        )
+
+
+def partial_parameters(
+    model: nn.Module, mesh: DeviceMesh, axes: Axes
+) -> list[tuple[str, torch.Tensor, Axes]]:
+    """The parameters of `model` with those of `axes` on which their gradient is partial (state X)."""
+    names = mesh.mesh_dim_names or ()
+    found: list[tuple[str, torch.Tensor, Axes]] = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, MeshParameter):
+            states = layout_of_dtensor(parameter).states
+            partial = tuple(a for a, s in zip(names, states, strict=True) if s == "X" and a in axes)
+            found.append((name, parameter, partial))
+    return found
+
+
+def reduction_of(model: nn.Module) -> DataReduction | None:
+    """The engine that sums the gradients of `model`, if it has one."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, DataReduction) else None
+
+
+def attach_reduction(model: nn.Module, engine: DataReduction) -> None:
+    """Make `engine` the one of `model`; an earlier one is taken off. Every forward lets it follow `requires_grad`."""
+    before = reduction_of(model)
+    if before is not None:
+        before.remove()
+    else:
+        model.register_forward_pre_hook(_refresh)
+    model.__dict__[_ATTRIBUTE] = engine
+
+
+def _refresh(model: nn.Module, args: tuple[Any, ...]) -> None:
+    engine = reduction_of(model)
+    if engine is not None:
+        engine.refresh()

@@ -1,0 +1,93 @@
+"""How a batch enters a parallel model: plain tensors, which are global values, become global tensors.
+
+A batch tensor is known by the keyword or position at which it is passed, followed by the path inside containers
+("input_ids", "0", "features.image"). The rows of the batch are dim 0 of its first tensor that has dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor.global_tensor import GlobalTensor, distribute
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.states import State
+from meshwright_dtensor.strategy import Strategy
+from meshwright_parallel._torch import map_tensors
+
+_ATTRIBUTE = "_meshwright_placed"
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """What `parallelize` did to a model: plan, mesh, and the strategy of each mesh axis, in mesh order."""
+
+    plan: ParallelPlan
+    mesh: DeviceMesh
+    strategies: tuple[Strategy, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+        return self  # a copied model lies on the same mesh
+
+    def input_states(self, name: str, shape: Sequence[int], rows: int | None) -> tuple[State, ...]:
+        """The state of batch tensor `name` of global `shape` on each mesh axis; `rows` is the size of the batch."""
+        left = rows
+        states: list[State] = []
+        for axis, strategy in enumerate(self.strategies):
+            degree = self.mesh.size(axis)
+            # an axis further in sees the rows that those further out have left
+            seen = shape if not states or 0 not in states else (left or 0, *shape[1:])
+            state = strategy.input_state(name, seen, left, degree) if degree > 1 else "I"
+            if state == 0 and left is not None:
+                left //= degree
+            states.append(state)
+        return tuple(states)
+
+    def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same arguments with every plain tensor distributed; tensors that are placed already stay."""
+        rows = rows_of(args, kwargs)
+
+        def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, (GlobalTensor, DTensor)):
+                return tensor
+            return distribute(tensor, self.mesh, self.input_states(name, tensor.shape, rows))
+
+        return map_tensors(one, args, kwargs)
+
+
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Rows of the batch: size of dim 0 of its first tensor that has dims; None where there is none."""
+    found: list[int] = []
+
+    def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not found and tensor.dim():
+            found.append(tensor.shape[0])
+        return tensor
+
+    map_tensors(look, tuple(args), dict(kwargs))
+    return found[0] if found else None
+
+
+def placed_of(model: nn.Module) -> Placed | None:
+    """What `parallelize` did to `model`, or None."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Placed) else None
+
+
+def install_inputs(model: nn.Module, placed: Placed) -> None:
+    """Make every call of `model` distribute its batch first."""
+    model.__dict__[_ATTRIBUTE] = placed
+    model.register_forward_pre_hook(_distribute, prepend=True, with_kwargs=True)
+
+
+def _distribute(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    placed = placed_of(model)
+    return (args, kwargs) if placed is None else placed.place(args, kwargs)

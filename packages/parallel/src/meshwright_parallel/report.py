@@ -1,0 +1,182 @@
+"""What a verification found: every loss, gradient, parameter and optimizer state against one device."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from meshwright_dtensor.errors import VerificationError
+
+Kind = Literal["loss", "gradient", "parameter", "buffer", "state"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of one step.
+
+    Attributes:
+        step: from 0; -1 is before the first one, where values must be equal bit for bit.
+        kind: "loss", "gradient", "parameter" (after the step), "buffer" (after it) or "state" (of the optimizer).
+        name: fully qualified name; for a state, name and key ("layer.weight/exp_avg").
+        dtype: such as "float32".
+        difference: largest absolute difference over all elements and ranks; infinite where one side has no value, or
+            a nan or infinity stands on one side only.
+        scale: what it is divided by: the tensor's largest magnitude on one device.
+        tolerance: largest relative difference that passes.
+        note: what is wrong where it is not a number, or why the tensor is no measure.
+        bound: for a tensor that is no measure (one device does not determine it): largest difference that passes.
+    """
+
+    step: int
+    kind: Kind
+    name: str
+    dtype: str
+    difference: float
+    scale: float
+    tolerance: float
+    note: str = ""
+    bound: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is compared relative to its largest value, as all are that one device determines."""
+        return self.bound is None
+
+    @property
+    def relative(self) -> float:
+        """`difference` / `scale`; 0 where there is no difference."""
+        if self.difference == 0.0:
+            return 0.0
+        return self.difference / self.scale if self.scale > 0.0 else math.inf
+
+    @property
+    def ok(self) -> bool:
+        """Whether it passes."""
+        return self.relative <= self.tolerance if self.bound is None else self.difference <= self.bound
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """A parallel run against a run on one device, the same on every rank.
+
+    Attributes:
+        model: class name.
+        degrees: mesh axis -> degree.
+        steps: how many were run.
+        losses: per step (one device, parallel).
+        comparisons: every tensor of every step.
+    """
+
+    model: str
+    degrees: dict[str, int]
+    steps: int
+    losses: tuple[tuple[float, float], ...]
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every comparison passes."""
+        return all(c.ok for c in self.comparisons)
+
+    @property
+    def failures(self) -> list[Comparison]:
+        """The comparisons that do not pass, worst first."""
+        return [c for c in self.worst(len(self.comparisons)) if not c.ok]
+
+    def worst(self, count: int = 10, kind: Kind | None = None) -> list[Comparison]:
+        """The comparisons closest to, or furthest over, their tolerance."""
+        chosen = [c for c in self.comparisons if kind is None or c.kind == kind]
+        return sorted(chosen, key=_badness, reverse=True)[:count]
+
+    def raise_if_bad(self) -> None:
+        """Raise VerificationError, naming the worst tensor, unless everything passes."""
+        bad = self.failures
+        if bad:
+            first = bad[0]
+            raise VerificationError(
+                f"{len(bad)} of {len(self.comparisons)} tensors differ from one device; worst: {first.kind} {first.name!r} "
+                f"in step {first.step}, {first.note or f'relative difference {first.relative:.1e}'} "
+                f"(tolerance {first.tolerance:.0e})"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; infinities are given as text."""
+        return {
+            "ok": self.ok,
+            "model": self.model,
+            "degrees": dict(self.degrees),
+            "steps": self.steps,
+            "losses": [{"one_device": _plain(a), "parallel": _plain(b)} for a, b in self.losses],
+            "tensors": len(self.comparisons),
+            "no_measure": sum(not c.measured for c in self.comparisons),
+            "failures": len(self.failures),
+            "worst": {kind: self._entry(kind) for kind in dict.fromkeys(c.kind for c in self.comparisons)},
+            "comparisons": [_entry(c) for c in self.comparisons],
+        }
+
+    def render(self, count: int = 8, width: int = 110) -> str:
+        """A table for people: per kind how many tensors and the worst difference, then the worst tensors."""
+        from rich.console import Console
+        from rich.table import Table
+
+        mesh = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
+        summary = Table()
+        for column, side in (
+            ("what", "left"),
+            ("tensors", "right"),
+            ("no measure", "right"),
+            ("worst relative", "right"),
+            ("passes", "left"),
+        ):
+            summary.add_column(column, justify=side)  # type: ignore[arg-type]
+        for kind in dict.fromkeys(c.kind for c in self.comparisons):
+            of_kind = [c for c in self.comparisons if c.kind == kind]
+            passed = sum(c.ok for c in of_kind)
+            measured = [c.relative for c in of_kind if c.measured]
+            worst = f"{max(measured):.1e}" if measured else "-"
+            verdict = "all" if passed == len(of_kind) else f"{passed} of {len(of_kind)}"
+            summary.add_row(kind, str(len(of_kind)), str(len(of_kind) - len(measured)), worst, verdict)
+        table = Table()
+        for column in ("step", "what", "name", "relative", "tolerance", ""):
+            table.add_column(column, overflow="fold")
+        for c in self.worst(count):
+            mark = ("ok" if c.ok else "DIFFERS") + (f": {c.note}" if c.note else "")
+            table.add_row(str(c.step), c.kind, c.name or "-", f"{c.relative:.1e}", f"{c.tolerance:.0e}", mark)
+        text = io.StringIO()
+        console = Console(file=text, width=width, no_color=True)
+        console.print(f"{self.model} on {mesh} against one device, {self.steps} steps", highlight=False)
+        console.print(summary)
+        for step, (one, parallel) in enumerate(self.losses):
+            console.print(
+                f"step {step}: loss on one device {one:.9g}, parallel {parallel:.9g}", highlight=False
+            )
+        console.print("furthest from one device:")
+        console.print(table)
+        console.print(
+            "the same as one device" if self.ok else f"DIFFERENT: {len(self.failures)} tensors",
+            highlight=False,
+        )
+        return text.getvalue()
+
+    def _entry(self, kind: Kind) -> dict[str, Any]:
+        return _entry(self.worst(1, kind)[0])
+
+
+def _badness(comparison: Comparison) -> tuple[float, float]:
+    """Times its tolerance; what is no measure stands behind all that is, unless it fails."""
+    if comparison.bound is not None:
+        return (0.0 if comparison.ok else math.inf), 0.0
+    over = comparison.relative / comparison.tolerance if comparison.tolerance > 0.0 else math.inf
+    return (over if comparison.relative > 0.0 else 0.0), comparison.relative
+
+
+def _entry(comparison: Comparison) -> dict[str, Any]:
+    data = asdict(comparison)
+    data.update(relative=comparison.relative, measured=comparison.measured, ok=comparison.ok)
+    return {key: _plain(value) for key, value in data.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)

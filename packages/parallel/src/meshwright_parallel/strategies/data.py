@@ -1,0 +1,80 @@
+"""Data parallelism: the rows of the batch are shared along the axis `dp`, and gradients are summed.
+
+A batch tensor whose dim 0 is the batch is sharded on it. Whatever else enters is replicated, which is always right,
+since a plain tensor is the global value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    GradientKind,
+    Link,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    divisors,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.states import State
+
+BUCKET_BYTES = 25 * 2**20
+"""Size at which a bucket of gradients is summed."""
+
+
+class Data(Strategy):
+    """Batch inputs are S(0), replicated parameters have partial gradients that the reduction engine sums."""
+
+    name: ClassVar[str] = "data"
+    axis: ClassVar[str] = "dp"
+    order: ClassVar[int] = 10
+    gradient: ClassVar[GradientKind] = "deferred"
+
+    def degrees(self, request: SearchRequest) -> Iterable[int]:
+        """Divisors of the world size that divide the batch: more ranks than rows would idle."""
+        return [d for d in divisors(request.world_size) if request.batch_size % d == 0]
+
+    def batch_factor(self, degree: int) -> int:
+        """The local batch is a `degree`-th of the batch."""
+        return degree
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        """Bucketed ring all-reduces of the gradients, hidden behind the backward pass but for the last bucket.
+
+        The buckets start evenly spread over the backward pass: the last can only start when that has ended, and the
+        link works on them one after the other, so what is exposed is the larger of the last bucket and of what the
+        backward pass cannot hide.
+        """
+        if degree <= 1 or request.gradient_bytes <= 0:
+            return StrategyCost()
+        count = max(1, round(request.gradient_bytes / BUCKET_BYTES))
+        each = request.gradient_bytes / count
+        one = link.seconds("all_reduce", each, degree)
+        total = one * count
+        hideable = request.backward_seconds * (count - 1) / count
+        exposed = max(one, total - hideable)
+        use = CollectiveUse("all_reduce", round(each), count, "backward", "gradients, in buckets")
+        return StrategyCost(exposed_seconds=exposed, overlapped_seconds=total - exposed, collectives=(use,))
+
+    def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
+        """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
+        rows = shape[0] if len(shape) else None
+        return 0 if rows is not None and rows == batch_size and rows % degree == 0 else "I"
+
+    def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+        """Install the engine that sums gradients over this axis, beside data-like axes attached before."""
+        from meshwright_parallel.engine import attach_reduction, partial_parameters, reduction_of
+        from meshwright_parallel.engine.reduction import DataReduction
+
+        before = reduction_of(model)
+        axes = (*(before.axes if before is not None else ()), self.axis)
+        engine = DataReduction(mesh, partial_parameters(model, mesh, axes), BUCKET_BYTES)
+        attach_reduction(model, engine)

@@ -1,0 +1,80 @@
+"""Datasets that are read by row must not draw random numbers: a rank that skips rows would draw others.
+
+A random crop, say, would depend on which rows a rank reads, and the generator of the main process (dropout masks)
+would leave those of the other ranks. So the generators are looked at around every read.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from meshwright_dtensor.errors import UnsupportedError
+
+
+class WatchedDataset(Dataset[Any]):
+    """A map-style dataset; reading a list of rows from it raises where that draws random numbers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet: unpickling in a worker asks before __init__
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        before = _generators()
+        many = getattr(self.dataset, "__getitems__", None)
+        rows = many(indices) if callable(many) else [self.dataset[index] for index in indices]
+        _check(before, f"dataset {type(self.dataset).__name__}")
+        return rows
+
+
+class WatchedCollate:
+    """A collate function that raises where it draws random numbers."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        before = _generators()
+        batch = self.collate(rows)
+        _check(before, "collate_fn")
+        return batch
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    drawn = None
+    if numpy is not None:
+        state = numpy.random.get_state()
+        drawn = (bytes(state[1]), *state[2:])
+    return torch.get_rng_state(), random.getstate(), drawn
+
+
+def _check(before: tuple[Any, ...], who: str) -> None:
+    after = _generators()
+    if not torch.equal(before[0], after[0]):
+        name = "torch"
+    elif before[1] != after[1]:
+        name = "random"
+    elif before[2] is not None and before[2] != after[2]:
+        name = "numpy"
+    else:
+        return
+    raise UnsupportedError(
+        f"{who} draws from the default generator of {name}, so its rows would differ from those of one device; "
+        "give it a generator of its own that depends on the row, or loop over the plain loader"
+    )

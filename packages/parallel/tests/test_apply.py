@@ -1,0 +1,336 @@
+"""parallelize on real ranks: the training loop of one device, unchanged, gives the values of one device."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import VOCABULARY, Language, batch_of, make, plan_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.deferred import deferred_init, is_deferred
+from meshwright_dtensor.errors import PlanError, PluginError, UnsupportedError, UsageError
+from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.plan import ActivationRule, ParameterRule, Provenance
+from meshwright_dtensor.plugins import PluginHost, StrategySpec, hookimpl
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import clip_grad_norm_, parallelize, shard_loader
+from meshwright_parallel.engine import reduction_of
+from meshwright_parallel.strategies.data import Data
+
+MESHES = [
+    (1, {"dp": 1, "tp": 1}),
+    (2, {"dp": 2}),
+    (2, {"dp": 1, "tp": 2}),
+    (4, {"dp": 2, "tp": 2}),
+    (4, {"dp": 4, "tp": 1}),
+]
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if isinstance(tensor, (DTensor, GlobalTensor)):
+        tensor = tensor.full_tensor()
+    return None if tensor is None else tensor.detach().clone()
+
+
+def loop(model: nn.Module, clip: Any) -> list[Any]:
+    """Two AdamW steps of two accumulated batches each (the second of odd size), with clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: list[Any] = []
+    torch.manual_seed(7)
+    for step in range(2):
+        for rows in (4, 3):
+            loss = model(**batch_of(rows, seed=step))
+            loss.backward()
+            seen.append(full(loss))
+        seen.append(clip(model.parameters(), 0.1))
+        seen.append({n: full(p.grad) for n, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append({n: full(p) for n, p in model.named_parameters()})
+    seen.append({n: full(t) for n, t in model.state_dict().items()})
+    return seen
+
+
+def trained(rank: int, world_size: int, degrees: dict[str, int], dtype: torch.dtype, dropout: float) -> Any:
+    expected = loop(make(dropout, dtype), torch.nn.utils.clip_grad_norm_)
+    model = parallelize(make(dropout, dtype), plan_of(degrees=degrees))
+    found = loop(model, clip_grad_norm_)
+    return expected, found
+
+
+def same(found: Any, expected: Any, **tolerance: float) -> None:
+    for got, want in zip(found, expected, strict=True):
+        if isinstance(want, dict):
+            assert list(got) == list(want)
+            for name, value in want.items():
+                assert (got[name] is None) == (value is None), name
+                if value is not None:
+                    torch.testing.assert_close(
+                        got[name], value, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+                    )
+        else:
+            torch.testing.assert_close(got, want, **tolerance)
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), MESHES)
+@pytest.mark.parametrize(("dtype", "dropout"), [(torch.float64, 0.0), (torch.float64, 0.3)])
+def test_training_is_that_of_one_device(
+    rank_pool: RankPool, world_size: int, degrees: dict[str, int], dtype: torch.dtype, dropout: float
+) -> None:
+    for expected, found in rank_pool.run(world_size, trained, degrees, dtype, dropout):
+        same(found, expected)
+
+
+def without_engine(rank: int, world_size: int) -> Any:
+    model = parallelize(make(), plan_of(degrees={"dp": 2}))
+    engine = reduction_of(model)
+    assert engine is not None
+    engine.remove()
+    return loop(make(), torch.nn.utils.clip_grad_norm_), loop(model, clip_grad_norm_)
+
+
+def test_without_the_engine_training_differs(rank_pool: RankPool) -> None:
+    for expected, found in rank_pool.run(2, without_engine):
+        with pytest.raises(AssertionError):
+            same(found, expected)
+
+
+def shape_of_it(rank: int, world_size: int) -> None:
+    model = make()
+    names = [n for n, _ in model.named_parameters()]
+    plan = plan_of(degrees={"dp": 2, "tp": 2})
+    assert parallelize(model, plan) is model
+    assert type(model) is Language
+    assert model.parallel_plan == plan
+    assert [n for n, _ in model.named_parameters()] == names
+    assert model.head.weight is model.embed.weight  # still tied
+    assert model.embed.weight.tag == "tied"
+    assert not model.head.bias.requires_grad
+    assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in model.parameters())
+    assert model.blocks[0].up.weight.placements == (Replicate(), Shard(0))
+    assert model.blocks[0].up.weight.to_local().shape == (6, 8)
+    assert type(model.positions) is torch.Tensor
+    logits = model(batch_of()["ids"])
+    assert isinstance(logits, GlobalTensor)
+    assert logits.shape == (4, 5, VOCABULARY)
+    assert all(isinstance(t, DTensor) for n, t in model.state_dict().items() if n != "positions")
+    odd = model(**batch_of(3))  # three rows over two ranks: replicated, still right
+    torch.testing.assert_close(full(odd), full(make()(**batch_of(3))))
+    with communication() as log:
+        model(**batch_of()).backward()
+    assert sum(e.axis == "dp" and e.function == "data" for e in log.events) == 1
+    with pytest.raises(UsageError, match="parallel already"):
+        parallelize(model, plan)
+
+
+def test_what_parallelize_leaves(rank_pool: RankPool) -> None:
+    rank_pool.run(4, shape_of_it)
+
+
+def copied(rank: int, world_size: int) -> Any:
+    model = parallelize(make(), plan_of(degrees={"dp": 2}))
+    model(**batch_of()).backward()
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(**batch_of()).backward()
+    assert twin.embed.weight is not model.embed.weight
+    assert twin.head.weight is twin.embed.weight
+    return [{n: full(p.grad) for n, p in m.named_parameters()} for m in (twin, model)]
+
+
+def test_deepcopy_has_an_engine_of_its_own(rank_pool: RankPool) -> None:
+    for twin, model in rank_pool.run(2, copied):
+        same([twin], [model], rtol=0.0, atol=0.0)
+
+
+def deferred(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    with deferred_init(min_bytes=64):
+        model = Language()
+    assert is_deferred(model)
+    grad = torch.ones_like(model.embed.weight)
+    model.embed.weight.grad = grad
+    parallelize(model, plan_of(degrees={"dp": 1, "tp": 2}))
+    assert not any(is_deferred(p.to_local().detach()) for p in model.parameters())
+    assert not is_deferred(model.positions)
+    assert torch.equal(full(model.embed.weight.grad), grad)
+    return {n: full(t) for n, t in model.state_dict().items()}
+
+
+def test_deferred_models_start_bit_equal(rank_pool: RankPool) -> None:
+    expected = {n: t.detach() for n, t in make().state_dict().items()}
+    for found in rank_pool.run(2, deferred):
+        same([found], [expected], rtol=0.0, atol=0.0)
+
+
+def unlike(rank: int, world_size: int, what: str) -> None:
+    if what == "weights":
+        with deferred_init(min_bytes=64):
+            model = make(seed=rank)
+        torch.manual_seed(0)
+    else:
+        model = make()
+        if what == "one":
+            with torch.no_grad():
+                model.blocks[1].up.bias[3] += rank * 1e-6
+        elif what == "buffer":
+            model.positions[1] += rank
+        elif what == "generator":
+            torch.manual_seed(rank)
+        elif what == "shape" and rank:
+            model.unused = nn.Linear(4, 3)
+    plan = plan_of(degrees={"dp": 2})
+    if what == "plan" and rank:
+        plan = plan.replace(sequence_parallel=True)
+    parallelize(model, plan)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("weights", "parameter 'embed.weight'.*seed every rank alike"),
+        ("one", "parameter 'blocks.1.up.bias'"),
+        ("buffer", "buffer 'positions'"),
+        ("generator", "random generator"),
+        ("shape", "different models"),
+        ("plan", "different plans"),
+    ],
+)
+def test_ranks_that_differ_are_told(rank_pool: RankPool, what: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rank_pool.run(2, unlike, what)
+
+
+def refused(rank: int, world_size: int) -> None:
+    def refuse(error: type[Exception], match: str, model: Any = None, **fields: Any) -> None:
+        batch = fields.pop("batch", None)
+        made = make() if model is None else model
+        before = [id(p) for p in made.parameters()]
+        with pytest.raises(error, match=match):
+            parallelize(
+                made, plan_of(degrees=fields.pop("degrees", {"dp": 1, "tp": 2}), **fields), batch=batch
+            )
+        assert [id(p) for p in made.parameters()] == before  # nothing was touched
+
+    def place(pattern: str, state: str) -> dict[str, Any]:
+        return {"parameters": (ParameterRule(pattern=pattern, placement={"tp": state}),)}
+
+    refuse(PlanError, "world_size", degrees={"dp": 2, "tp": 2})
+    refuse(PlanError, "no installed strategy works on axis 'pp'", degrees={"pp": 2})
+    refuse(
+        PlanError,
+        r"parameters\[0\].pattern is 'embed.wieght'.*nearest legal: embed.weight",
+        **place("embed.wieght", "S(0)"),
+    )
+    refuse(PlanError, r"nearest legal: S\(1\)", **place("embed.weight", "S(2)"))
+    refuse(PlanError, "leaves some of the 2 ranks empty", model=nn.Linear(5, 1), **place("weight", "S(0)"))
+    refuse(
+        PlanError,
+        "one tied parameter",
+        parameters=(
+            ParameterRule(pattern="embed.weight", placement={"tp": "S(0)"}),
+            ParameterRule(pattern="head.weight", placement={"tp": "S(1)"}),
+        ),
+    )
+    refuse(
+        PlanError,
+        r"activations\[0\].module is 'block.0.up'.*blocks.0.up",
+        activations=(ActivationRule(module="block.0.up", function="linear"),),
+    )
+    refuse(PlanError, "works on axis 'dp'", strategies={"tp": "data"})
+    refuse(PluginError, "tensro.*tensor", strategies={"tp": "tensro"})
+    refuse(PlanError, "made for a Other", provenance=Provenance(model="Other-0123456789abcdef"))
+    refuse(PlanError, "another configuration", provenance=Provenance(model="Language-0123456789abcdef"))
+    refuse(UsageError, "no tensor", batch={"a": 3})
+    hooked = make()
+    hooked.embed.weight.register_hook(lambda g: g)
+    refuse(UnsupportedError, "gradient hooks", model=hooked)
+    early = make()
+    optimizer = torch.optim.SGD([*early.blocks.parameters()])
+    refuse(UsageError, "SGD optimizer holds parameter 'blocks.0.norm.weight'", model=early)
+    del optimizer
+    with torch.device("meta"):
+        empty = Language()
+    refuse(UnsupportedError, "deferred_init", model=empty)
+    with pytest.raises(TypeError):
+        parallelize(make(), plan_of(), btach=None)  # type: ignore[call-arg]
+
+
+def test_what_is_refused_and_how(rank_pool: RankPool) -> None:
+    rank_pool.run(2, refused)
+
+
+class InnerData(Data):
+    """A second data-like axis, as a third party would add it."""
+
+    name = "inner-data"
+    axis = "dq"
+    order = 15
+
+
+def host_with_inner_data() -> PluginHost:
+    module = ModuleType("inner_data_plugin")
+    module.InnerData = InnerData  # type: ignore[attr-defined]
+
+    @hookimpl
+    def meshwright_strategies() -> Any:
+        yield StrategySpec(name="inner-data", axis="dq", target="inner_data_plugin:InnerData")
+
+    module.meshwright_strategies = meshwright_strategies  # type: ignore[attr-defined]
+    sys.modules["inner_data_plugin"] = module
+    points = [("inner", "inner_data_plugin"), ("parallel", "meshwright_parallel.plugin")]
+    return PluginHost.build([EntryPoint(name, value, "meshwright") for name, value in points])
+
+
+def two_data_axes(rank: int, world_size: int) -> Any:
+    expected = loop(make(0.2, torch.float64), torch.nn.utils.clip_grad_norm_)
+    model = make(0.2, torch.float64)
+    parallelize(model, plan_of(degrees={"dp": 2, "dq": 2}), plugins=host_with_inner_data())
+    engine = reduction_of(model)
+    assert engine is not None
+    assert engine.axes == ("dp", "dq")
+    found = loop(model, clip_grad_norm_)
+    (batch,) = shard_loader([batch_of()], model=model)
+    assert batch["ids"].to_local().shape == (1, 5)
+    return expected, found
+
+
+def test_two_data_axes_share_one_engine(rank_pool: RankPool) -> None:
+    for expected, found in rank_pool.run(4, two_data_axes):
+        same(found, expected)
+
+
+def hooked_later(rank: int, world_size: int) -> None:
+    model = parallelize(make(), plan_of(degrees={"dp": 2}))
+    handle = model.embed.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UnsupportedError, match=r"'embed\.weight' has a gradient hook"):
+        model(**batch_of())
+    handle.remove()
+    model.embed.weight.requires_grad_(False)
+    model.unused.bias.requires_grad_(False)
+    reference = make()
+    reference.embed.weight.requires_grad_(False)
+    for m in (model, reference):
+        m(**batch_of()).backward()
+    same(
+        [{n: full(p.grad) for n, p in model.named_parameters()}],
+        [{n: p.grad for n, p in reference.named_parameters()}],
+    )
+    inside = [model.blocks[0].up.weight, model.blocks[1].norm.bias]
+    found = torch.autograd.grad(model(**batch_of()), inside)
+    expected = torch.autograd.grad(
+        reference(**batch_of()), [reference.blocks[0].up.weight, reference.blocks[1].norm.bias]
+    )
+    same([full(g) for g in found], expected)
+
+
+def test_hooks_freezing_and_autograd_grad(rank_pool: RankPool) -> None:
+    rank_pool.run(2, hooked_later)

@@ -1,0 +1,211 @@
+"""shard_loader: every rank reads its rows, and the batch is still the batch of one device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import make, plan_of
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import parallelize, shard_loader
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Words(Dataset[Any]):
+    """23 rows; notes which were read."""
+
+    def __init__(self, draws: str = "", kind: str = "dict") -> None:
+        self.read: list[int] = []
+        self.draws, self.kind = draws, kind
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        if self.draws == "torch":
+            torch.rand(1)
+        if self.draws == "random":
+            random.random()
+        ids = torch.arange(5) * index
+        return {"ids": ids, "name": str(index)} if self.kind == "text" else {"ids": ids, "labels": ids + 1}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(22.0).view(11, 2))
+
+
+def pad(rows: list[Any]) -> Any:
+    """Dynamic padding to the longest row: differs from rank to rank."""
+    longest = max(int(row["ids"][1]) + 1 for row in rows)
+    return {"ids": torch.stack([torch.ones(longest) * row["ids"][1] for row in rows])}
+
+
+def as_pair(rows: list[Any]) -> Any:
+    stacked = torch.stack([row["ids"] for row in rows])
+    return Pair(stacked, [stacked + 1, None])
+
+
+def full(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.full_tensor() if isinstance(batch, GlobalTensor) else batch
+    if isinstance(batch, dict):
+        return {key: full(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*[full(value) for value in batch])
+    return type(batch)(full(value) for value in batch) if isinstance(batch, (list, tuple)) else batch
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def read_rows(rank: int, world_size: int, degrees: dict[str, int], workers: int) -> Any:
+    if workers:  # the ranks of the pool are daemons, which may have no children
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # ranks are spawned, and would spawn: to import torch anew in every worker is slow
+    how: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    loader = DataLoader(Words(), batch_size=4, shuffle=True, **how)
+    torch.manual_seed(5)
+    expected = [list(loader) for _ in range(2)]
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    model = parallelize(make(), plan_of(degrees=degrees))
+    torch.manual_seed(5)
+    local = DataLoader(Words(), batch_size=4, shuffle=True, **how)
+    sharded = shard_loader(local)
+    assert len(sharded) == len(loader) == 6
+    assert sharded.batch_size == 4
+    kept = [list(sharded) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)  # dropout masks that follow are those of one device
+    for got, want in zip(kept, expected, strict=True):
+        assert equal([full(b) for b in got], want)
+    first = kept[0][0]["ids"]
+    assert isinstance(first, GlobalTensor)
+    assert first.shape == (4, 5)
+    assert model.parallel_plan is not None
+    return local.dataset.read, first.to_local().shape[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "share"),
+    [(2, {"dp": 2}, 2), (4, {"dp": 2, "tp": 2}, 2), (2, {"dp": 1, "tp": 2}, 4)],
+)
+def test_each_rank_reads_its_rows(
+    rank_pool: RankPool, world_size: int, degrees: dict[str, int], share: int
+) -> None:
+    results = rank_pool.run(world_size, read_rows, degrees, 0)
+    for read, local_rows in results:
+        assert local_rows == share
+        # 5 batches of 4, and the last of 3, which does not divide by 2 and is read whole
+        assert len(read) == 2 * (5 * share + 3)
+    if degrees["dp"] == 2:
+        read = [r[0][: 5 * share] for r in results]
+        assert not set(read[0]) & set(read[-1])  # no row is read twice
+
+
+def test_workers(rank_pool: RankPool) -> None:
+    for _, local_rows in rank_pool.run(2, read_rows, {"dp": 2}, 2):
+        assert local_rows == 2
+
+
+def other_loaders(rank: int, world_size: int) -> None:
+    stream = shard_loader(DataLoader(Stream(), batch_size=4))
+    with pytest.raises(UsageError, match="no model is parallel"):
+        next(iter(stream))
+    model = parallelize(make(), plan_of(degrees={"dp": 2}))
+    batches = list(stream)
+    assert [b.shape[0] for b in batches] == [4, 4, 3]
+    assert [b.to_local().shape[0] for b in batches] == [2, 2, 3]
+    assert torch.equal(full(torch.cat(batches)), torch.arange(22.0).view(11, 2))
+
+    plain = [
+        {"x": torch.arange(6.0).view(2, 3)},
+        [torch.ones(4), torch.ones(3, 2)],
+        Pair(torch.ones(2), torch.zeros(())),
+    ]
+    found = list(shard_loader(plain, model=model))
+    assert equal([full(b) for b in found], plain)
+    assert found[0]["x"].to_local().shape == (1, 3)
+    assert found[1][1].to_local().shape == (3, 2)  # its dim 0 is not the rows of the batch
+
+    pairs = shard_loader(DataLoader(Words(), batch_size=4, collate_fn=as_pair))
+    want = next(iter(DataLoader(Words(), batch_size=4, collate_fn=as_pair)))
+    got = next(iter(pairs))
+    assert isinstance(got, Pair)
+    assert got.x.to_local().shape[0] == 2
+    assert equal(full(got), want)
+    tensors = shard_loader(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=8))
+    assert equal(full(next(iter(tensors))), [torch.arange(8.0)])
+    it = iter(tensors)
+    next(it)
+    assert len(list(tensors)) == 1  # a loop that was left early does not disturb the next
+
+
+def test_other_loaders_and_containers(rank_pool: RankPool) -> None:
+    rank_pool.run(2, other_loaders)
+
+
+def refused(rank: int, world_size: int) -> None:
+    model = parallelize(make(), plan_of(degrees={"dp": 2}))
+
+    def refuse(error: type[Exception], match: str, loader: Any) -> None:
+        with pytest.raises(error, match=match):
+            list(shard_loader(loader, model=model))
+
+    for draws in ("torch", "random"):
+        refuse(
+            UnsupportedError,
+            f"Words draws from the default generator of {draws}",
+            DataLoader(Words(draws), batch_size=4),
+        )
+        list(DataLoader(Words(draws), batch_size=4))
+    torch.manual_seed(0)
+    refuse(UnsupportedError, "the batch holds a str", DataLoader(Words(kind="text"), batch_size=4))
+    refuse(UsageError, "pad to a length", DataLoader(Words(), batch_size=4, collate_fn=pad))
+    refuse(
+        UnsupportedError,
+        r"'0' has shape \(\)",
+        DataLoader(Words(), batch_size=4, collate_fn=lambda rows: torch.ones(())),
+    )
+    refuse(UsageError, "DistributedSampler", DataLoader(Words(), sampler=DistributedSampler(Words())))
+    torch.manual_seed(rank)
+    refuse(UsageError, "seed the sampler alike", DataLoader(Words(), batch_size=4, shuffle=True))
+    refuse(UsageError, "batches differ", [torch.rand(4, 2)])
+    with pytest.raises(UsageError, match="not parallel"):
+        shard_loader([], model=make())
+
+
+def test_what_cannot_be_right_is_refused(rank_pool: RankPool) -> None:
+    rank_pool.run(2, refused)
+
+
+def two_models(rank: int, world_size: int) -> None:
+    first = parallelize(make(), plan_of(degrees={"dp": 2, "tp": 2}))
+    second = parallelize(make(), plan_of(degrees={"dp": 4, "tp": 1}))
+    batches = [torch.arange(8.0)]
+    with pytest.raises(UsageError, match="model=model"):
+        list(shard_loader(batches))
+    assert [b.to_local().numel() for m in (first, second) for b in shard_loader(batches, model=m)] == [4, 2]
+    del second
+    assert [b.to_local().numel() for b in shard_loader(batches)] == [4]  # a dropped model is forgotten
+
+
+def test_models_with_different_meshes(rank_pool: RankPool) -> None:
+    rank_pool.run(4, two_models)

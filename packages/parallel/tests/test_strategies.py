@@ -1,0 +1,97 @@
+"""The strategies: what they tell the planner, how they are registered, and that none of it needs torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plugins import discover
+from meshwright_dtensor.strategy import Link, SearchRequest, Strategy, divisors
+from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
+from meshwright_parallel.strategies.tensor import Tensor
+
+LINK = Link("wire", latency_s=1e-5, bandwidth_Bps=1e9)
+
+
+def test_divisors() -> None:
+    for n in range(1, 200):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_ring_times() -> None:
+    assert LINK.seconds("all_reduce", 1e9, 1) == 0.0
+    assert LINK.seconds("all_gather", 1e9, 4) == pytest.approx(0.75 + 3e-5)
+    assert LINK.seconds("reduce_scatter", 1e9, 4) == LINK.seconds("all_gather", 1e9, 4)
+    assert LINK.seconds("all_reduce", 1e9, 4) == 2 * LINK.seconds("all_gather", 1e9, 4)
+    assert LINK.seconds("all_to_all", 1e9, 4) == pytest.approx(0.75 / 4 + 3e-5)
+
+
+def test_degrees() -> None:
+    assert list(Data().degrees(SearchRequest(world_size=12, batch_size=8))) == [1, 2, 4]
+    assert list(Tensor().degrees(SearchRequest(world_size=12, batch_size=8))) == [1, 2, 3, 4, 6, 12]
+    assert Data().batch_factor(4) == 4
+    assert Tensor().batch_factor(4) == 1
+    assert Data().order < Tensor().order
+
+
+def test_data_cost() -> None:
+    none = Data().cost(SearchRequest(8, 8, gradient_bytes=10**9), 1, LINK)
+    assert (none.exposed_seconds, none.collectives) == (0.0, ())
+    request = SearchRequest(8, 8, gradient_bytes=40 * BUCKET_BYTES, backward_seconds=0.0)
+    bare = Data().cost(request, 4, LINK)
+    assert bare.overlapped_seconds == 0.0
+    assert bare.exposed_seconds == pytest.approx(40 * LINK.seconds("all_reduce", BUCKET_BYTES, 4))
+    (use,) = bare.collectives
+    assert (use.kind, use.count, use.nbytes, use.phase) == ("all_reduce", 40, BUCKET_BYTES, "backward")
+    long = Data().cost(SearchRequest(8, 8, gradient_bytes=40 * BUCKET_BYTES, backward_seconds=100.0), 4, LINK)
+    assert long.exposed_seconds == pytest.approx(
+        LINK.seconds("all_reduce", BUCKET_BYTES, 4)
+    )  # the last bucket
+    assert long.exposed_seconds + long.overlapped_seconds == pytest.approx(bare.exposed_seconds)
+    one = Data().cost(SearchRequest(8, 8, gradient_bytes=1000, backward_seconds=100.0), 4, LINK)
+    assert one.overlapped_seconds == 0.0  # a single bucket starts when the backward pass has ended
+
+
+def test_states() -> None:
+    data, tensor = Data(), Tensor()
+    assert data.input_state("ids", (8, 5), 8, 4) == 0
+    assert data.input_state("ids", (7, 5), 7, 4) == "I"  # does not divide
+    assert data.input_state("table", (5, 5), 8, 4) == "I"  # not the batch
+    assert data.input_state("scalar", (), 8, 4) == "I"
+    assert data.input_state("ids", (8,), None, 4) == "I"
+    assert tensor.input_state("ids", (8, 5), 8, 4) == "I"
+    plan = ParallelPlan(
+        world_size=4,
+        degrees={"dp": 2, "tp": 2},
+        parameters=(
+            ParameterRule(pattern="*.up.*", placement={"tp": "S(0)"}),
+            ParameterRule(pattern="*", placement={}),
+        ),
+    )
+    assert tensor.parameter_state("a.up.weight", (4, 4), plan, 2) == 0
+    assert tensor.parameter_state("a.down.weight", (4, 4), plan, 2) == "I"
+    assert data.parameter_state("a.up.weight", (4, 4), plan, 2) == "X"  # its gradient is summed by the engine
+
+
+def test_registered_through_the_entry_point() -> None:
+    host = discover()
+    assert not host.problems
+    found = host.strategies()
+    for name, axis, target in (("data", "dp", Data), ("tensor", "tp", Tensor)):
+        assert found[name].record.axis == axis
+        assert found[name].distribution == "meshwright-parallel"
+        strategy = found[name].load()()
+        assert type(strategy) is target
+        assert isinstance(strategy, Strategy)
+        assert (strategy.name, strategy.axis) == (name, axis)
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = (
+        "import sys, meshwright_parallel, meshwright_parallel.plugin, meshwright_parallel.strategies.data, "
+        "meshwright_parallel.strategies.tensor; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
