@@ -1,0 +1,30 @@
+"""The planner of meshwright: one eager run of a model, costs, a search, and reasons.  Names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright_planner.api import plan
+    from meshwright_planner.eager import EagerPlanner
+    from meshwright_planner.manual import ManualPlanner
+    from meshwright_planner.report import explain
+
+__all__ = ["EagerPlanner", "ManualPlanner", "explain", "plan"]
+
+_EXPORTS = MappingProxyType(
+    {"plan": "api", "explain": "report", "EagerPlanner": "eager", "ManualPlanner": "manual"}
+)
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

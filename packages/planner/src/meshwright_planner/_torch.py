@@ -1,0 +1,50 @@
+"""The private parts of torch that the planner touches, all in one place."""
+
+from __future__ import annotations
+
+import torch
+import torch.utils._pytree as _pytree
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+LOOKS_AT_DATA: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedOperatorException,
+)
+"""What a run on fake tensors raises when the program needs to know a value."""
+
+
+# private only by name
+pytree = _pytree
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """An integer that is equal for tensors that share memory while both live; None where there is no storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which new tensors are fake; real tensors that the model made for itself may be mixed in."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor with the geometry of `tensor` on `device`; the memory of `tensor` is not read."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, meta, device)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is fake already."""
+    return isinstance(tensor, FakeTensor)

@@ -1,0 +1,90 @@
+"""`plan`: the planner's front door."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plugins import PlannerSpec, discover
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    cluster: str | Cluster | None = None,
+    world_size: int | None = None,
+    planner: str = "eager",
+    optimizer: str = "adamw",
+    global_batch_size: int | None = None,
+    precision: str | None = None,
+    top_k: int = 1,
+    memory_limit: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    zero: int | None = None,
+    sequence_parallel: bool | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    recompute: str | bool | None = None,
+    compile: str | bool | None = None,
+    keep_user_sharding: bool = True,
+) -> ParallelPlan | list[ParallelPlan]:
+    """Find how to lay `model` over the ranks of a cluster. The model is run once on fake tensors and left untouched.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        batch: one example of the GLOBAL batch: a dict of keyword arguments, a tuple of arguments, or a tensor.
+        cluster: name of a registered cluster, a Cluster, or None for the machine at hand.
+        world_size: number of ranks; None takes that of the running job, 1 where there is none.
+        planner: name of a registered planner.
+        optimizer: "adamw", "adam", "sgd" or "sgd-momentum".
+        global_batch_size: rows of the global batch, when the example has another number.
+        top_k: return a list of at most this many plans, best first, when greater than 1.
+        memory_limit: bytes that a plan may use on one rank; None takes what the cluster has.
+        tp, pp, dp, cp, ep: degrees to keep as given; None is searched.
+        precision, zero, sequence_parallel, microbatches, schedule, recompute, compile: refused, nothing executes
+            them yet.
+        keep_user_sharding: must be True.
+
+    Returns:
+        The best plan, or with top_k > 1 a list, best first.
+
+    Raises:
+        UsageError: an option cannot be had, or the model does not take the batch.
+        InfeasibleError: nothing fits; the message says by how much and what would.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    request = PlanRequest(
+        cluster=cluster,
+        world_size=world_size,
+        planner=planner,
+        optimizer=optimizer,
+        global_batch_size=global_batch_size,
+        precision=precision,
+        top_k=top_k,
+        memory_limit=memory_limit,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        ep=ep,
+        zero=zero,
+        sequence_parallel=sequence_parallel,
+        microbatches=microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        compile=compile,
+        keep_user_sharding=keep_user_sharding,
+    )
+    plans = discover().get(PlannerSpec, planner).load()().plan(model, batch, request)
+    return plans if top_k > 1 else plans[0]

@@ -1,0 +1,112 @@
+"""The example batch: arguments of the model's forward, their named tensors, and the part of it that one rank sees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_planner._torch import pytree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of one forward call.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, batch: Any) -> Batch:
+        """From what a user hands over: a mapping (keywords), a tuple or list (positions), or one tensor.
+
+        Raises:
+            UsageError: when it is none of these, or holds no tensor.
+        """
+        if isinstance(batch, Mapping):
+            bad = [key for key in batch if not isinstance(key, str)]
+            if bad:
+                raise UsageError(
+                    f"batch key {bad[0]!r} is not a string; a mapping is passed as keyword arguments"
+                )
+            result = cls((), dict(batch))
+        elif isinstance(batch, torch.Tensor):
+            result = cls((batch,), {})
+        elif isinstance(batch, (tuple, list)):
+            result = cls(tuple(batch), {})
+        else:
+            raise UsageError(
+                f"batch is a {type(batch).__name__}; give a dict of keyword arguments, a tuple of arguments or a tensor"
+            )
+        if not any(True for _ in result.tensors()):
+            raise UsageError("batch holds no tensor; give one example of what model(...) is called with")
+        return result
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors with their names: the keyword or position, then the path inside it ("0", "input_ids")."""
+        leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                yield ".".join(_key(part) for part in path[1:]), leaf
+
+    @property
+    def size(self) -> int:
+        """Rows of the batch: size of dim 0 of its first tensor that has dims, 1 when none has."""
+        return next((t.shape[0] for _, t in self.tensors() if t.dim()), 1)
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Size of dim 1 of the first tensor of integers (token ids) with two dims, else None."""
+        return next(
+            (t.shape[1] for _, t in self.tensors() if t.dim() == 2 and not t.is_floating_point()), None
+        )
+
+    def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Batch:
+        """The same arguments with every tensor replaced by `change(name, tensor)`."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        names = iter(list(self.tensors()))
+        args, kwargs = pytree.tree_unflatten(
+            [change(next(names)[0], x) if isinstance(x, torch.Tensor) else x for x in leaves], spec
+        )
+        return Batch(args, kwargs)
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape, dtype) of every tensor."""
+        return {name: (tuple(t.shape), t.dtype) for name, t in self.tensors()}
+
+
+def check_signature(model: nn.Module, batch: Batch) -> None:
+    """Refuse a batch that the model's forward does not take.
+
+    Raises:
+        UsageError: naming the model's class, the offending key and the accepted ones.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*batch.args, **batch.kwargs)
+    except TypeError as error:
+        accepted = ", ".join(str(p) for p in signature.parameters) or "nothing"
+        raise UsageError(
+            f"{type(model).__name__}.forward does not take this batch: {error}; it accepts: {accepted}"
+        ) from None
+
+
+def _key(part: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        value = getattr(part, attribute, None)
+        if value is not None:
+            return str(value)
+    return str(part)

@@ -1,0 +1,71 @@
+"""Borrow a model for one run on other tensors than its own, and give it back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+Swap = Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextlib.contextmanager
+def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
+    """While open, every parameter and buffer of `model` is `swap(it)`; tied ones stay tied.
+
+    On leaving, modules have the very parameters, buffers and attributes they had, and the random generators of torch,
+    numpy and Python are where they were.  Attributes that the forward mutates in place (a list, say) stay mutated.
+    """
+    modules = list(model.modules())
+    attributes = [dict(vars(m)) for m in modules]
+    parameters = [dict(m._parameters) for m in modules]
+    buffers = [dict(m._buffers) for m in modules]
+    memo: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memo:
+            new = swap(tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            memo[id(tensor)] = new
+        return memo[id(tensor)]
+
+    with _generators():
+        try:
+            for module in modules:
+                for table in (module._parameters, module._buffers):
+                    for name, tensor in table.items():
+                        if tensor is not None:
+                            table[name] = once(tensor)  # type: ignore[assignment]
+            yield
+        finally:
+            for module, own, params, bufs in zip(modules, attributes, parameters, buffers):
+                vars(module).clear()
+                vars(module).update(own)
+                for table, saved in ((module._parameters, params), (module._buffers, bufs)):
+                    table.clear()
+                    table.update(saved)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _generators() -> Iterator[None]:
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    state = torch.get_rng_state()
+    cuda = (
+        torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    )
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None and numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+        torch.set_rng_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

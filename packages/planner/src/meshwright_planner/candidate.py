@@ -1,0 +1,87 @@
+"""A candidate: one combination of degrees, evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright_dtensor.plan import PlannedCollective
+from meshwright_planner.placement import Placement, PlacementProblem
+
+
+@dataclass
+class Candidate:
+    """What one combination of degrees costs.
+
+    Args:
+        degrees: mesh axis -> degree, outermost first.
+        searched: the axis whose placements were searched, None when there is none.
+        problem, placement: the search on that axis and its answer; None when no placement fits the memory.
+        compute_seconds: of one step on one rank.
+        exposed_seconds: communication that adds to the step.
+        hidden_seconds: communication that overlaps with compute.
+        optimizer_seconds: of the optimizer's step.
+        memory: bytes by part on one rank.
+        limit: bytes that one rank has.
+        collectives: those that strategies add to the placement's.
+    """
+
+    degrees: Mapping[str, int]
+    searched: str | None
+    problem: PlacementProblem
+    placement: Placement
+    compute_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+    optimizer_seconds: float
+    memory: dict[str, int]
+    limit: int
+    collectives: list[PlannedCollective] = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return self.compute_seconds + self.exposed_seconds + self.optimizer_seconds
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one rank at the peak."""
+        return sum(self.memory.values())
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how many bytes it does not fit; 0 when it does."""
+        return max(0, self.total_bytes - self.limit)
+
+    @property
+    def bound(self) -> str:
+        """What most of the step is spent on, and whether memory is nearly full."""
+        parts = {
+            "compute": self.compute_seconds,
+            "communication": self.exposed_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
+        largest = max(parts, key=lambda name: parts[name])
+        full = self.limit and self.total_bytes > 0.9 * self.limit
+        return f"{largest}, memory {100 * self.total_bytes / self.limit:.0f}% full" if full else largest
+
+    @property
+    def name(self) -> str:
+        """ "dp 2 x tp 4"."""
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
+
+
+def human_bytes(size: float) -> str:
+    """ "1.5 GiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """ "12.3 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

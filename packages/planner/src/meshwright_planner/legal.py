@@ -1,0 +1,117 @@
+"""The legal strategies of a tape's representative nodes on one axis, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from meshwright_dtensor.rules.base import NodeView, Strategy
+from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.states import State, States, is_shard
+from meshwright_dtensor.trace import Ref
+from meshwright_planner.batchdim import batch_dims
+from meshwright_planner.costs import AxisCosts, Collective, work_of
+from meshwright_planner.quotient import Quotient
+from meshwright_planner.tape import Tape
+
+UNEVEN_FACTOR = 1000
+"""A dim that does not divide is sharded only when the imbalance is below one part in this many."""
+
+
+class Rules(Protocol):
+    """What the search needs of a RuleBook."""
+
+    @property
+    def composites(self) -> Mapping[Callable[..., Any], Any]:
+        """torch function -> Composite."""
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Raw rows over R, P and dims."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One legal strategy of one node.
+
+    Args:
+        ins, outs: states of the node's tensor inputs and outputs.
+        seconds: compute of one occurrence on one rank, forward and backward, without conversions.
+        inner: collective that the operation performs by itself.
+        inner_seconds: its time.
+    """
+
+    ins: States
+    outs: States
+    seconds: float
+    inner: Collective | None = None
+    inner_seconds: float = 0.0
+
+
+def balanced(size: int, degree: int) -> bool:
+    """Whether sharding a dim of `size` over `degree` ranks leaves them practically equal work."""
+    return size % degree == 0 or size > UNEVEN_FACTOR * degree
+
+
+class Legality:
+    """Options by node, for one tape on one axis; asks the rules once per representative node."""
+
+    def __init__(self, tape: Tape, quotient: Quotient, rules: Rules, costs: AxisCosts, rows: int = 1) -> None:
+        """`rows`: size of the batch that the tape was recorded with; the axis must not split it."""
+        self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
+        self._batch = batch_dims(tape, quotient.nodes, rules.strategies, costs.degree, rows)
+        self._composites = {c.name: c for c in rules.composites.values()}
+
+    def options(self, index: int) -> list[Option]:
+        """The legal options of node `index`, fully replicated first."""
+        tape, node = self.tape, self.tape.nodes[index]
+        view = NodeView.of(node, tape.values, self.costs.degree)
+        flops, composite = node.flops, self._composites.get(node.name) if node.op is None else None
+        if composite is not None:
+            flops = float(composite.flops(view))
+        work = work_of(node, tape.values, tape.grad, flops)
+        # what no input or parameter takes part in is computed alike on every rank, outside the runtime
+        rows = refine(view, self.rules.strategies(view), self._grad)
+        if node.call is None or not node.ins or self.costs.degree == 1:
+            rows = rows[:1]
+        result: dict[tuple[States, States], Option] = {}
+        for row in rows:
+            if not self._allowed(node.ins, row.ins) or not self._allowed(node.outs, row.outs):
+                continue
+            inner = self._inner(composite, view, row)
+            option = Option(
+                row.ins,
+                row.outs,
+                self.costs.compute(work, node, tape.values, row.ins, row.outs),
+                inner,
+                self.costs.collective(inner),
+            )
+            result.setdefault((row.ins, row.outs), option)
+        return list(result.values())
+
+    def parameter_states(self, value: int) -> list[State]:
+        """The states in which a parameter may be stored."""
+        shape = self.tape.values[value].shape
+        return ["I", *(d for d, size in enumerate(shape) if size and balanced(size, self.costs.degree))]
+
+    def parameter_choices(self, value: int) -> int:
+        """In how many ways a value can be stored sharded; 0 for what is no parameter."""
+        name = self.tape.values[value].name or ""
+        return len(self.parameter_states(value)) - 1 if name.startswith("param:") else 0
+
+    def _grad(self, ref: Ref) -> bool:
+        return self.tape.grad[ref.i]
+
+    def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
+        values, degree = self.tape.values, self.costs.degree
+        return all(
+            balanced(values[r.i].shape[s], degree) and s not in self._batch.get(r.i, ())
+            for r, s in zip(refs, states)
+            if isinstance(s, int)
+        )
+
+    def _inner(self, composite: Any, view: NodeView, row: Strategy) -> Collective | None:
+        if composite is None or not any(is_shard(s) for s in (*row.ins, *row.outs)):
+            return None
+        nbytes = float(composite.extra_comm_bytes(view, row))
+        return Collective("all_reduce", int(nbytes)) if nbytes else None

@@ -1,0 +1,296 @@
+"""Run a model once, watched: fake tensors where values do not matter, real ones where models look.
+
+Parameters and floating-point inputs are fake.  Integers and booleans are real and small: models read them (is anything
+masked? is this sequence packed?), and take other paths when they find themselves run on fake tensors.  Where the
+program looks at floating-point data too, everything is real, and the tape says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
+from meshwright_dtensor.trace import Recorder
+from meshwright_planner import _torch
+from meshwright_planner._torch import pytree
+from meshwright_planner.batch import Batch, check_signature
+from meshwright_planner.borrow import borrowed
+from meshwright_planner.tape import ModuleInfo, Saved, Tape, finish
+
+REAL_RUN_LIMIT_BYTES = 4 * 2**30
+REAL_ELEMENTS = 2**25
+"""Integer results with more elements than this are fake too: nobody looks at every entry of a large mask."""
+
+
+class Watcher(Recorder):
+    """A recorder that knows which value a storage belongs to, and keeps what is real small."""
+
+    def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
+        self.storages: dict[int, list[int]] = {}
+        self.fake = mode
+        super().__init__(composites)
+
+    def ref(self, tensor: torch.Tensor) -> Any:
+        """See Recorder.ref."""
+        ref = super().ref(tensor)
+        key = _torch.storage_key(tensor)
+        if key is not None:
+            known = self.storages.setdefault(key, [])
+            if ref.i not in known:
+                known.append(ref.i)
+        return ref
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.fake is not None and _result_elements(func, args, kwargs) > REAL_ELEMENTS:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+            with self.fake:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _torch.is_fake(tensor):
+            return tensor
+        fake = _torch.fake_like(self.fake, tensor, tensor.device)
+        self._bind(fake, self.ref(tensor).i)
+        if id(tensor) in self._tainted:
+            self._tainted.add(id(fake))
+        return fake
+
+
+def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """A guess at the elements of a result: that of broadcasting the inputs, or of a size among the arguments."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if any(_torch.is_fake(t) for t in tensors):
+        return 0
+    shape: list[int] = []
+    for size in (t.shape for t in tensors):
+        shape = [1] * (len(size) - len(shape)) + shape
+        for back in range(1, len(size) + 1):
+            shape[-back] = max(shape[-back], size[-back])
+    sizes = [a for a in args if isinstance(a, (list, tuple)) and a and all(isinstance(x, int) for x in a)]
+    return max([math.prod(shape), *(math.prod(s) for s in sizes)])
+
+
+def record(model: nn.Module, batch: Batch, composites: Mapping[Callable[..., Any], Any]) -> Tape:
+    """Run `model` once on tensors of `batch`'s shapes and return the tape; the model is left as it was.
+
+    Args:
+        model: any module; parameters may be on the meta device.
+        batch: the arguments, real, fake or meta tensors; their values are not read unless the model looks at data.
+        composites: torch function -> Composite, as in RuleBook.composites.
+
+    Raises:
+        UsageError: the model does not take the batch.
+        UnsupportedError: the model looks at data and is too large for a real run.
+    """
+    check_signature(model, batch)
+    start = time.perf_counter()
+    try:
+        tape = _run_mixed(model, batch, composites)
+    except _torch.LOOKS_AT_DATA as error:
+        tape = _run_real(model, batch, composites, error)
+    tape.seconds = time.perf_counter() - start
+    return tape
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = (t.device for t in model.parameters())
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+    return device
+
+
+def _run_mixed(model: nn.Module, batch: Batch, composites: Mapping[Callable[..., Any], Any]) -> Tape:
+    mode, device = _torch.fake_mode(), _device_of(model)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if _readable(tensor):
+            return tensor.detach().clone()
+        return _torch.fake_like(mode, tensor, device)
+
+    def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if _readable(tensor):
+            return tensor.detach().to(device)
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= REAL_ELEMENTS:
+            # any token will do, and a mask that masks nothing
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        return fake(tensor).requires_grad_(tensor.requires_grad)
+
+    with borrowed(model, fake):
+        return _watch(model, batch.map(given), Watcher(composites, mode))
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or booleans that a model may look at."""
+    unreal = tensor.is_meta or _torch.is_fake(tensor)
+    return not (unreal or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > REAL_ELEMENTS)
+
+
+def _run_real(
+    model: nn.Module, batch: Batch, composites: Mapping[Callable[..., Any], Any], why: BaseException
+) -> Tape:
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, t in batch.tensors())]
+    unreal = [t for t in tensors if t.is_meta or _torch.is_fake(t)]
+    size = sum(t.numel() * t.element_size() for t in unreal)
+    if size > REAL_RUN_LIMIT_BYTES:
+        raise UnsupportedError(
+            f"{type(model).__name__} looks at the data it computes ({_line(why)}), so it must run on real tensors, and "
+            f"{size / 2**30:.1f} GiB of it has no values yet; plan with a smaller configuration of the same model"
+        ) from None
+    generator = torch.Generator().manual_seed(0)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_meta or _torch.is_fake(tensor)):
+            return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
+        new = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_floating_point():
+            return new.normal_(std=0.02, generator=generator)
+        return new.zero_()
+
+    with borrowed(model, real):
+        tape = _watch(model, batch.map(lambda name, t: real(t)), Watcher(composites))
+    tape.real = True
+    return tape
+
+
+def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
+    parameters = {}
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        parameters[name] = watcher.mark(parameter, f"param:{name}").i
+    for name, buffer in model.named_buffers():
+        watcher.mark(buffer, f"buffer:{name}")
+    for name, tensor in batch.tensors():
+        watcher.mark(tensor, f"input:{name}")
+    packed: list[tuple[int, torch.Tensor]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append((len(watcher.nodes), tensor))
+        return tensor
+
+    with torch.enable_grad(), _module_frames(model, watcher):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), watcher:
+            try:
+                out = model(*batch.args, **batch.kwargs)
+            except Exception as error:
+                if isinstance(error, (MeshwrightError, *_torch.LOOKS_AT_DATA)):
+                    raise
+                raise UsageError(
+                    f"{type(model).__name__} raised {_line(error)} when called with this batch on "
+                    f"tensors without values; check that model(**batch) runs on one device"
+                ) from error
+    results, scalar = _results(out)
+    if not results:
+        raise UsageError(
+            f"{type(model).__name__} returned no floating-point tensor; there is nothing to train"
+        )
+    tape = Tape(
+        values=watcher.values,
+        nodes=watcher.nodes,
+        results=[watcher.ref(t).i for t in results],
+        grad=[],
+        saved=[],
+        modules=_module_infos(model),
+        recorded=len(watcher.nodes),
+        scalar=scalar,
+        parameters=parameters,
+        rows=batch.size,
+    )
+    kept = finish(tape)
+    tape.saved = list(_saved(watcher, packed, kept, tape))
+    return tape
+
+
+@contextlib.contextmanager
+def _module_frames(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    names = {id(module): name for name, module in model.named_modules()}
+    # modules made during the forward belong to whoever runs them
+    enter = register_module_forward_pre_hook(
+        lambda module, args: recorder.enter_module(names.get(id(module), recorder.frames[-1].module))
+    )
+    leave = register_module_forward_hook(lambda module, args, out: recorder.exit_module(), always_call=True)
+    try:
+        yield
+    finally:
+        enter.remove()
+        leave.remove()
+
+
+def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
+    return {
+        name: ModuleInfo(
+            type(module).__name__, sum(1 for _ in module.parameters()), next(module.children(), None) is None
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def _results(out: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that training starts from: a scalar loss when there is one, else every floating-point output."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(out, torch.Tensor):
+        loss = out
+    elif loss is None and isinstance(out, (tuple, list)) and out and isinstance(out[0], torch.Tensor):
+        loss = out[0] if out[0].dim() == 0 else None
+    if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+        return [loss], loss.dim() == 0
+    found: dict[int, torch.Tensor] = {}
+    _collect(out, found)
+    return list(found.values()), False
+
+
+def _collect(tree: Any, found: dict[int, torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        if tree.is_floating_point():
+            found[id(tree)] = tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _collect(value, found)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            _collect(value, found)
+    elif hasattr(tree, "__dict__") and not isinstance(tree, nn.Module):
+        for value in vars(tree).values():
+            if isinstance(value, (torch.Tensor, tuple, list, dict)):
+                _collect(value, found)
+
+
+def _saved(
+    watcher: Watcher, packed: list[tuple[int, torch.Tensor]], kept: Mapping[int, int], tape: Tape
+) -> Iterator[Saved]:
+    produced = {r.i: k for k, node in enumerate(tape.nodes) for r in node.outs}
+    inner: set[int | None] = set()
+    for index, tensor in packed:
+        nbytes = tensor.numel() * tensor.element_size()
+        key = _torch.storage_key(tensor)
+        known = watcher.storages.get(key, []) if key is not None else []
+        if not known:
+            if index in kept and key not in inner:
+                inner.add(key)
+                yield Saved(kept[index], None, None, True, nbytes)
+            continue
+        geometry = (tuple(tensor.shape), tuple(tensor.stride()))
+        same = [i for i in known if (tape.values[i].shape, tape.values[i].stride) == geometry]
+        exact = watcher.index_of(tensor)
+        value = exact if exact is not None else (same or known)[0]
+        full = tape.values[known[0]]
+        size = min(math.prod(full.shape) * full.dtype.itemsize, max(nbytes, 0)) if nbytes else 0
+        # inputs are packed before their node is recorded, outputs after
+        own = index - 1 in kept and produced.get(value) == kept[index - 1]
+        node = kept.get(index - 1 if own else index)
+        if node is not None:
+            yield Saved(node, known[0], value, own, size)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

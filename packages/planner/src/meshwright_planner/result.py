@@ -1,0 +1,111 @@
+"""From evaluated candidates to plans: the fields, and the notes that say why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+
+from meshwright_dtensor.fingerprint import fingerprint
+from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, Prediction, Provenance
+from meshwright_planner.candidate import Candidate, human_bytes, human_seconds
+from meshwright_planner.search import Setting
+from meshwright_planner.writer import Writer
+
+DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
+
+
+def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str]) -> ParallelPlan:
+    """The plan that says what a candidate is."""
+    parameters, activations, collectives = [], [], list(candidate.collectives)
+    if candidate.searched is not None:
+        writer = Writer(candidate.problem, candidate.placement, candidate.searched)
+        parameters, activations = writer.parameters(setting.model), writer.activations()
+        collectives = [*writer.collectives(), *collectives]
+    return ParallelPlan(
+        world_size=setting.world_size,
+        degrees=dict(candidate.degrees),
+        strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
+        parameters=tuple(parameters),
+        activations=tuple(activations),
+        predicted=Prediction(
+            step_seconds=candidate.step_seconds,
+            compute_seconds=candidate.compute_seconds,
+            communication_seconds=candidate.exposed_seconds,
+            memory_bytes={**candidate.memory, "total": candidate.total_bytes},
+        ),
+        collectives=tuple(sorted(collectives, key=_collective_key)),
+        provenance=Provenance(
+            planner=planner,
+            versions=_versions(),
+            model=fingerprint(setting.model),
+            cluster=setting.cluster.name,
+            notes=tuple(notes),
+        ),
+    )
+
+
+def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[str]:
+    """Why the candidate at `place` of `ranked` (best first) is what it is, and how it compares, a line each."""
+    own = ranked[place]
+    notes = [
+        f"bound by {own.bound}; {human_bytes(own.total_bytes)} of {human_bytes(own.limit)} per rank with "
+        f"{setting.optimizer}",
+    ]
+    if own.problem.tape.real:
+        notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
+    if own.placement.status not in ("optimal", "replicated"):
+        notes.append(f"the placement search stopped early: {own.placement.status}")
+    after = ranked[place + 1] if place + 1 < len(ranked) else None
+    if after is not None:
+        notes.append(comparison(own, after))
+    elif len(ranked) == 1:
+        notes.append("the only combination of degrees that the request allows")
+    for other in ranked:
+        if other is not own:
+            notes.append(f"also considered: {summary(other)}")
+    return notes
+
+
+def comparison(better: Candidate, other: Candidate) -> str:
+    """Why one candidate comes before another: the part of the step that makes the difference, or memory."""
+    if other.excess_bytes and not better.excess_bytes:
+        return f"preferred to {other.name}, which exceeds the memory by {human_bytes(other.excess_bytes)}"
+    gain = other.step_seconds - better.step_seconds
+    parts = {
+        "compute": other.compute_seconds - better.compute_seconds,
+        "exposed communication": other.exposed_seconds - better.exposed_seconds,
+        "optimizer": other.optimizer_seconds - better.optimizer_seconds,
+    }
+    if gain <= 0:
+        saved = other.total_bytes - better.total_bytes
+        return f"as fast as {other.name}; " + (
+            f"uses {human_bytes(saved)} less memory" if saved > 0 else "the outer axes are filled first"
+        )
+    cause = max(parts, key=lambda name: parts[name])
+    share = 100 * gain / other.step_seconds
+    return f"{share:.1f}% faster than {other.name}: {human_seconds(parts[cause])} less {cause}"
+
+
+def summary(candidate: Candidate) -> str:
+    """One line: degrees, time split, memory, what bounds it."""
+    fit = f", exceeds the memory by {human_bytes(candidate.excess_bytes)}" if candidate.excess_bytes else ""
+    return (
+        f"{candidate.name}: step {human_seconds(candidate.step_seconds)} = compute "
+        f"{human_seconds(candidate.compute_seconds)} + communication {human_seconds(candidate.exposed_seconds)} + "
+        f"optimizer {human_seconds(candidate.optimizer_seconds)}; {human_bytes(candidate.total_bytes)}{fit}; "
+        f"bound by {candidate.bound}"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _collective_key(c: PlannedCollective) -> tuple[str, str, int, str, str, str]:
+    return (c.axis, c.phase, -c.nbytes * c.count, c.kind, c.module, c.why)

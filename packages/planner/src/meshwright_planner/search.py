@@ -1,0 +1,273 @@
+"""The search: every combination of degrees of the installed strategies, each with its best placements and its cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import PlannedCollective
+from meshwright_dtensor.states import State
+from meshwright_dtensor.strategy import Link, SearchRequest, Strategy
+from meshwright_planner._torch import is_fake
+from meshwright_planner.batch import Batch
+from meshwright_planner.candidate import Candidate
+from meshwright_planner.costs import OPTIMIZERS, AxisCosts, optimizer_seconds
+from meshwright_planner.legal import Legality, Rules
+from meshwright_planner.memory import memory_parts, parameter_factor
+from meshwright_planner.placement import Placement, PlacementProblem
+from meshwright_planner.program import MemoryTerms
+from meshwright_planner.quotient import quotient
+from meshwright_planner.recording import record
+from meshwright_planner.tape import Tape
+
+PRICE = 1e-15
+"""Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search is about.
+
+    Args:
+        model, batch: the model and its example batch, of the global size.
+        cluster: what it runs on.
+        strategies: axis -> strategy, outermost axis first.
+        optimizer: name in OPTIMIZERS.
+        pins: degrees fixed by the user.
+        world_size: number of ranks.
+        limit: bytes that one rank has.
+        stored: parameter name -> state on the searched axis, fixed by the user.
+    """
+
+    model: nn.Module
+    batch: Batch
+    cluster: Cluster
+    strategies: Mapping[str, Strategy]
+    optimizer: str
+    pins: Mapping[str, int]
+    world_size: int
+    limit: int
+    stored: Mapping[str, State]
+
+
+class Search:
+    """Evaluates candidates; a tape is recorded once per local batch, a placement problem built once per degree."""
+
+    def __init__(self, setting: Setting, rules: Rules, tapes: dict[object, Tape] | None = None) -> None:
+        self.setting, self.rules = setting, rules
+        self.tapes: dict[object, Tape] = {} if tapes is None else tapes
+        self._problems: dict[tuple[int, int, Link], PlacementProblem] = {}
+
+    def variant(self, **changes: object) -> Search:
+        """A search of a changed setting that shares what was recorded."""
+        return Search(replace(self.setting, **changes), self.rules, self.tapes)  # type: ignore[arg-type]
+
+    # ---- combinations
+    def combinations(self) -> list[dict[str, int]]:
+        """Every legal combination of degrees: product equal to the world size, pins kept."""
+        setting = self.setting
+        request = self._request()
+        legal = {
+            axis: [d for d in strategy.degrees(request) if d == setting.pins.get(axis, d)]
+            for axis, strategy in setting.strategies.items()
+        }
+        for axis, degree in setting.pins.items():
+            if axis in legal and not legal[axis]:
+                options = ", ".join(map(str, setting.strategies[axis].degrees(request)))
+                raise UsageError(
+                    f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
+                    f"{setting.batch.size}: strategy {setting.strategies[axis].name!r} allows {options}"
+                )
+        found = [c for c in _products(legal, setting.world_size) if self._one_search(c)]
+        if not found:
+            shown = (
+                "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
+            )
+            raise UsageError(
+                f"no combination of degrees multiplies to world_size {setting.world_size} (legal degrees: {shown}); "
+                f"change the batch size, the pinned degrees or world_size"
+            )
+        return found
+
+    def _one_search(self, degrees: Mapping[str, int]) -> bool:
+        searched = [a for a, d in degrees.items() if d > 1 and self.setting.strategies[a].placement_search]
+        return len(searched) <= 1
+
+    def _request(self) -> SearchRequest:
+        trainable = [p for p in self.setting.model.parameters() if p.requires_grad]
+        return SearchRequest(
+            world_size=self.setting.world_size,
+            batch_size=self.setting.batch.size,
+            sequence_length=self.setting.batch.sequence_length,
+            parameter_bytes=sum(p.numel() * p.element_size() for p in self.setting.model.parameters()),
+            gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
+        )
+
+    # ---- one combination
+    def evaluate(self, degrees: Mapping[str, int]) -> Candidate:
+        """The best candidate with these degrees; where nothing fits the memory, the one that needs least."""
+        setting = self.setting
+        tape = self.tape(degrees)
+        axis = next((a for a, s in setting.strategies.items() if s.placement_search and degrees[a] > 1), None)
+        degree = degrees[axis] if axis is not None else 1
+        problem = self._problem(tape, degree, self._link(degrees, axis))
+        placement = self._place(problem)
+        candidate = self._cost(degrees, axis, problem, placement)
+        if candidate.excess_bytes and degree > 1:
+            tight = problem.solve(self._tight(candidate), divide=False)
+            if tight is not None:
+                candidate = self._cost(degrees, axis, problem, tight)
+            else:  # nothing fits: show the placement that comes closest
+                least = problem.solve(MemoryTerms(1e-6, parameter_factor(setting.optimizer)), divide=False)
+                closest = candidate if least is None else self._cost(degrees, axis, problem, least)
+                candidate = min(candidate, closest, key=lambda c: c.total_bytes)
+        return candidate
+
+    def tape(self, degrees: Mapping[str, int]) -> Tape:
+        """The tape of one rank's part of the batch under these degrees."""
+        batch = self.setting.batch
+        key = tuple(self._local_shape(name, tuple(t.shape), degrees) for name, t in batch.tensors())
+        if key not in self.tapes:
+            local = batch.map(lambda name, t: self._local(name, t, degrees))
+            self.tapes[key] = record(self.setting.model, local, self.rules.composites)
+        return self.tapes[key]
+
+    def _local_shape(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> tuple[int, ...]:
+        local = list(shape)
+        for axis, strategy in self.setting.strategies.items():
+            state = strategy.input_state(name, shape, self.setting.batch.size, degrees[axis])
+            if isinstance(state, int):
+                local[state] = -(-local[state] // degrees[axis])
+        return tuple(local)
+
+    def _local(self, name: str, tensor: torch.Tensor, degrees: Mapping[str, int]) -> torch.Tensor:
+        for dim, size in enumerate(self._local_shape(name, tuple(tensor.shape), degrees)):
+            tensor = tensor.narrow(dim, 0, size)
+        return tensor.contiguous()  # as a rank holds it: models call view on their inputs
+
+    def _link(self, degrees: Mapping[str, int], axis: str | None) -> Link:
+        stride = 1
+        for name in reversed(list(degrees)):
+            if name == axis:
+                break
+            stride *= degrees[name]
+        return self.setting.cluster.link(stride if axis else 1, degrees[axis] if axis else 1)
+
+    def _problem(self, tape: Tape, degree: int, link: Link) -> PlacementProblem:
+        key = (id(tape), degree, link)
+        if key not in self._problems:
+            costs = AxisCosts(self.setting.cluster, link, degree)
+            legality = Legality(tape, quotient(tape), self.rules, costs, tape.rows)
+            self._problems[key] = PlacementProblem(legality, self.setting.stored if degree > 1 else {})
+        return self._problems[key]
+
+    def _place(self, problem: PlacementProblem) -> Placement:
+        """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.
+
+        On a tiny model any communication costs more than replicated compute, and the fastest placement would be to
+        shard nothing; but a degree is there to divide the model.
+        """
+        factor = parameter_factor(self.setting.optimizer)
+        if problem.costs.degree == 1:
+            return problem.replicated()
+        placement = problem.solve(MemoryTerms(PRICE, factor)) or problem.solve(
+            MemoryTerms(PRICE, factor), divide=False
+        )
+        if placement is None:
+            raise UsageError(
+                "the placement search found no legal placement; check the pinned parameter placements"
+            )
+        return placement
+
+    def _tight(self, candidate: Candidate) -> MemoryTerms:
+        priced = {"parameters", "gradients", "optimizer", "activations"}
+        fixed = sum(size for part, size in candidate.memory.items() if part not in priced)
+        outside = sum(
+            p.numel() * p.element_size()
+            for name, p in self.setting.model.named_parameters()
+            if name not in candidate.problem.read_parameters
+        )
+        factor = parameter_factor(self.setting.optimizer)
+        return MemoryTerms(PRICE, factor, max(1.0, candidate.limit - fixed - outside * factor))
+
+    def _cost(
+        self, degrees: Mapping[str, int], axis: str | None, problem: PlacementProblem, placement: Placement
+    ) -> Candidate:
+        setting, tape = self.setting, problem.tape
+        memory = memory_parts(setting.model, problem, placement, setting.optimizer)
+        exposed = hidden = 0.0
+        collectives: list[PlannedCollective] = []
+        request = replace(
+            self._request(),
+            batch_size=max(1, math.ceil(setting.batch.size / self._batch_factor(degrees))),
+            parameter_bytes=memory["parameters"],
+            gradient_bytes=memory["gradients"],
+            activation_bytes=memory["activations"],
+            flops=3.0 * tape.flops / problem.costs.degree,
+            layers=max((len(g) for g in problem.quotient.groups), default=1),
+            backward_seconds=placement.compute_seconds * 2 / 3,
+        )
+        for name, strategy in setting.strategies.items():
+            if degrees[name] <= 1:
+                continue
+            cost = strategy.cost(request, degrees[name], self._link(degrees, name))
+            exposed += cost.exposed_seconds
+            hidden += cost.overlapped_seconds
+            for part in ("parameters", "gradients", "optimizer", "activations"):
+                memory[part] = math.ceil(memory[part] * getattr(cost, part))
+            collectives += [
+                PlannedCollective(
+                    axis=name, kind=u.kind, nbytes=u.nbytes, count=u.count, phase=u.phase, why=u.why
+                )
+                for u in cost.collectives
+            ]
+        return Candidate(
+            degrees=dict(degrees),
+            searched=axis,
+            problem=problem,
+            placement=placement,
+            compute_seconds=placement.compute_seconds,
+            exposed_seconds=placement.communication_seconds + exposed,
+            hidden_seconds=hidden,
+            optimizer_seconds=optimizer_seconds(
+                setting.cluster, memory["gradients"], OPTIMIZERS[setting.optimizer]
+            ),
+            memory=memory,
+            limit=setting.limit,
+            collectives=collectives,
+        )
+
+    def _batch_factor(self, degrees: Mapping[str, int]) -> int:
+        return math.prod(s.batch_factor(degrees[a]) for a, s in self.setting.strategies.items())
+
+
+def scaled(batch: Batch, rows: int) -> Batch:
+    """A batch of `rows` rows, from an example of another size."""
+    size = batch.size
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != size:
+            return tensor
+        if tensor.is_floating_point() or tensor.is_meta or is_fake(tensor):
+            return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        return tensor[torch.arange(rows, device=tensor.device) % size]  # models look at integers
+
+    return batch.map(change)
+
+
+def _products(legal: Mapping[str, Sequence[int]], total: int) -> Iterator[dict[str, int]]:
+    if not legal:
+        if total == 1:
+            yield {}
+        return
+    axis, *others = legal
+    for degree in legal[axis]:
+        if total % degree == 0:
+            for rest in _products({a: legal[a] for a in others}, total // degree):
+                yield {axis: degree, **rest}

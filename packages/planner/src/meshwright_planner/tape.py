@@ -1,0 +1,121 @@
+"""One eager run of a model, recorded: what the planner knows of it.
+
+How it is made is in `recording.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright_dtensor.trace import Node, Value
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that autograd keeps because of one node.
+
+    Args:
+        node: index of the node that keeps it.
+        root: index of the first value of its storage, or None when the recorder never saw it (inner to a composite).
+        value: index of the value itself, None likewise.
+        output: whether it is one of the node's own outputs.
+        nbytes: its size.
+    """
+
+    node: int
+    root: int | None
+    value: int | None
+    output: bool
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """A module of the model: class name, number of distinct parameters in it, and whether it has no children."""
+
+    kind: str
+    parameters: int
+    leaf: bool
+
+
+@dataclass
+class Tape:
+    """What one run did, without dead code.
+
+    Args:
+        values: every value seen; `values[i].name` says which parameter, buffer or input it is.
+        nodes: the operations that the results depend on, in order.
+        results: values that the caller gets: the loss, else all floating-point outputs.
+        grad: per value, whether a gradient flows to it.
+        saved: what autograd keeps.
+        modules: every module by its fully qualified name.
+        recorded: number of operations before dead code was removed.
+        real: the run was on real tensors because the model looks at data.
+        seconds: how long it took.
+        scalar: the result is a scalar loss.
+        parameters: name -> value of every distinct parameter.
+        rows: size of the batch.
+    """
+
+    values: list[Value]
+    nodes: list[Node]
+    results: list[int]
+    grad: list[bool]
+    saved: list[Saved]
+    modules: Mapping[str, ModuleInfo]
+    recorded: int = 0
+    real: bool = False
+    seconds: float = 0.0
+    scalar: bool = False
+    parameters: dict[str, int] = field(default_factory=dict)
+    rows: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward pass."""
+        return sum(n.flops for n in self.nodes)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes that autograd keeps, parameters excluded, each storage counted once."""
+        seen: set[int] = set()
+        total = 0
+        for item in self.saved:
+            if item.root is not None:
+                name = self.values[item.root].name or ""
+                if item.root in seen or name.startswith("param:"):
+                    continue
+                seen.add(item.root)
+            total += item.nbytes
+        return total
+
+
+def finish(tape: Tape) -> dict[int, int]:
+    """Drop what no result depends on and find where gradients flow; returns old node index -> new of those kept."""
+    kept = _remove_dead_code(tape)
+    tape.grad = _gradients(tape)
+    return kept
+
+
+def _remove_dead_code(tape: Tape) -> dict[int, int]:
+    """Drop nodes that no result depends on; returns old index -> new index of those kept."""
+    live = set(tape.results)
+    kept: list[int] = []
+    for index in range(len(tape.nodes) - 1, -1, -1):
+        node = tape.nodes[index]
+        if any(r.i in live for r in node.outs):
+            kept.append(index)
+            live.update(r.i for r in node.ins)
+    kept.reverse()
+    tape.nodes = [tape.nodes[i] for i in kept]
+    return {old: new for new, old in enumerate(kept)}
+
+
+def _gradients(tape: Tape) -> list[bool]:
+    grad = [v.requires_grad if v.name else False for v in tape.values]
+    for node in tape.nodes:
+        flows = any(grad[r.i] for r in node.ins)
+        for ref in node.outs:
+            grad[ref.i] = flows and tape.values[ref.i].dtype.is_floating_point
+    return grad
