@@ -1,0 +1,58 @@
+"""meshwright: run a model that was written for one device on many, unchanged.
+
+Every public name lives in the package that owns it and is imported on first use, so `import meshwright` is cheap and
+works where a part is missing until that part is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright import debug as debug
+    from meshwright_dtensor import errors as errors
+    from meshwright_dtensor.deferred import deferred_init as deferred_init
+    from meshwright_dtensor.global_tensor import distribute as distribute
+    from meshwright_dtensor.mesh import init as init
+    from meshwright_dtensor.plan import ParallelPlan as ParallelPlan
+    from meshwright_parallel import auto_parallelize as auto_parallelize
+    from meshwright_parallel import clip_grad_norm_ as clip_grad_norm_
+    from meshwright_parallel import parallelize as parallelize
+    from meshwright_parallel import shard_loader as shard_loader
+    from meshwright_parallel import verify as verify
+    from meshwright_planner import plan as plan
+
+__version__ = "0.1.0"
+
+# name -> (module, attribute); None means the module itself.
+_EXPORTS: dict[str, tuple[str, str | None]] = {
+    "ParallelPlan": ("meshwright_dtensor.plan", "ParallelPlan"),
+    "auto_parallelize": ("meshwright_parallel", "auto_parallelize"),
+    "clip_grad_norm_": ("meshwright_parallel", "clip_grad_norm_"),
+    "debug": ("meshwright.debug", None),
+    "deferred_init": ("meshwright_dtensor.deferred", "deferred_init"),
+    "distribute": ("meshwright_dtensor.global_tensor", "distribute"),
+    "errors": ("meshwright_dtensor.errors", None),
+    "init": ("meshwright_dtensor.mesh", "init"),
+    "parallelize": ("meshwright_parallel", "parallelize"),
+    "plan": ("meshwright_planner", "plan"),
+    "shard_loader": ("meshwright_parallel", "shard_loader"),
+    "verify": ("meshwright_parallel", "verify"),
+}
+
+__all__ = sorted([*_EXPORTS, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    module_name, attribute = _EXPORTS[name]
+    module = importlib.import_module(module_name)
+    value = module if attribute is None else getattr(module, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

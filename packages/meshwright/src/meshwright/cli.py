@@ -1,0 +1,105 @@
+"""The `meshwright` command: its subcommands are whatever plugins register as `CommandSpec`, ours included.
+
+Exit codes: 0 done, 1 a bug, 2 usage, 3 infeasible, 4 a check failed. A user's error is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from meshwright.ranks import fail
+from meshwright_dtensor.errors import MeshwrightError, PluginError
+from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered, discover
+
+
+@dataclass
+class State:
+    """What commands share: the arguments as given (to start ranks with), and the plugins, found once."""
+
+    arguments: tuple[str, ...] = ()
+    _host: PluginHost | None = field(default=None, repr=False)
+
+    @property
+    def host(self) -> PluginHost:
+        """The installed plugins. Raises PluginError where they contradict each other."""
+        if self._host is None:
+            self._host = discover()
+        return self._host
+
+
+class PluginGroup(click.Group):
+    """A group whose commands come from the plugin host and are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_host(ctx).commands())
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        commands = _host(ctx).commands()
+        return _load(commands[name]) if name in commands else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in _host(ctx).commands():
+            _host(ctx).get(CommandSpec, args[0])  # raises, with what was meant
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, found.record.summary) for name, found in _host(ctx).commands().items()]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+
+def _host(ctx: click.Context) -> PluginHost:
+    return ctx.ensure_object(State).host
+
+
+def _load(found: Registered[CommandSpec]) -> click.Command:
+    command = found.load()
+    if not isinstance(command, click.Command):
+        raise PluginError(
+            f"command {found.name!r} of {found.distribution} is a {type(command).__name__}; "
+            f"its target {found.record.target!r} must be a click.Command"
+        )
+    return command
+
+
+@click.group(cls=PluginGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="meshwright")
+def group() -> None:
+    """Run a model that was written for one device on many, unchanged."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code.
+
+    arguments: without the program's name; None takes sys.argv.
+    """
+    given = tuple(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result: Any = group.main(
+            args=list(given), prog_name="meshwright", standalone_mode=False, obj=State(arguments=given)
+        )
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        sys.exit(2)
+    except click.ClickException as error:
+        fail(" ".join(error.format_message().split()) + _help_hint(error), 2)
+    except click.Abort:
+        fail("interrupted", 130)
+    except MeshwrightError as error:
+        fail(" ".join(str(error).split()), error.exit_code)
+    else:
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _help_hint(error: click.ClickException) -> str:
+    """Where to read on, for an error of a known command."""
+    context = getattr(error, "ctx", None)
+    return f" (see: {context.command_path} --help)" if context else ""

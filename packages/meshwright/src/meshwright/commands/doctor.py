@@ -1,0 +1,147 @@
+"""`meshwright doctor`: what is installed, what this machine offers, and where a model loses sharding.
+
+With --model, the model is planned, takes one training step on ranks of this machine, and every call that could not run as
+itself on the local tensors is named: tier 2 runs operation by operation, tier 3 gathers its inputs and runs replicated.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from meshwright import ranks
+from meshwright.cli import State
+from meshwright.commands.options import apply_request, parse_degrees
+from meshwright_dtensor.planning import PlanRequest
+
+DISTRIBUTIONS = (
+    "meshwright",
+    "meshwright-dtensor",
+    "meshwright-parallel",
+    "meshwright-planner",
+    "transformers",
+)
+
+
+@click.command("doctor")
+@click.option(
+    "--model", default=None, metavar="MODEL", help="Also look for lost sharding in this model, as for plan."
+)
+@click.option("--world-size", type=int, default=None, help="Ranks to start for --model. [default: 2]")
+@click.option(
+    "--degree", "degrees", multiple=True, metavar="AXIS=N", help="Pin the degree of a mesh axis, as tp=2."
+)
+@click.option("--batch-size", type=int, default=4, show_default=True, help="Rows of the global batch.")
+@click.option("--sequence-length", type=int, default=64, show_default=True, help="Tokens of a row.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def command(
+    state: State,
+    model: str | None,
+    world_size: int | None,
+    degrees: tuple[str, ...],
+    batch_size: int,
+    sequence_length: int,
+    as_json: bool,
+) -> int:
+    """Report the environment: versions, devices, backends, threads, ranks, and the problems of plugins.
+
+    With --model, also every call of that model which loses sharding, with the reason.
+    """
+    pins = parse_degrees(degrees, state.host)
+    if model is not None:
+        size = ranks.check_world_size(world_size, default=2)
+        if size > 1 and not ranks.is_rank():
+            return ranks.launch(size, state.arguments)
+    facts = environment()
+    facts["plugin problems"] = [str(problem) for problem in state.host.problems]
+    facts["plugins turned off"] = list(state.host.disabled)
+    if model is not None:
+        facts["programs"] = programs(model, pins, batch_size, sequence_length)
+    if ranks.rank() == 0:
+        click.echo(json.dumps(facts, indent=2)) if as_json else show(facts)
+    return 0
+
+
+def show(facts: dict[str, Any]) -> None:
+    """Print the facts as tables."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in facts.items():
+        if name != "programs":
+            table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
+    console = Console()
+    console.print(table)
+    if "programs" not in facts:
+        return
+    found = facts["programs"]
+    tiers = found["tiers"]
+    console.print(
+        f"\n{found['model']} on {found['mesh']}: {tiers['1']} calls run as they are on local tensors, "
+        f"{tiers['2']} operation by operation, {tiers['3']} replicated",
+        highlight=False,
+    )
+    for entry in found["lost"]:
+        line = f"  tier {entry['tier']}: {entry['function']} on {entry['layouts']}: {entry['reason']}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def programs(model: str, pins: dict[str, int], batch_size: int, sequence_length: int) -> dict[str, Any]:
+    """One step of the model on the ranks of this job: programs by tier, and each of tier 2 and 3 with its reason."""
+    import meshwright as mw
+    from meshwright.sources import resolve
+    from meshwright_dtensor.space import Space
+
+    mw.init()
+    source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=0)
+    with mw.deferred_init():
+        instance = source.make()
+    instance, plan = apply_request(instance, source.batch, PlanRequest(dp=pins.get("dp"), tp=pins.get("tp")))
+    output: Any = instance(**source.batch) if isinstance(source.batch, dict) else instance(source.batch)
+    loss = getattr(output, "loss", output)
+    if loss.ndim == 0 and loss.requires_grad:
+        loss.backward()
+    parameter: Any = next(instance.parameters())
+    report = Space.of(parameter.device_mesh).report
+    return {
+        "model": type(instance).__name__,
+        "mesh": " x ".join(f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1) or "one rank",
+        "tiers": {str(tier): count for tier, count in report.tiers.items()},
+        "lost": [asdict(entry) for entry in report.entries],
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Names and values worth quoting when something goes wrong."""
+    import torch
+    import torch.distributed as dist
+
+    facts: dict[str, Any] = {name: _version(name) for name in DISTRIBUTIONS}
+    facts |= {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count() or 0,
+        "cuda devices": torch.cuda.device_count(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "threads": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        "launched by torchrun": ranks.is_rank(),
+        "ranks": ranks.world_size(),
+    }
+    return facts
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

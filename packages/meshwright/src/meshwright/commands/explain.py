@@ -1,0 +1,32 @@
+"""`meshwright explain`: a plan file for people, or how two plan files differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from meshwright.cli import State
+from meshwright_dtensor.plan import ParallelPlan
+
+
+@click.command("explain")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--diff", "other", type=click.Path(path_type=Path), default=None, help="Say what changes to this plan."
+)
+@click.option("--world-size", type=int, default=None, help="Also check that the plan fits this many ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def command(state: State, plan: Path, other: Path | None, world_size: int | None, as_json: bool) -> None:
+    """Say what a plan does and why; check it without taking any memory."""
+    loaded = ParallelPlan.load(plan)
+    loaded.validate_for(world_size, axes={found.record.axis for found in state.host.strategies().values()})
+    if other is not None:
+        changes = loaded.diff(ParallelPlan.load(other))
+        click.echo(json.dumps(changes, indent=2) if as_json else "\n".join(changes) or "the plans are equal")
+    elif as_json:
+        click.echo(loaded.to_json(), nl=False)
+    else:
+        click.echo(loaded.explain(), nl=False)

@@ -1,0 +1,168 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.planning import Planner, PlanRequest
+from meshwright_dtensor.plugins import PlannerSpec, PluginHost
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright_dtensor.plan import ParallelPlan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PINNED = ("dp", "tp", "pp", "cp", "ep")
+
+
+def model_options(function: F) -> F:
+    """--model, --batch-size, --sequence-length, --seed."""
+    for option in (
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row."),
+        click.option(
+            "--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch."
+        ),
+        click.option(
+            "--model",
+            required=True,
+            metavar="MODEL",
+            help="gpt2, llama, bert, vit; a transformers config.json; or file.py:function returning (model, batch).",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def plan_options(function: F) -> F:
+    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --memory-limit."""
+    for option in (
+        click.option(
+            "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB or 512MiB."
+        ),
+        click.option(
+            "--degree",
+            "degrees",
+            multiple=True,
+            metavar="AXIS=N",
+            help="Pin the degree of a mesh axis, as tp=2.",
+        ),
+        click.option(
+            "--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum."
+        ),
+        click.option("--planner", default="eager", show_default=True, help="Planner by name."),
+        click.option("--cluster", default=None, help="Cluster by name. [default: this machine]"),
+    ):
+        function = option(function)
+    return function
+
+
+def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
+    """Mesh axis -> degree, from "tp=2".
+
+    Raises:
+        UsageError: not of that form, or no installed strategy works on that axis.
+    """
+    axes = sorted({found.record.axis for found in host.strategies().values()})
+    degrees: dict[str, int] = {}
+    for text in texts:
+        axis, equals, number = text.partition("=")
+        if not equals or not number.isdigit() or int(number) < 1:
+            raise UsageError(f"--degree {text} is not AXIS=N with N of at least 1; write for example tp=2")
+        if axis not in axes:
+            close = difflib.get_close_matches(axis, axes, n=1)
+            fix = f"did you mean {close[0]!r}?" if close else "use one of them, or install its strategy"
+            known = ", ".join(axes) or "none"
+            raise UsageError(f"--degree {text}: there is no mesh axis {axis!r} (installed: {known}); {fix}")
+        if axis not in PINNED:
+            raise UsageError(
+                f"--degree {text}: the axis {axis!r} is searched, it cannot be pinned; leave it out"
+            )
+        if axis in degrees:
+            raise UsageError(f"--degree {text}: {axis} is already pinned to {degrees[axis]}; give it once")
+        degrees[axis] = int(number)
+    return degrees
+
+
+def plan_request(
+    degrees: tuple[str, ...],
+    host: PluginHost,
+    *,
+    cluster: str | None,
+    planner: str,
+    optimizer: str,
+    memory_limit: str | None,
+    world_size: int,
+    top_k: int = 1,
+) -> PlanRequest:
+    """What the options of `plan_options` ask for."""
+    pins = parse_degrees(degrees, host)
+    return PlanRequest(
+        cluster=cluster,
+        world_size=world_size,
+        planner=planner,
+        optimizer=optimizer,
+        top_k=top_k,
+        memory_limit=None if memory_limit is None else parse_size(memory_limit),
+        dp=pins.get("dp"),
+        tp=pins.get("tp"),
+        pp=pins.get("pp"),
+        cp=pins.get("cp"),
+        ep=pins.get("ep"),
+    )
+
+
+def make_plans(host: PluginHost, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
+    """The plans that the requested planner finds, best first; at least one."""
+    planner: Planner = host.get(PlannerSpec, request.planner).load()()
+    return planner.plan(model, batch, request)
+
+
+def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[nn.Module, ParallelPlan]:
+    """Plan as requested, once for all ranks, and apply the best plan: the model and its plan."""
+    import meshwright as mw
+
+    applied = mw.auto_parallelize(
+        model,
+        batch,
+        cluster=request.cluster,
+        planner=request.planner,
+        optimizer=request.optimizer,
+        memory_limit=request.memory_limit,
+        dp=request.dp,
+        tp=request.tp,
+        pp=request.pp,
+        cp=request.cp,
+        ep=request.ep,
+    )
+    plan: Any = applied.parallel_plan
+    return applied, plan
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "80GB", "512MiB" or a number.
+
+    Raises:
+        UsageError: the text is no size.
+    """
+    units: Mapping[str, int] = {
+        "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+    }  # fmt: skip
+    number = text.strip().lower().rstrip("kmgib")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        value = float(number) * units[unit]
+    except (ValueError, KeyError):
+        raise UsageError(
+            f"--memory-limit {text} is no size; write for example 16GB, 512MiB or bytes"
+        ) from None
+    if not 1 <= value < 2**63:
+        raise UsageError(f"--memory-limit {text} is out of range; give at least one byte")
+    return int(value)

@@ -1,0 +1,77 @@
+"""`meshwright plan`: plan a model for a number of ranks, on this machine or on a cluster that is only a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from meshwright import ranks
+from meshwright.cli import State
+from meshwright.commands.options import make_plans, model_options, plan_options, plan_request
+
+COMPARED = 5  # plans in the table of candidates, however few are asked for
+
+
+@click.command("plan")
+@model_options
+@plan_options
+@click.option("--world-size", type=int, default=None, help="Ranks to plan for. [default: 1]")
+@click.option(
+    "--top-k", type=int, default=1, show_default=True, help="How many plans to show whole, best first."
+)
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), default=None, help="Save the best plan here."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan, or the list of plans, as JSON.")
+@click.pass_obj
+def command(
+    state: State,
+    model: str,
+    batch_size: int,
+    sequence_length: int,
+    seed: int,
+    cluster: str | None,
+    planner: str,
+    optimizer: str,
+    degrees: tuple[str, ...],
+    memory_limit: str | None,
+    world_size: int | None,
+    top_k: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan the parallelism of a model from one run on fake tensors; no accelerator is needed."""
+    request = plan_request(
+        degrees,
+        state.host,
+        cluster=cluster,
+        planner=planner,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
+        world_size=ranks.world_size() if world_size is None else world_size,
+        top_k=max(top_k, COMPARED) if top_k >= 1 else top_k,  # refused below 1
+    )
+    import meshwright as mw
+    from meshwright.sources import resolve
+
+    source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
+    with mw.deferred_init():
+        instance = source.make()
+    plans = make_plans(state.host, instance, source.batch, request)
+    if ranks.rank():
+        return
+    if output is not None:
+        plans[0].save(output)
+    if as_json:
+        data = [json.loads(plan.to_json()) for plan in plans[:top_k]]
+        click.echo(json.dumps(data if top_k > 1 else data[0], indent=2))
+        return
+    from meshwright_planner import explain
+
+    click.echo(explain(plans))
+    for number, plan in enumerate(plans[:top_k], 1):
+        click.echo(f"=== plan {number} ===\n{plan.explain()}")
+    if output is not None:
+        click.echo(f"saved to {output}")

@@ -1,0 +1,109 @@
+"""`meshwright train`: the main job. See `meshwright.demo.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from meshwright import ranks
+from meshwright.cli import State
+
+MODELS = ("gpt2", "llama", "bert", "vit")
+
+
+@click.command("train")
+@click.option("--model", type=click.Choice(MODELS), default="gpt2", show_default=True, help="Architecture.")
+@click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps.")
+@click.option(
+    "--world-size",
+    type=int,
+    default=None,
+    help="Ranks to start here. [default: the plan's, or 4; a job's own under torchrun]",
+)
+@click.option("--dp", type=int, default=None, help="Pin the data-parallel degree.")
+@click.option("--tp", type=int, default=None, help="Pin the tensor-parallel degree.")
+@click.option(
+    "--plan", type=click.Path(path_type=Path), default=None, help="Apply this plan instead of planning."
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Train on this file. [default: the standard library]",
+)
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch.")
+@click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row.")
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
+@click.option("--learning-rate", type=float, default=None, help="Peak rate. [default: the optimizer's]")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("meshwright-run"),
+    show_default=True,
+    help="Folder for results.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+@click.pass_obj
+def command(
+    state: State,
+    model: str,
+    steps: int,
+    world_size: int | None,
+    dp: int | None,
+    tp: int | None,
+    plan: Path | None,
+    text: Path | None,
+    batch_size: int,
+    sequence_length: int,
+    optimizer: str,
+    learning_rate: float | None,
+    seed: int,
+    out: Path,
+    as_json: bool,
+) -> int:
+    """Train an unmodified model in parallel, beside one device, and compare the loss of every step.
+
+    Exit code 4 when they part by more than 5e-6 at any step.
+    """
+    loaded = None
+    if plan is not None:
+        from meshwright_dtensor.plan import ParallelPlan
+
+        loaded = ParallelPlan.load(plan)
+    size = ranks.check_world_size(world_size, default=loaded.world_size if loaded else 4)
+    if size > 1 and not ranks.is_rank():
+        return ranks.launch(size, state.arguments)
+
+    import torch.distributed as dist
+
+    from meshwright.demo.report import Report
+    from meshwright.demo.train import Options, run
+
+    degrees = {axis: degree for axis, degree in (("dp", dp), ("tp", tp)) if degree is not None}
+    options = Options(
+        model=model,
+        steps=steps,
+        degrees=degrees,
+        text=text,
+        plan=plan,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        seed=seed,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+    )
+    report = Report(out, as_json) if ranks.rank() == 0 else None
+    try:
+        outcome = run(options, report)
+    finally:
+        if report:
+            report.close()
+    if report:
+        report.finished(outcome)
+    # Every rank leaves with the verdict of rank 0.
+    passed = [outcome.passed if report else None]
+    dist.broadcast_object_list(passed, src=0)
+    dist.destroy_process_group()
+    return 0 if passed[0] else 4

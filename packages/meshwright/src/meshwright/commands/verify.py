@@ -1,0 +1,133 @@
+"""`meshwright verify`: train a few steps in parallel and on one device, and compare everything a step computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshwright import ranks
+from meshwright.cli import State
+from meshwright.commands.options import apply_request, model_options, plan_options, plan_request
+from meshwright_dtensor.errors import PlanError, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+# As planned for: the names are those of `plan(optimizer=...)`.
+def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    from torch.optim import SGD
+
+    return SGD(parameters, lr=0.05)
+
+
+def _sgd_momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    from torch.optim import SGD
+
+    return SGD(parameters, lr=0.05, momentum=0.9)
+
+
+# At its usual epsilon Adam turns gradients that are rounding noise into whole steps, and two right runs part. The rate is
+# small, so that what noise there is in the parameters stays below the tolerance of the gradients of later steps.
+def _adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    from torch.optim import Adam
+
+    return Adam(parameters, lr=1e-4, eps=1e-5)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    from torch.optim import AdamW
+
+    return AdamW(parameters, lr=1e-4, eps=1e-5)
+
+
+OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], Any]] = MappingProxyType(
+    {"sgd": _sgd, "sgd-momentum": _sgd_momentum, "adam": _adam, "adamw": _adamw}
+)
+
+
+@click.command("verify")
+@model_options
+@plan_options
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), default=None, help="Check this plan.")
+@click.option("--world-size", type=int, default=None, help="Ranks to start here. [default: the plan's, or 4]")
+@click.option("--steps", type=int, default=2, show_default=True, help="Training steps.")
+@click.option(
+    "--tolerance", type=float, default=None, help="Largest relative difference. [default: the dtype's]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.pass_obj
+def command(
+    state: State,
+    model: str,
+    batch_size: int,
+    sequence_length: int,
+    seed: int,
+    cluster: str | None,
+    planner: str,
+    optimizer: str,
+    degrees: tuple[str, ...],
+    memory_limit: str | None,
+    plan_file: Path | None,
+    world_size: int | None,
+    steps: int,
+    tolerance: float | None,
+    as_json: bool,
+) -> int:
+    """Check a plan on a model: every loss, gradient, parameter and optimizer state against one device.
+
+    Exit code 4 when a tensor differs by more than its dtype's rounding explains. Under Adam, parameters after a step are
+    reported as no measure: it turns rounding in gradients that cancel to nothing into whole steps. Its moments are compared.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
+    if plan_file is not None and degrees:
+        raise UsageError(f"--plan {plan_file} already fixes the degrees; leave out --degree, or the plan")
+    plan = None
+    if plan_file is not None:
+        from meshwright_dtensor.plan import ParallelPlan
+
+        plan = ParallelPlan.load(plan_file)
+    size = ranks.check_world_size(world_size, default=plan.world_size if plan else 4)
+    if plan is not None and plan.world_size != size:
+        rule = f"this run has {size} ranks: start {plan.world_size}, or plan for {size}"
+        raise PlanError("world_size", plan.world_size, rule, str(size))
+    request = plan_request(
+        degrees,
+        state.host,
+        cluster=cluster,
+        planner=planner,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
+        world_size=size,
+    )
+    if size > 1 and not ranks.is_rank():
+        return ranks.launch(size, state.arguments)
+
+    import torch
+    import torch.distributed as dist
+
+    import meshwright as mw
+    from meshwright.sources import resolve
+
+    mw.init()
+    torch.set_num_threads(1)
+    source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
+    if plan is None:
+        with mw.deferred_init():
+            instance = source.make()
+        instance, plan = apply_request(instance, source.batch, request)
+        del instance
+    factory = OPTIMIZERS[optimizer]
+    report = mw.verify(source.make, source.batch, plan, steps=steps, optimizer=factory, tolerance=tolerance)
+    if ranks.rank() == 0:
+        click.echo(json.dumps(report.to_dict()) if as_json else report.render())
+    ok = report.ok
+    dist.destroy_process_group()
+    return 0 if ok else 4

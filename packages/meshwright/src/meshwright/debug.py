@@ -1,0 +1,12 @@
+"""`mw.debug`: see what a parallel model does.
+
+with mw.debug.communication() as log:
+    model(**batch).loss.backward()
+print(log.counts())
+"""
+
+from __future__ import annotations
+
+from meshwright_dtensor.commlog import CommEvent, CommLog, communication
+
+__all__ = ["CommEvent", "CommLog", "communication"]

@@ -1,0 +1,102 @@
+"""What each model learns from bytes: datasets whose row `i` is always the same, whoever asks for it.
+
+A row is drawn by a generator of its own, seeded by (seed, row): loading never touches the random numbers that the
+model's dropout uses, and any rank can load any part of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+BYTES = 256
+MASK = BYTES  # the one symbol that no byte uses
+IMAGE_SIZE = 32
+IGNORED = -100
+
+
+class _Rows(Dataset[dict[str, Tensor]]):
+    """Rows drawn from a text; a subclass says how many bytes a row takes and what it makes of them.
+
+    text: uint8 of shape (n,). length: tokens of a row. rows: how many rows there are.
+    """
+
+    def __init__(self, text: Tensor, length: int, rows: int, seed: int) -> None:
+        self.text = text
+        self.length = length
+        self.rows = rows
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        needed = self.bytes_per_row(self.length)
+        start = int(torch.randint(len(self.text) - needed + 1, (), generator=generator))
+        return self.row(self.text[start : start + needed].long(), generator)
+
+    @staticmethod
+    def bytes_per_row(length: int) -> int:
+        return length
+
+    def row(self, window: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        raise NotImplementedError(f"{type(self).__name__} must say what a row is")
+
+
+class NextByte(_Rows):
+    """Causal language modelling: input_ids and labels, int64 (length,); the model shifts the labels."""
+
+    def row(self, window: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        return {"input_ids": window, "labels": window.clone()}
+
+
+class MaskedByte(_Rows):
+    """Masked language modelling: 15% of the bytes are hidden and asked for; the other labels are ignored."""
+
+    def row(self, window: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        hidden = torch.rand(window.shape, generator=generator) < 0.15
+        return {
+            "input_ids": window.masked_fill(hidden, MASK),
+            "attention_mask": torch.ones_like(window),
+            "labels": window.masked_fill(~hidden, IGNORED),
+        }
+
+
+class ByteImage(_Rows):
+    """Images of bytes: pixel_values float32 (1, 32, 32) from 1024 bytes; the label is the kind of the byte after them."""
+
+    KINDS = 6
+
+    @staticmethod
+    def bytes_per_row(length: int) -> int:
+        return IMAGE_SIZE * IMAGE_SIZE + 1
+
+    def row(self, window: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        pixels = window[:-1].float().reshape(1, IMAGE_SIZE, IMAGE_SIZE) / 127.5 - 1.0
+        return {"pixel_values": pixels, "labels": kind_of_byte(window[-1])}
+
+
+def kind_of_byte(byte: Tensor) -> Tensor:
+    """int64 of the same shape: 0 space, 1 line end, 2 letter, 3 digit, 4 bracket or quote, 5 anything else."""
+    table = torch.full((BYTES,), 5)
+    for kind, members in enumerate(
+        (b" \t", b"\r\n", bytes(range(65, 91)) + bytes(range(97, 123)) + b"_", b"0123456789", b"()[]{}'\"")
+    ):
+        table[list(members)] = kind
+    return table[byte]
+
+
+def loader(rows: _Rows, batch_size: int) -> DataLoader[dict[str, Tensor]]:
+    """Batches in order. The generator is given so that iterating does not draw from the model's random numbers."""
+    return DataLoader(rows, batch_size=batch_size, generator=torch.Generator().manual_seed(0), drop_last=True)
+
+
+def batches(rows: _Rows, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    """The same batches without a loader: what one device sees."""
+    for start in range(0, len(rows) - batch_size + 1, batch_size):
+        items = [rows[index] for index in range(start, start + batch_size)]
+        yield {name: torch.stack([item[name] for item in items]) for name in items[0]}

@@ -1,0 +1,239 @@
+"""Train in parallel, and beside it on one device, and compare the losses of every step.
+
+The parallel part of `run` is the loop of a single-device script; everything else is there to watch it. Optimizers: see
+`OPTIMIZERS` for why AdamW is given a larger epsilon here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright import ranks
+from meshwright.demo.models import RECIPES
+from meshwright.demo.tasks import batches, loader
+from meshwright.demo.text import read_text
+from meshwright_dtensor.errors import UsageError
+
+TOLERANCE = 5e-6  # absolute, on the loss, in fp32: about ten units in the last place of a loss near 5
+
+Factory = Callable[[Any, float], torch.optim.Optimizer]
+
+
+def _adamw(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=rate, eps=1e-5)
+
+
+def _sgd(parameters: Any, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+
+
+# Adam divides a gradient by its own size: where the gradient is zero but for rounding (the bias of an attention's keys,
+# say) the step is rounding noise at full size, and two runs that sum in another order part, however right they are. An
+# epsilon well above that noise and well below real gradients keeps such steps small; training is as good.
+OPTIMIZERS: Mapping[str, tuple[Factory, float]] = MappingProxyType(
+    {"adamw": (_adamw, 5e-4), "sgd": (_sgd, 1e-2)}
+)
+WARM_UP = 10  # steps over which the learning rate rises to its value
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train and how; the defaults are the main job.
+
+    sequence_length in tokens, batch_size in rows of the global batch. plan: a plan file, instead of planning.
+    degrees: pinned by axis ("dp", "tp").
+    """
+
+    model: str = "gpt2"
+    steps: int = 50
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    text: Path | None = None
+    plan: Path | None = None
+    batch_size: int = 8
+    sequence_length: int = 128
+    seed: int = 0
+    optimizer: str = "adamw"
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("model", self.model, RECIPES), ("optimizer", self.optimizer, OPTIMIZERS)):
+            if value not in known:
+                raise UsageError(f"--{name} {value} is not known; choose one of {', '.join(known)}")
+        for name in ("steps", "batch_size", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is less than 1; give a larger one"
+                )
+        if self.learning_rate is not None and not 0.0 < self.learning_rate < math.inf:
+            raise UsageError(
+                f"--learning-rate {self.learning_rate} is no rate; give a number above 0, such as 1e-3"
+            )
+        if self.plan is not None and self.degrees:
+            raise UsageError(
+                f"--plan {self.plan} already fixes the degrees; leave out --dp and --tp, or the plan"
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: both losses, and the seconds each took on rank 0."""
+
+    step: int
+    parallel: float
+    single: float
+    parallel_seconds: float
+    single_seconds: float
+
+    @property
+    def difference(self) -> float:
+        """Absolute difference of the losses; infinite when one is not a number."""
+        difference = abs(self.parallel - self.single)
+        return math.inf if math.isnan(difference) else difference
+
+
+@dataclass
+class Outcome:
+    """The run as it went; `passed` is the verdict."""
+
+    model: str
+    world_size: int
+    degrees: dict[str, int]
+    parameters: int
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def layout(self) -> str:
+        """The mesh in short, as "dp2 x tp2"."""
+        return " x ".join(f"{axis}{n}" for axis, n in self.degrees.items() if n > 1) or "one rank"
+
+    @property
+    def worst(self) -> Step:
+        """The step at which the losses differ most."""
+        return max(self.steps, key=lambda step: step.difference)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the losses agree at every step."""
+        return self.worst.difference <= TOLERANCE
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "model": self.model,
+            "world_size": self.world_size,
+            "degrees": self.degrees,
+            "parameters": self.parameters,
+            "tolerance": TOLERANCE,
+            "passed": self.passed,
+            "worst_difference": self.worst.difference,
+            "worst_step": self.worst.step,
+            "steps": [{**asdict(step), "difference": step.difference} for step in self.steps],
+        }
+
+
+class Watcher(Protocol):
+    """Who is told what happens, on rank 0 only."""
+
+    def planned(self, plan: Any, outcome: Outcome, options: Options) -> None: ...
+
+    def stepped(self, step: Step) -> None: ...
+
+
+class _Single:
+    """The same training on one device, with random numbers of its own."""
+
+    def __init__(self, options: Options, make: Callable[[], nn.Module], rows: Any) -> None:
+        outside = torch.get_rng_state()
+        torch.manual_seed(options.seed)
+        self.model = make()
+        self.random = torch.get_rng_state()
+        torch.set_rng_state(outside)
+        self.optimizer, self.scheduler = make_optimizer(self.model, options)
+        self.batches = batches(rows, options.batch_size)
+
+    def step(self) -> tuple[float, float]:
+        """One step: the loss, and the seconds it took."""
+        start = time.perf_counter()
+        batch = next(self.batches)
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.random)
+        loss = self.model(**batch).loss
+        loss.backward()
+        self.random = torch.get_rng_state()
+        torch.set_rng_state(outside)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss.item(), time.perf_counter() - start
+
+
+def make_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Optimizer, Any]:
+    """The stock optimizer and learning rate schedule, the same for both runs."""
+    factory, rate = OPTIMIZERS[options.optimizer]
+    optimizer = factory(model.parameters(), rate if options.learning_rate is None else options.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    return optimizer, schedule
+
+
+def run(options: Options, watcher: Watcher | None) -> Outcome:
+    """Train on every rank of this job; the one-device run happens on rank 0, in turn with the parallel one.
+
+    watcher: told on rank 0; other ranks pass None.
+    Raises what planning and applying a plan raise: UsageError, InfeasibleError.
+    """
+    torch.set_num_threads(1)
+    recipe = RECIPES[options.model]
+    rows = options.steps * options.batch_size
+    text = read_text(options.text, at_least=recipe.rows.bytes_per_row(options.sequence_length))
+    data = recipe.data(text, options.sequence_length, rows, options.seed)
+    example = next(batches(data, options.batch_size))
+
+    torch.manual_seed(options.seed)
+    with mw.deferred_init():
+        model = recipe.make(options.sequence_length)
+    if options.plan is None:
+        pins = options.degrees
+        model = mw.auto_parallelize(
+            model, example, optimizer=options.optimizer, dp=pins.get("dp"), tp=pins.get("tp")
+        )
+    else:
+        model = mw.parallelize(model, mw.ParallelPlan.load(options.plan), batch=example)
+    optimizer, schedule = make_optimizer(model, options)
+
+    plan: Any = model.parallel_plan
+    count = sum(parameter.numel() for parameter in model.parameters())
+    outcome = Outcome(options.model, ranks.world_size(), dict(plan.degrees), count)
+    single = (
+        _Single(options, lambda: recipe.make(options.sequence_length), data) if ranks.rank() == 0 else None
+    )
+    if watcher:
+        watcher.planned(plan, outcome, options)
+
+    start = time.perf_counter()
+    for number, batch in enumerate(mw.shard_loader(loader(data, options.batch_size))):
+        loss = model(**batch).loss
+        loss.backward()
+        mw.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        value, seconds = loss.item(), time.perf_counter() - start
+        if single is not None:
+            single_loss, single_seconds = single.step()
+            step = Step(number, value, single_loss, seconds, single_seconds)
+            outcome.steps.append(step)
+            if watcher:
+                watcher.stepped(step)
+        start = time.perf_counter()
+    return outcome

@@ -1,0 +1,21 @@
+"""The records of this distribution: the commands of the `meshwright` command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright_dtensor.plugins import CommandSpec, hookimpl
+
+
+@hookimpl
+def meshwright_commands() -> Iterator[CommandSpec]:
+    """The first-party commands. The target of a CommandSpec is a `click.Command`."""
+    for name, summary in (
+        ("plan", "plan the parallelism of a model"),
+        ("explain", "say what a plan does and why"),
+        ("verify", "check a plan against one device, every gradient"),
+        ("train", "train a model in parallel beside one device"),
+        ("plugins", "list what is installed, and what is broken"),
+        ("doctor", "report the environment"),
+    ):
+        yield CommandSpec(name=name, target=f"meshwright.commands.{name}:command", summary=summary)

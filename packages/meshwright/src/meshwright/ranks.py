@@ -1,0 +1,109 @@
+"""Ranks of one command: which one this process is, starting the others with torchrun, and failing once.
+
+A command that runs on several ranks is started either by torchrun (the environment then holds RANK and WORLD_SIZE) or
+by itself: `launch` is torchrun's own entry point, called in this process so that the ranks' exit code is not lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from meshwright_dtensor.errors import UsageError
+
+MAX_LOCAL_RANKS = 64
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    """The rank of this process; 0 outside a job."""
+    return int(os.environ["RANK"]) if is_rank() else 0
+
+
+def world_size() -> int:
+    """The number of ranks of the job that this process belongs to; 1 outside a job."""
+    return int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+
+
+def check_world_size(requested: int | None, default: int = 1) -> int:
+    """The world size to run at: that of the job inside one, else what was requested.
+
+    Raises:
+        UsageError: the request is out of range, or differs from the job it was made in.
+    """
+    if is_rank():
+        if requested is not None and requested != world_size():
+            raise UsageError(
+                f"--world-size {requested} does not match this job of {world_size()} ranks; "
+                f"leave it out under torchrun, or start {requested} ranks"
+            )
+        return world_size()
+    size = default if requested is None else requested
+    if not 1 <= size <= MAX_LOCAL_RANKS:
+        raise UsageError(
+            f"--world-size {size} is outside 1..{MAX_LOCAL_RANKS}; give a number of ranks in that range"
+        )
+    return size
+
+
+def launch(size: int, arguments: Sequence[str], module: str = "meshwright") -> int:
+    """Run `python -m MODULE ARGUMENTS` on `size` ranks of this machine; return the exit code of the first that failed.
+
+    The same as `torchrun --standalone --nproc-per-node SIZE -m meshwright ARGUMENTS`, whose own exit code is always 1.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The launcher's report repeats what the failing rank has said in one line.
+    logging.disable(logging.ERROR)
+    try:
+        options = ["--standalone", f"--nproc-per-node={size}", "--monitor-interval=0.2"]
+        run(parse_args([*options, "-m", module, *arguments]))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 1
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def fail(message: str, code: int) -> None:
+    """Print one line once for the whole job and end this process with `code`, without waiting for anyone."""
+    if _first_to_fail():
+        prefix = f"rank {rank()}: " if rank() else ""
+        print(f"Error: {prefix}{message}", file=sys.stderr, flush=True)
+    if not is_rank():
+        sys.exit(code)
+    # A rank may hold collectives that will never finish: leave without the destructors that wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _first_to_fail() -> bool:
+    """Whether this rank is the one that reports; the others give it a moment, since the launcher ends the job."""
+    if world_size() == 1:
+        return True
+    first = rank() == 0
+    if not first:
+        time.sleep(0.5)  # what fails everywhere is rank 0's to say
+    with suppress(Exception):  # the launcher's store is a courtesy: without it rank 0 speaks
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=3))
+        first = store.add(f"meshwright/failed/{attempt}", 1) == 1
+    if not first:
+        time.sleep(1.0)
+    return first

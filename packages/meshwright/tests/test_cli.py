@@ -1,0 +1,163 @@
+"""The command line: commands come from plugins, JSON is JSON, errors are one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+
+from meshwright import cli
+from meshwright.commands.verify import OPTIMIZERS
+from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, UnsupportedError, VerificationError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
+from meshwright_planner import costs
+
+FIRST_PARTY = {"plan", "explain", "verify", "train", "plugins", "doctor"}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(arguments)
+        printed = capsys.readouterr()
+        code = exit_.value.code
+        assert isinstance(code, int)
+        return code, printed.out, printed.err
+
+    return call
+
+
+def plan_file(folder: Path, name: str = "plan.json", **degrees: int) -> Path:
+    world_size = 1
+    for degree in degrees.values():
+        world_size *= degree
+    strategies = {"dp": "data", "tp": "tensor"}
+    plan = ParallelPlan(
+        world_size=world_size, degrees=degrees, strategies={a: strategies[a] for a in degrees}
+    )
+    path = folder / name
+    plan.save(path)
+    return path
+
+
+@click.command()
+@click.option("--fail", type=int, default=0)
+def outside(fail: int) -> int:
+    """A command as a third party would write it."""
+    errors: dict[int, type[MeshwrightError]] = {1: UnsupportedError, 3: InfeasibleError, 4: VerificationError}
+    if fail in errors:
+        raise errors[fail]("one\n  line")
+    return fail
+
+
+not_a_command = "text"
+
+
+def only(target: str) -> PluginHost:
+    record = CommandSpec(name="outside", target=target, summary="from somewhere else")
+    return PluginHost({CommandSpec: {"outside": Registered(record, "acme", "1.0", "acme")}})
+
+
+def test_help_lists_what_plugins_registered(run: Any) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(name in out for name in FIRST_PARTY)
+
+
+def test_no_command_is_a_usage_error_that_helps(run: Any) -> None:
+    code, out, _ = run()
+    assert code == 2 and "Commands:" in out
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 4])
+def test_a_third_partys_command_and_its_exit_codes(
+    run: Any, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(cli, "discover", lambda: only(f"{__name__}:outside"))
+    got, _, err = run("outside", "--fail", str(code))
+    assert got == code
+    assert err == ("" if code == 0 else "Error: one line\n")
+
+
+def test_a_target_that_is_no_command(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "discover", lambda: only(f"{__name__}:not_a_command"))
+    code, _, err = run("outside")
+    assert code == 2 and "click.Command" in err and "acme" in err
+
+
+def test_plugins_as_json(run: Any) -> None:
+    code, out, err = run("plugins", "--json")
+    listed = json.loads(out)
+    assert code == 0 and err == ""
+    assert {row["name"] for row in listed["plugins"] if row["kind"] == "command"} >= FIRST_PARTY
+    assert {row["name"] for row in listed["plugins"] if row["kind"] == "strategy"} >= {"data", "tensor"}
+    assert listed["problems"] == [] and listed["disabled"] == []
+
+
+def test_a_plugin_that_is_turned_off_is_shown(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_DISABLE_PLUGINS", "meshwright-planner")
+    code, out, _ = run("plugins", "--json")
+    listed = json.loads(out)
+    assert code == 0 and listed["disabled"] == ["meshwright-planner:meshwright-planner"]
+    assert not [row for row in listed["plugins"] if row["kind"] == "planner"]
+
+
+def test_doctor_reports_the_environment(run: Any) -> None:
+    code, out, _ = run("doctor", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["torch"].startswith("2.13") and facts["gloo"] is True
+    assert facts["ranks"] == 1 and facts["plugin problems"] == []
+
+
+def test_explain_and_its_json(run: Any, tmp_path: Path) -> None:
+    path = plan_file(tmp_path, dp=2, tp=2)
+    code, out, _ = run("explain", str(path))
+    assert code == 0 and "dp 2 x tp 2 = 4 ranks" in out
+    code, out, _ = run("explain", str(path), "--json")
+    assert code == 0 and ParallelPlan.from_json(out) == ParallelPlan.load(path)
+
+
+def test_explain_tells_plans_apart(run: Any, tmp_path: Path) -> None:
+    one, two = plan_file(tmp_path, "a.json", dp=2), plan_file(tmp_path, "b.json", dp=4)
+    code, out, _ = run("explain", str(one), "--diff", str(two), "--json")
+    assert code == 0 and json.loads(out) == ParallelPlan.load(one).diff(ParallelPlan.load(two)) != []
+    code, out, _ = run("explain", str(one), "--diff", str(one))
+    assert code == 0 and out == "the plans are equal\n"
+
+
+def test_explain_checks_the_world_size(run: Any, tmp_path: Path) -> None:
+    code, _, err = run("explain", str(plan_file(tmp_path, dp=2)), "--world-size", "3")
+    assert code == 2 and err.startswith("Error: ") and err.count("\n") == 1
+    assert "2" in err and "3" in err
+
+
+@pytest.mark.parametrize(("given", "size"), [((), 2), (("--world-size", "3"), 3)])
+def test_train_starts_the_ranks_of_its_plan(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: tuple[str, ...], size: int
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("meshwright.ranks.launch", lambda size, arguments: started.append(size) or 0)
+    code, _, err = run("train", "--plan", str(plan_file(tmp_path, dp=2)), *given)
+    assert (code, err, started) == (0, "", [size])
+
+
+def test_verify_steps_with_the_optimizer_that_was_named() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    made = {name: make(weights) for name, make in OPTIMIZERS.items()}
+    assert set(made) == set(costs.OPTIMIZERS)  # those that can be planned for
+    assert [type(o).__name__ for o in made.values()] == ["SGD", "SGD", "Adam", "AdamW"]
+    assert [made[name].defaults["momentum"] for name in ("sgd", "sgd-momentum")] == [0.0, 0.9]
+
+
+@pytest.mark.parametrize("command", sorted(FIRST_PARTY))
+def test_every_command_explains_itself(run: Any, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0 and "--json" in out

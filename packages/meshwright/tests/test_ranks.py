@@ -1,0 +1,82 @@
+"""Which rank this is, starting ranks, and failing once for all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright import ranks
+from meshwright_dtensor.errors import UsageError
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+
+def test_outside_a_job() -> None:
+    assert not ranks.is_rank()
+    assert (ranks.rank(), ranks.world_size()) == (0, 1)
+    assert ranks.check_world_size(None, default=4) == 4
+    assert ranks.check_world_size(2, default=4) == 2
+
+
+@pytest.mark.usefixtures("job")
+def test_inside_a_job() -> None:
+    assert ranks.is_rank()
+    assert (ranks.rank(), ranks.world_size()) == (1, 3)
+    assert ranks.check_world_size(None, default=4) == 3
+    with pytest.raises(UsageError, match="--world-size 2 does not match this job of 3 ranks"):
+        ranks.check_world_size(2)
+
+
+@pytest.mark.parametrize("size", [0, -1, 65])
+def test_world_sizes_out_of_range(size: int) -> None:
+    with pytest.raises(UsageError, match=f"--world-size {size} is outside"):
+        ranks.check_world_size(size)
+
+
+# A stand-in for `meshwright`: starts itself on two ranks, which then fail as told.
+SCRIPT = """
+import os, sys, time
+from meshwright import ranks
+if ranks.is_rank():
+    rank, what = ranks.rank(), sys.argv[1]
+    if what == "both":
+        ranks.fail("all of us", 3)
+    if what == "second" and rank == 1:
+        ranks.fail("only me", 4)
+    if what == "second":
+        time.sleep(60)
+else:
+    sys.exit(ranks.launch(2, sys.argv[1:], module="job"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "line"),
+    [("both", 3, "all of us"), ("second", 4, "rank 1: only me"), ("neither", 0, None)],
+)
+def test_the_exit_code_of_the_first_failure_and_one_line(
+    tmp_path: Path, what: str, code: int, line: str | None
+) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "job.py", what],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    errors = [text for text in done.stderr.splitlines() if text.startswith("Error: ")]
+    assert len(errors) == (line is not None)
+    if line is not None:
+        assert line in errors[0]
+    assert "Traceback" not in done.stderr
