@@ -1,0 +1,153 @@
+"""The planner on real models: Megatron's plan for Llama-3-8B, and what is planned is what is executed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import auto_parallelize
+from meshwright_planner import plan
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 64,
+}
+
+
+def build(name: str) -> torch.nn.Module:
+    """A small model of a family, with weights from a fixed seed."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    if name == "llama":
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES))
+    elif name == "one-kv-head":
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**SIZES, "num_key_value_heads": 1, "vocab_size": 4099}))
+    elif name == "gpt2":
+        model = tf.GPT2LMHeadModel(
+            tf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=4096, n_positions=64, attn_pdrop=0.0)
+        )
+    elif name == "t5":
+        model = tf.T5ForConditionalGeneration(
+            tf.T5Config(
+                d_model=64,
+                d_kv=8,
+                d_ff=128,
+                num_layers=3,
+                num_heads=8,
+                vocab_size=4096,
+                decoder_start_token_id=0,
+            )
+        )
+    elif name == "mixtral":
+        model = tf.MixtralForCausalLM(tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+    else:
+        raise ValueError(name)
+    model.config.use_cache = False
+    return model.train()
+
+
+def example(rows: int = 4, length: int = 32) -> dict[str, torch.Tensor]:
+    """Tokens with some labels ignored."""
+    ids = torch.randint(5, 100, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> tuple[Any, ...]:
+    """One parallel step; returns losses, the worst relative gradient error, planned and executed collectives on tp."""
+    batch, reference, model = example(), build(name), build(name)
+    torch.manual_seed(5)
+    expected = reference(**batch).loss
+    expected.backward()
+    auto_parallelize(model, batch, cluster="laptop-cpu", **degrees)
+    torch.manual_seed(5)
+    with communication() as log:
+        loss = model(**batch).loss
+        loss.backward()
+    worst = 0.0
+    for parameter, own in zip(model.parameters(), reference.parameters(), strict=True):
+        if own.grad is not None:
+            difference = (parameter.grad.full_tensor() - own.grad).abs().max()
+            worst = max(worst, float(difference / own.grad.abs().max()))
+    executed: Counter[tuple[str, str, str]] = Counter()
+    planned: Counter[tuple[str, str, str]] = Counter()
+    for event in log.events:
+        if event.axis == "tp":
+            executed[event.phase, event.kind, "calls"] += event.function != "cross_entropy"
+            executed[event.phase, event.kind, "bytes"] += event.nbytes
+    for c in model.parallel_plan.collectives:
+        if c.axis == "tp":
+            # inside a composite the plan knows the bytes, not in how many pieces they go
+            planned[c.phase, c.kind, "calls"] += c.count * (not c.why.startswith("inside "))
+            planned[c.phase, c.kind, "bytes"] += c.count * c.nbytes
+    return float(expected), float(loss.full_tensor()), worst, dict(planned), dict(executed)
+
+
+@pytest.mark.parametrize("name", ["llama", "one-kv-head", "gpt2", "t5", "mixtral"])
+def test_what_is_planned_is_executed(rank_pool: RankPool, name: str) -> None:
+    expected, loss, worst, planned, executed = rank_pool.run(2, step, name, {"tp": 2})[0]
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert worst < 1e-5
+    assert planned == executed and any(key[2] == "bytes" and size for key, size in planned.items())
+
+
+def test_two_axes(rank_pool: RankPool) -> None:
+    expected, loss, worst, planned, executed = rank_pool.run(4, step, "llama", {"dp": 2, "tp": 2})[0]
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert worst < 1e-5 and planned == executed
+
+
+def test_llama_3_8b_on_eight_devices_is_megatrons_plan() -> None:
+    import transformers as tf
+
+    config = tf.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = tf.LlamaForCausalLM(config).bfloat16().train()
+    ids = torch.ones(1, 4096, dtype=torch.long)
+    found = plan(model, {"input_ids": ids, "labels": ids}, cluster="dgx-h100", world_size=8, tp=8)
+    assert not isinstance(found, list)
+    states = {name: found.parameter_states(name)["tp"] for name, _ in model.named_parameters()}
+    for layer in range(32):
+        prefix = f"model.layers.{layer}"
+        for part in (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+        ):
+            assert states[f"{prefix}.{part}.weight"] == 0
+        for part in ("self_attn.o_proj", "mlp.down_proj"):
+            assert states[f"{prefix}.{part}.weight"] == 1
+        assert states[f"{prefix}.input_layernorm.weight"] == "I"
+    assert states["lm_head.weight"] == 0
+    # sequence parallelism, found: two gathers and two scatters a layer each way
+    calls = Counter[tuple[str, str]]()
+    for c in found.collectives:
+        if c.module.startswith("model.layers.*") and c.nbytes == 4096 * 4096 * 2:
+            calls[c.phase, c.kind] += c.count
+    for phase in ("forward", "backward"):
+        assert calls[phase, "all_gather"] == 64 and calls[phase, "reduce_scatter"] == 64
+    assert all(p.is_meta for p in model.parameters())
+    assert len(found.parameters) < 12 and len(found.to_json()) < 20_000
