@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from comparing import Difference, compare_with
-from zoo import CASES, ROWS
+from zoo import CASES
 
 import meshwright as mw
 from meshwright.cli import main
@@ -17,7 +17,12 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.testing import RankPool
 
-DISTRIBUTION = "meshwright-sample-sequence"
+DISTRIBUTION = "meshwright-sample-vocabulary"
+TABLES = {
+    "llama": {"model.embed_tokens.weight", "lm_head.weight"},
+    "gpt2": {"transformer.wte.weight"},
+    "bert": {"bert.embeddings.word_embeddings.weight"},
+}
 
 
 def searched_and_applied(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> Difference:
@@ -25,12 +30,12 @@ def searched_and_applied(rank: int, world_size: int, name: str, degrees: dict[st
     torch.manual_seed(3)
     with mw.deferred_init():
         model = CASES[name].model()
-    pins = {axis: degree for axis, degree in degrees.items() if axis != "sq"}
+    pins = {axis: degree for axis, degree in degrees.items() if axis != "vp"}
     plans = mw.plan(model, CASES[name].batch(), world_size=world_size, top_k=16, **pins)
     assert isinstance(plans, list)
     chosen = [plan for plan in plans if all(plan.degree(axis) == degree for axis, degree in degrees.items())]
     assert chosen, f"no plan with {degrees} among {[dict(plan.degrees) for plan in plans]}"
-    assert chosen[0].strategies["sq"] == "sequence-shard"
+    assert chosen[0].strategies["vp"] == "vocabulary-shard"
     return compare_with(model, chosen[0], name)
 
 
@@ -39,7 +44,7 @@ def test_it_is_listed_with_its_distribution_and_version(capsys: pytest.CaptureFi
         main(["plugins", "--json"])
     assert exit_.value.code == 0
     listed = json.loads(capsys.readouterr().out)
-    (row,) = [row for row in listed["plugins"] if row["name"] == "sequence-shard"]
+    (row,) = [row for row in listed["plugins"] if row["name"] == "vocabulary-shard"]
     assert row["distribution"] == DISTRIBUTION
     assert row["version"] == importlib.metadata.version(DISTRIBUTION)
     assert row["kind"] == "strategy"
@@ -50,42 +55,35 @@ def test_nothing_in_the_packages_knows_of_it() -> None:
     for package in ("meshwright", "meshwright_dtensor", "meshwright_parallel", "meshwright_planner"):
         root = Path(str(__import__(package).__file__)).parent
         for file in root.rglob("*.py"):
-            assert "sequence-shard" not in file.read_text() and '"sq"' not in file.read_text(), file
+            assert "vocabulary-shard" not in file.read_text() and '"vp"' not in file.read_text(), file
 
 
 def test_it_can_be_turned_off_before_it_is_imported() -> None:
-    assert "sequence-shard" in discover(disabled=()).strategies()
-    assert "sequence-shard" not in discover(disabled=[DISTRIBUTION]).strategies()
+    assert "vocabulary-shard" in discover(disabled=()).strategies()
+    assert "vocabulary-shard" not in discover(disabled=[DISTRIBUTION]).strategies()
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bert"])
 def test_it_is_searched_applied_and_right(rank_pool: RankPool, case: str) -> None:
-    for difference in rank_pool.run(2, searched_and_applied, case, {"dp": 1, "sq": 2, "tp": 1}):
-        assert difference.degrees["sq"] == 2
+    for difference in rank_pool.run(2, searched_and_applied, case, {"dp": 1, "vp": 2, "tp": 1}):
+        assert difference.degrees["vp"] == 2
         assert not difference.unequal
         assert difference.loss <= 1e-6 * difference.single_loss
         assert not difference.wrong()
+        assert set(difference.sharded) == TABLES[case]
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 2, "sq": 2, "tp": 1}, {"dp": 1, "sq": 2, "tp": 2}])
+@pytest.mark.parametrize("degrees", [{"dp": 2, "vp": 2, "tp": 1}, {"dp": 1, "vp": 2, "tp": 2}])
 def test_it_combines_with_our_strategies(rank_pool: RankPool, degrees: dict[str, int]) -> None:
     for difference in rank_pool.run(4, searched_and_applied, "llama", degrees):
         assert difference.loss <= 1e-6 * difference.single_loss
         assert not difference.wrong()
 
 
-def test_its_degrees_are_its_own_to_say() -> None:
-    """Twelve tokens cannot be shared by five ranks, and rows of four cannot either: only tp remains."""
-    case = CASES["llama"]
-    plans = mw.plan(case.model(), case.batch(), world_size=5, top_k=16)
-    assert isinstance(plans, list)
-    assert ROWS % 5 and all(plan.degree("sq") == 1 for plan in plans)
-
-
 def test_a_plan_that_names_it_survives_the_round_trip() -> None:
     case = CASES["llama"]
     plans = mw.plan(case.model(), case.batch(), world_size=2, top_k=16)
     assert isinstance(plans, list)
-    (plan, *_) = [plan for plan in plans if plan.degree("sq") == 2]
+    (plan, *_) = [plan for plan in plans if plan.degree("vp") == 2]
     assert ParallelPlan.from_json(plan.to_json()) == plan
-    assert "sequence-shard" in plan.explain()
+    assert "vocabulary-shard" in plan.explain()

@@ -1,7 +1,7 @@
 """Build wheels of this repository's packages and install them into the environment that runs this script.
 
     python tools/install_wheels.py meshwright-parallel
-    python tools/install_wheels.py "meshwright[demo]" meshwright-sample-sequence
+    python tools/install_wheels.py "meshwright[demo]" meshwright-sample-vocabulary
 
 The named distributions and the siblings that their metadata asks for are built (once for each state of the sources, into
 .tox/wheels) and installed from those files; everything else comes from the package index under constraints.txt. Nothing

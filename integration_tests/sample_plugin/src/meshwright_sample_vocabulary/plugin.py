@@ -11,8 +11,8 @@ from meshwright_dtensor.plugins import StrategySpec, hookimpl
 def meshwright_strategies() -> Iterator[StrategySpec]:
     """One strategy, on an axis of its own."""
     yield StrategySpec(
-        name="sequence-shard",
-        axis="sq",
-        target="meshwright_sample_sequence.strategy:SequenceShard",
-        summary="ranks share the tokens of each row; the core gathers where tokens meet",
+        name="vocabulary-shard",
+        axis="vp",
+        target="meshwright_sample_vocabulary.strategy:VocabularyShard",
+        summary="ranks share the rows of embeddings and output heads, and nothing else",
     )
