@@ -24,7 +24,13 @@ from meshwright_dtensor.strategy import (
     planned_state,
 )
 
-TABLES = ("*embed_tokens.weight", "*wte.weight", "*word_embeddings.weight", "*shared.weight", "*lm_head.weight")
+TABLES = (
+    "*embed_tokens.weight",
+    "*wte.weight",
+    "*word_embeddings.weight",
+    "*shared.weight",
+    "*lm_head.weight",
+)
 SHARE = 0.3  # of all parameters, about what the tables of a small language model come to
 
 
