@@ -157,7 +157,7 @@ class Chooser:
             ):
                 ins = tuple(first if view.shape(r) == view.shape(node.ins[0]) else R for r in node.ins)
                 rows.append(Strategy(ins, (first,) * len(node.outs), "random"))
-        return refine(view, rows, lambda ref: self.values[ref.i].dtype.is_floating_point)
+        return refine(view, rows, lambda ref: self.values[ref.i].differentiable)
 
     def _cost(
         self, node: Node, row: Strategy, env: dict[int, State], n: int, heavy: set[int], goal: State | None
@@ -193,7 +193,7 @@ class Chooser:
             value = self.values[ref.i]
             if ref.i in self.constants and _replicated(a) and _replicated(b):
                 continue
-            cost = conversion_cost(a, b, value.nbytes, n, ref.i in heavy, value.dtype.is_floating_point)
+            cost = conversion_cost(a, b, value.nbytes, n, ref.i in heavy, value.differentiable)
             if cost is None:
                 return None
             total += cost

@@ -66,6 +66,11 @@ class Value:
         """Size of the whole value in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether a value of this dtype can have a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

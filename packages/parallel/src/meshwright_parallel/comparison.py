@@ -15,7 +15,14 @@ from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_parallel.report import Comparison, Kind
 
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
-    {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+    {
+        torch.float64: 1e-11,
+        torch.complex128: 1e-11,
+        torch.float32: 1e-5,
+        torch.complex64: 1e-5,
+        torch.float16: 1e-2,
+        torch.bfloat16: 6e-2,
+    }
 )
 """Largest difference, relative to the tensor's largest value, that summation order may cause in a model of ordinary
 depth: about 100 roundings in float32, 10 in the half types, whose sums are rounded at every layer."""
@@ -84,7 +91,7 @@ def compare(
 
 def _noise(want: torch.Tensor, near: torch.Tensor | None, largest: float) -> float | None:
     """How large a tensor may be that is nothing but rounding noise on one device; None for all others."""
-    if near is None or not want.is_floating_point() or near.shape != want.shape:
+    if near is None or not _rounds(want) or near.shape != want.shape:
         return None
     noise = max(_magnitude(want), _magnitude(near))
     if noise > NOISE_ROUNDINGS * torch.finfo(want.dtype).eps * largest:
@@ -111,7 +118,7 @@ def one_rounding_away(parameters: Iterable[torch.Tensor]) -> None:
     """Scale every element up or down by one rounding, in place."""
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters:
-        if parameter.is_floating_point():
+        if _rounds(parameter):
             up = torch.randint(0, 2, tuple(parameter.shape), generator=generator).to(parameter.device)
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1))
 
@@ -147,10 +154,19 @@ def _key(comparison: Comparison) -> Key:
     return comparison.step, comparison.kind, comparison.name
 
 
+def _rounds(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision, a complex number as its two parts."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
 def _magnitude(tensor: torch.Tensor | None) -> float:
     if tensor is None or tensor.numel() == 0:
         return 0.0
-    finite = torch.nan_to_num(tensor.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
+    finite = torch.nan_to_num(_wide(tensor.detach()), nan=0.0, posinf=0.0, neginf=0.0)
     return float(finite.abs().max().item())
 
 
@@ -166,7 +182,7 @@ def _difference(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[fl
         return math.inf, f"{got.dtype} instead of {want.dtype}"
     if want.numel() == 0:
         return 0.0, ""
-    a, b = want.double(), got.to(want.device).double()
+    a, b = _wide(want), _wide(got.to(want.device))
     unlike = (
         (torch.isfinite(a) != torch.isfinite(b))
         | (torch.isnan(a) != torch.isnan(b))

@@ -117,5 +117,5 @@ def _gradients(tape: Tape) -> list[bool]:
     for node in tape.nodes:
         flows = any(grad[r.i] for r in node.ins)
         for ref in node.outs:
-            grad[ref.i] = flows and tape.values[ref.i].dtype.is_floating_point
+            grad[ref.i] = flows and tape.values[ref.i].differentiable
     return grad
