@@ -123,10 +123,11 @@ class Chooser:
         n = self.space.sizes[axis]
         env: dict[int, State] = {i: states[axis] for i, states in enumerate(inputs)}
         heavy = {i for i, w in enumerate(weights) if w}
+        attention = self.space.attention.get(self.space.axes[axis])
         chosen: list[Strategy] = []
         for k, node in enumerate(self.nodes):
             shapes, frozen = self._local_shapes(k, node, earlier)
-            view = NodeView(node, n, _lookup(shapes), lambda ref: self.values[ref.i].dtype)
+            view = NodeView(node, n, _lookup(shapes), lambda ref: self.values[ref.i].dtype, attention)
             rows = self._rows(view, env)
             want = goal if k == len(self.nodes) - 1 else None
             best: Strategy | None = None

@@ -372,6 +372,7 @@ def context(space: Space, node: Node, values: Sequence[Value], choice: Choice, k
         outs=tuple(choice.outs[k]),
         in_shapes=tuple(values[r.i].shape for r in node.ins),
         out_shapes=tuple(values[r.i].shape for r in node.outs),
+        attention={space.axes.index(name): form for name, form in space.attention.items()},
         record=lambda kind, axis, nbytes, phase: record(
             kind, space.axes[axis], nbytes, phase, function=node.name
         ),

@@ -87,7 +87,8 @@ def build(
     unchanged = bare and all(t is None for t in targets)
     inputs = [places.index(i) for i in range(len(d.first))]
     if d.tier == 1 and d.composite is not None:
-        run = space.rulebook.composite(d.composite.node.name).local(d.composite)
+        composite = space.rulebook.composite(d.composite.node.name)
+        run = _located(composite.local(d.composite), composite.located)
         order = [inputs[r.i] for r in d.composite.node.ins]
         return Program(space, targets, d, _composite_runner(run, order, len(layouts)), False, unchanged)
     if d.tier == 1:
@@ -95,12 +96,16 @@ def build(
     return Program(space, targets, d, _Steps(space, d, inputs), False, unchanged)
 
 
+def _located(run: Callable[..., Any], located: bool) -> Callable[[list[Tensor], Site], Any]:
+    return run if located else lambda locals_, site: run(locals_)
+
+
 def _composite_runner(
-    run: Callable[[list[Tensor]], Any], order: list[int], count: int
+    run: Callable[[list[Tensor], Site], Any], order: list[int], count: int
 ) -> Callable[[list[Tensor], Site], Any]:
     if order == list(range(count)):
-        return lambda locals_, site: run(locals_)
-    return lambda locals_, site: run([locals_[i] for i in order])
+        return run
+    return lambda locals_, site: run([locals_[i] for i in order], site)
 
 
 def _direct_runner(

@@ -19,6 +19,7 @@ from meshwright_dtensor.layout import Layout
 from meshwright_dtensor.states import States
 
 if TYPE_CHECKING:
+    from meshwright_dtensor.context import AttentionForm
     from meshwright_dtensor.convert import Conversion
     from meshwright_dtensor.fallback import Replicated
     from meshwright_dtensor.program import Program
@@ -66,6 +67,7 @@ class Space:
         self.replicated: States = ("I",) * mesh.ndim
         self.report = Report()
         self.strict = False
+        self.attention: dict[str, AttentionForm] = {}  # by axis name, see context.share_attention
         self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._conversions: dict[tuple[Any, ...], Conversion | None] = {}
         self.programs: OrderedDict[Any, Program | Replicated] = OrderedDict()

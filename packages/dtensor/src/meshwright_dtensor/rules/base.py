@@ -30,12 +30,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node as one mesh axis of size ``n`` sees it; shapes may already be local to earlier axes."""
+    """A node as one mesh axis of size ``n`` sees it; shapes may already be local to earlier axes.
+
+    ``attention``: how the axis shares attention over parts of the sequence (context.FORMS), None where it does not.
+    """
 
     node: Node
     n: int
     shape: Callable[[Ref], tuple[int, ...]]
     dtype: Callable[[Ref], torch.dtype]
+    attention: str | None = None
 
     @classmethod
     def of(cls, node: Node, values: Sequence[Value], n: int) -> NodeView:

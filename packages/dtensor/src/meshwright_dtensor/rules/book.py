@@ -174,6 +174,7 @@ def _key(view: NodeView) -> Any:
     return (
         node.name,
         view.n,
+        view.attention,
         freeze(node.args),
         freeze(node.kwargs),
         tuple(view.out_shapes),

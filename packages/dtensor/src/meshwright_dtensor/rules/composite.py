@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.boxes import Box, chunk_box
+from meshwright_dtensor.boxes import Box, Interval, chunk_box
 from meshwright_dtensor.rules.base import NodeView, Strategy
 from meshwright_dtensor.states import States, is_shard
 from meshwright_dtensor.trace import Node
 
-LocalFunction = Callable[[list[torch.Tensor]], Any]
+LocalFunction = Callable[..., Any]
+"""From local inputs to the local result; that of a ``located`` composite also takes the site of the call."""
 
 
 def _no_record(kind: str, axis: int, nbytes: int, phase: str) -> None:
@@ -33,6 +33,7 @@ class LocalContext:
         in_shapes: GLOBAL shapes; likewise ``out_shapes``.
         in_strides: global strides as on one device, or None if not known (random draws follow memory order).
         record: called as ``record(kind, axis, nbytes, phase)`` for communication inside; ``axis`` is the mesh axis index.
+        attention: mesh axes on which attention is shared by parts of the sequence, with its form (see context.FORMS).
     """
 
     mesh: DeviceMesh
@@ -43,6 +44,7 @@ class LocalContext:
     out_shapes: tuple[tuple[int, ...], ...]
     in_strides: tuple[tuple[int, ...], ...] | None = None
     record: Callable[[str, int, int, str], None] = _no_record
+    attention: Mapping[int, str] = field(default_factory=dict)
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """Process group of this rank along mesh axis ``axis``."""
@@ -61,6 +63,22 @@ class LocalContext:
         axes = range(self.mesh.ndim)
         return chunk_box(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
 
+    def intervals(self, index: int, dim: int) -> tuple[Interval, ...]:
+        """Positions along ``dim`` of tensor input ``index`` that this rank holds, in its order."""
+        return self._intervals(index, dim, [self.rank(a) for a in range(self.mesh.ndim)])
+
+    def intervals_along(self, index: int, dim: int, axis: int) -> tuple[tuple[Interval, ...], ...]:
+        """The same for every rank along mesh axis ``axis``."""
+        coords = [self.rank(a) for a in range(self.mesh.ndim)]
+        return tuple(
+            self._intervals(index, dim, [r if a == axis else c for a, c in enumerate(coords)])
+            for r in range(self.size(axis))
+        )
+
+    def _intervals(self, index: int, dim: int, coords: list[int]) -> tuple[Interval, ...]:
+        sizes = [self.size(a) for a in range(self.mesh.ndim)]
+        return (chunk_box(self.in_shapes[index], sizes, coords, self.ins[index])[dim],)
+
     def axes_sharding(self, index: int, dim: int) -> list[int]:
         """Mesh axes that shard dim ``dim`` of tensor input ``index``."""
         return [axis for axis, state in enumerate(self.ins[index]) if is_shard(state) and state == dim]
@@ -72,10 +90,12 @@ class Composite(ABC):
     Attributes:
         name: name of its nodes.
         functions: the torch functions it stands for.
+        located: its local functions are called with (tensors, site of the call), to log communication inside.
     """
 
     name: ClassVar[str]
     functions: ClassVar[tuple[Callable[..., Any], ...]]
+    located: ClassVar[bool] = False
 
     @abstractmethod
     def normalise(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.random import draw_full_then_slice
 from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
+from meshwright_dtensor.rules.composites.sdpa_context import local_attention, shares_sequence
+from meshwright_dtensor.rules.composites.sdpa_math import attention
 from meshwright_dtensor.states import P, R, State, States, is_shard
 
 
@@ -19,6 +21,7 @@ class ScaledDotProductAttention(Composite):
     """q [..., h, l, e], k [..., g, s, e], v [..., g, s, f], mask broadcast to [..., h, l, s] -> [..., h, l, f]."""
 
     name: ClassVar[str] = "sdpa"
+    located: ClassVar[bool] = True
     functions: ClassVar[tuple[Any, ...]] = (F.scaled_dot_product_attention,)
 
     def normalise(
@@ -45,7 +48,7 @@ class ScaledDotProductAttention(Composite):
         return (values, {}) if ok else None
 
     def strategies(self, view: NodeView) -> list[Strategy]:
-        """Batch dims; heads (of q and kv together); features of v; queries, unless causal; a partial v."""
+        """Batch dims; heads (of q and kv together); features of v; queries, unless causal; a partial v; a shared sequence."""
         q, k, v = view.in_shapes[:3]
         mask = view.in_shapes[3] if len(view.node.ins) == 4 else None
         causal, grouped = view.node.args[5], view.node.args[7]
@@ -69,8 +72,11 @@ class ScaledDotProductAttention(Composite):
                 add((own[0], own[1], own[2]), dim, dim)
         add((R, R, ndim - 1), ndim - 1)
         add((R, R, P), P)
-        if not causal:
+        if not causal or view.attention is not None:
             add((ndim - 2, R, R), ndim - 2, ndim - 2)
+        if view.attention is not None and ndim > 2:
+            # ranks share the sequence: what communicates is inside (sdpa_context)
+            add((ndim - 2,) * 3, ndim - 2, None if view.attention == "all_to_all" else ndim - 2)
         return finish(view, rows, "hand")
 
     @staticmethod
@@ -81,59 +87,39 @@ class ScaledDotProductAttention(Composite):
         return (own if own >= 0 and mask[own] != 1 else R,)
 
     def plain(self, ctx: LocalContext) -> bool:
-        """Unless there is dropout on something sharded."""
+        """Unless there is dropout on something sharded, or the sequence is shared."""
+        if shares_sequence(ctx):
+            return False
         return ctx.node.args[4] == 0.0 or not any(is_shard(s) for states in ctx.ins for s in states)
 
     def local(self, ctx: LocalContext) -> LocalFunction:
         """The function itself; with dropout, the same in plain steps with the rank's slice of one device's mask."""
         _, _, _, mask, p, causal, scale, grouped = ctx.node.args
-        if self.plain(ctx):
-
-            def attend(tensors: list[torch.Tensor]) -> torch.Tensor:
-                bias = tensors[3] if mask is not None else None
-                q, k, v = tensors[:3]
-                return F.scaled_dot_product_attention(
-                    q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
-                )
-
-            return attend
+        if shares_sequence(ctx):
+            return local_attention(ctx)
+        dropping = not self.plain(ctx)
         shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
         ndim = len(shape)
         # features of the output are no dim of the weights
         states = tuple(s if is_shard(s) and s != ndim - 1 else R for s in ctx.outs[0])
         box = ctx.box(shape, states)
 
-        def attend_dropping(tensors: list[torch.Tensor]) -> torch.Tensor:
+        def attend(tensors: list[torch.Tensor], site: Site = NOWHERE) -> torch.Tensor:
             q, k, v = tensors[:3]
-            if grouped and k.shape[-3] != q.shape[-3]:
-                times = q.shape[-3] // k.shape[-3]
-                k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
-            weights = attention_weights(q, k, tensors[3] if mask is not None else None, causal, scale)
+            bias = tensors[3] if mask is not None else None
+            if not dropping:
+                return F.scaled_dot_product_attention(
+                    q, k, v, bias, dropout_p=p, is_causal=causal, scale=scale, enable_gqa=grouped
+                )
             noise = draw_full_then_slice(
-                lambda full: noise_(full, p), shape, range(ndim), weights.dtype, weights.device, box
+                lambda full: noise_(full, p), shape, range(ndim), q.dtype, q.device, box
             )
-            return (weights * noise) @ v
+            return attention(q, k, v, bias, noise, causal, scale, grouped)
 
-        return attend_dropping
+        return attend
 
     def flops(self, view: NodeView) -> float:
         """Two products, halved when causal."""
         q, k, v = view.in_shapes[:3]
         full = 2.0 * numel(view.out_shapes[0][:-1]) * k[-2] * (q[-1] + v[-1])
         return full / 2 if view.node.args[5] else full
-
-
-def attention_weights(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float | None
-) -> torch.Tensor:
-    """softmax(q k^T * scale + mask) over the last dim; a query that may see nothing gets zeros, as in torch."""
-    factor = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    root = math.sqrt(abs(factor))  # shared between q and k, as torch does against overflow
-    scores = (q * math.copysign(root, factor)) @ (k * root).transpose(-2, -1)
-    if causal:
-        rows, columns = scores.shape[-2:]
-        mask = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    blind = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)

@@ -1,0 +1,36 @@
+"""How attention is shared by ranks that each hold a part of the sequence: a property of a mesh axis."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor._names import did_you_mean, listing
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.space import Space
+
+AttentionForm = Literal["all_gather", "ring", "all_to_all"]
+
+FORMS: Final[tuple[AttentionForm, ...]] = ("all_gather", "ring", "all_to_all")
+"""Keys and values are gathered; they travel around the ring; heads are spread in place of the sequence."""
+
+
+def share_attention(mesh: DeviceMesh, axis: str, form: str) -> None:
+    """Let attention run on parts of the sequence wherever queries, keys and values are all sharded on it over ``axis``.
+
+    Args:
+        axis: name of a mesh axis.
+        form: one of :data:`FORMS`.
+
+    Raises:
+        UsageError: no such axis, or no such form.
+    """
+    space = Space.of(mesh)
+    if axis not in space.axes:
+        raise UsageError(f"mesh axis {axis!r} does not exist; the axes are {listing(space.axes)}")
+    if form not in FORMS:
+        close = did_you_mean(form, FORMS)
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise UsageError(f"attention form {form!r} is none of {listing(FORMS)}{hint}")
+    space.attention[axis] = form

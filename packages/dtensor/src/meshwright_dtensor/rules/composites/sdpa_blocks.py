@@ -1,0 +1,240 @@
+"""Attention over a part of the sequence, block by block, merged by log-sum-exp.
+
+A rank holds some intervals of the queries; keys come in pieces, each some intervals of the keys.  Causality is decided
+here, on global positions: what nobody may see is not computed, and what is left are full rectangles and square
+triangles, the two shapes that fused kernels know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright_dtensor import _torch_attention as kernels
+from meshwright_dtensor.boxes import Interval
+
+Tensor = torch.Tensor
+Intervals = tuple[Interval, ...]
+
+PIECE = 1 << 26
+"""Scores held at a time where no fused kernel applies (masks and dropout)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A rectangle of scores.
+
+    Attributes:
+        rows: first local query and how many.
+        columns: first local key and how many.
+        position: global position of the first key, by which masks are cut.
+        triangle: query i of a square block sees keys 0..i only.
+    """
+
+    rows: Interval
+    columns: Interval
+    position: int
+    triangle: bool = False
+
+    @property
+    def count(self) -> int:
+        """(query, key) pairs that are attended to."""
+        length = self.rows[1]
+        return length * (length + 1) // 2 if self.triangle else length * self.columns[1]
+
+
+def blocks(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) -> list[Block]:
+    """The blocks in which queries of these global intervals meet keys of these; local positions count through both."""
+    found: list[Block] = []
+    row = 0
+    for start, length in queries:
+        column = 0
+        for first, count in keys:
+            if causal:
+                found += _causal(row, start, length, column, first, count)
+            else:
+                found.append(Block((row, length), (column, count), first))
+            column += count
+        row += length
+    return [b for b in found if b.rows[1] and b.columns[1]]
+
+
+def _causal(row: int, start: int, length: int, column: int, first: int, count: int) -> list[Block]:
+    """One interval of queries against one of keys: keys before the queries, the triangle, queries after the keys."""
+    found: list[Block] = []
+    before = max(0, min(count, start - first))  # keys that all of the queries see
+    found.append(Block((row, length), (column, before), first))
+    column, first, count = column + before, first + before, count - before
+    late = max(0, first - start)  # queries that see none of the rest
+    row, start, length = row + late, start + late, length - late
+    side = min(length, count)
+    if side > 0:
+        found.append(Block((row, side), (column, side), first, triangle=True))
+        found.append(Block((row + side, length - side), (column, side), first))
+    return found
+
+
+def attended(queries: Sequence[Interval], keys: Sequence[Interval], causal: bool) -> int:
+    """How many (query, key) pairs a rank with these queries computes: the measure of its work."""
+    return sum(block.count for block in blocks(queries, keys, causal))
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is alike in all blocks of a call.
+
+    Attributes:
+        scale: factor on the scores.
+        mask: [..., queries, ALL keys] of bool (True: attend) or added to the scores; sizes 1 are broadcast.
+        noise: what the weights are multiplied by (dropout), [..., queries, ALL keys].
+    """
+
+    scale: float
+    mask: Tensor | None = None
+    noise: Tensor | None = None
+
+    @property
+    def bare(self) -> bool:
+        """Whether fused kernels apply."""
+        return self.mask is None and self.noise is None
+
+
+class Merged:
+    """Output and log-sum-exp of queries over the keys seen so far."""
+
+    def __init__(self, q: Tensor, features: int) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.out = q.new_zeros((*q.shape[:-1], features), dtype=wide)
+        self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+
+    def add(self, rows: Interval, out: Tensor, lse: Tensor) -> None:
+        """Take in what the queries ``rows`` found among more keys."""
+        old = self.lse.narrow(-1, *rows)
+        new = torch.logaddexp(old, lse.to(old.dtype))
+        kept, added = (torch.exp(x - new).nan_to_num_(0.0).unsqueeze(-1) for x in (old, lse))
+        target = self.out.narrow(-2, *rows)
+        target.mul_(kept).add_(out * added)
+        old.copy_(new)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, found: Iterable[Block], terms: Terms, into: Merged) -> None:
+    """Add to ``into`` what ``q`` [b, h, l, e] finds among ``k`` [b, g, s, e], ``v`` [b, g, s, f]; g divides h."""
+    for block in found:
+        qb, kb, vb = q.narrow(-2, *block.rows), *_keys(q, k, v, block)
+        if terms.bare and kernels.has_kernel(qb, vb):
+            out, lse = kernels.forward(qb, kb, vb, block.triangle, terms.scale)
+            into.add(block.rows, out, lse)
+            continue
+        for piece in _pieces(block, q):
+            scores = _scores(q, kb, piece, terms)
+            lse = torch.logsumexp(scores, -1)
+            weights = scores.sub_(lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)
+            noise = _cut(terms.noise, piece, weights)
+            into.add(
+                piece.rows, (weights if noise is None else weights.mul_(noise)) @ vb.to(weights.dtype), lse
+            )
+
+
+def attend_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    found: Iterable[Block],
+    terms: Terms,
+    grads: tuple[Tensor, Tensor, Tensor],
+    mask_grad: Tensor | None = None,
+) -> None:
+    """Add to ``grads`` (of q, k, v, in float32 or wider) what flows through these blocks; likewise ``mask_grad``."""
+    dq, dk, dv = grads
+    for block in found:
+        kb, vb = _keys(q, k, v, block)
+        if terms.bare and kernels.has_kernel(q, vb):
+            cut = [t.narrow(-2, *block.rows) for t in (gradient, q, out)]
+            rows = lse.narrow(-1, *block.rows)
+            a, b, c = kernels.backward(cut[0], cut[1], kb, vb, cut[2], rows, block.triangle, terms.scale)
+            dq.narrow(-2, *block.rows).add_(a)
+            dk.narrow(-2, *block.columns).add_(_to_groups(b, dk))
+            dv.narrow(-2, *block.columns).add_(_to_groups(c, dv))
+            continue
+        for piece in _pieces(block, q):
+            go, o = (t.narrow(-2, *piece.rows).to(dq.dtype) for t in (gradient, out))
+            weights = _scores(q, kb, piece, terms).sub_(lse.narrow(-1, *piece.rows).unsqueeze(-1))
+            weights = weights.exp_().nan_to_num_(0.0)
+            noise = _cut(terms.noise, piece, weights)
+            dropped = weights if noise is None else weights * noise
+            dv.narrow(-2, *piece.columns).add_(_to_groups(dropped.transpose(-2, -1) @ go, dv))
+            slope = go @ vb.to(go.dtype).transpose(-2, -1)
+            slope = (slope if noise is None else slope.mul_(noise)).sub_((go * o).sum(-1, keepdim=True))
+            slope = slope.mul_(weights)
+            if mask_grad is not None:
+                target = _narrow(mask_grad, piece)
+                target.add_(slope.sum_to_size(target.shape))
+            slope = slope.mul_(terms.scale)
+            dq.narrow(-2, *piece.rows).add_(slope @ kb.to(slope.dtype))
+            rows = q.narrow(-2, *piece.rows).to(slope.dtype)
+            dk.narrow(-2, *piece.columns).add_(_to_groups(slope.transpose(-2, -1) @ rows, dk))
+
+
+def _pieces(block: Block, q: Tensor) -> list[Block]:
+    """The block cut along its queries, so that no more than PIECE scores exist at a time."""
+    each = math.prod(q.shape[:-2]) * block.columns[1]
+    step = max(1, PIECE // max(1, each))
+    if block.triangle or step >= block.rows[1]:
+        return [block]
+    start, length = block.rows
+    return [
+        Block((start + at, min(step, length - at)), block.columns, block.position)
+        for at in range(0, length, step)
+    ]
+
+
+def _keys(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Keys and values of the block, a copy for every head of the queries."""
+    kb, vb = k.narrow(-2, *block.columns), v.narrow(-2, *block.columns)
+    if k.dim() < 3 or k.shape[-3] == q.shape[-3]:
+        return kb, vb
+    times = q.shape[-3] // k.shape[-3]
+    return kb.repeat_interleave(times, -3), vb.repeat_interleave(times, -3)
+
+
+def _to_groups(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of repeated heads, summed per group."""
+    if gradient.dim() < 3 or gradient.shape[-3] == like.shape[-3]:
+        return gradient
+    groups = like.shape[-3]
+    return gradient.unflatten(-3, (groups, gradient.shape[-3] // groups)).sum(-3, dtype=like.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, block: Block, terms: Terms) -> Tensor:
+    """Scaled and masked scores of the block, in float32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    root = math.sqrt(abs(terms.scale))  # shared between q and k, as torch does against overflow
+    rows = q.narrow(-2, *block.rows).to(wide) * math.copysign(root, terms.scale)
+    scores = rows @ (k.to(wide) * root).transpose(-2, -1)
+    if block.triangle:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(above, -math.inf)
+    mask = _cut(terms.mask, block, scores)
+    if mask is None:
+        return scores
+    return scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores.add_(mask)
+
+
+def _cut(tensor: Tensor | None, block: Block, like: Tensor) -> Tensor | None:
+    if tensor is None:
+        return None
+    cut = _narrow(tensor, block)
+    return cut if cut.dtype is torch.bool else cut.to(like.dtype)
+
+
+def _narrow(tensor: Tensor, block: Block) -> Tensor:
+    """The part of a mask or of noise that belongs to the block."""
+    if tensor.dim() >= 2 and tensor.shape[-2] != 1:
+        tensor = tensor.narrow(-2, *block.rows)
+    return tensor if tensor.shape[-1] == 1 else tensor.narrow(-1, block.position, block.columns[1])

@@ -1,0 +1,212 @@
+"""The local form of attention over a sequence that ranks share: gathered, around a ring, or by heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright_dtensor.boxes import Box
+from meshwright_dtensor.collectives import NOWHERE, Site, Step
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.random import draw_full_then_slice
+from meshwright_dtensor.rules.composite import LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.dropout import noise_
+from meshwright_dtensor.rules.composites.sdpa_math import attention
+from meshwright_dtensor.rules.composites.sdpa_ring import Gather, Ranks, Scatter, SharedAttention
+from meshwright_dtensor.space import Space
+from meshwright_dtensor.states import R, States, X, is_shard
+
+Tensor = torch.Tensor
+
+
+def key_axes(ctx: LocalContext) -> list[int]:
+    """Mesh axes on which the keys of this call are sharded on the sequence, outermost first."""
+    return ctx.axes_sharding(1, len(ctx.in_shapes[1]) - 2)
+
+
+def shares_sequence(ctx: LocalContext) -> bool:
+    """Whether parts of the sequence attend to each other across ranks, or causally to a whole one."""
+    causal: bool = ctx.node.args[5]
+    return bool(key_axes(ctx)) or (causal and bool(ctx.axes_sharding(0, len(ctx.in_shapes[0]) - 2)))
+
+
+def local_attention(ctx: LocalContext) -> LocalFunction:
+    """Attention of this rank's queries over all keys, wherever these lie."""
+    axes = key_axes(ctx)
+    form = ctx.attention[axes[0]] if len(axes) == 1 else "all_gather"
+    if form == "all_to_all":
+        return _by_heads(ctx, axes[0])
+    mask, p = ctx.node.args[3:5]
+    ranks, scale = _ranks(ctx, axes, form == "ring"), _scale(ctx)
+    shape, states = _weights(ctx)
+    draw = _noise(ctx, shape, ctx.box(shape, states)) if p else None
+
+    def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
+        q, k, v = _broadcast(*tensors[:3])
+        bias = tensors[3] if mask is not None else None
+        noise = None if draw is None else draw(q)
+        out = SharedAttention.apply(q, k, v, bias, noise, scale, ranks, site)
+        assert isinstance(out, Tensor)
+        return out
+
+    return run
+
+
+def _scale(ctx: LocalContext) -> float:
+    given: float | None = ctx.node.args[6]
+    return 1.0 / math.sqrt(max(ctx.in_shapes[0][-1], 1)) if given is None else given
+
+
+def _broadcast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All with the batch dims of their union; heads (dim -3) of k and v may be fewer."""
+    batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
+    heads = [t.shape[-3:-2] for t in (q, k, v)]
+    if heads[1] != heads[2]:
+        heads[1:] = [max(heads[1:])] * 2
+    q, k, v = (t.expand(*batch, *h, *t.shape[-2:]) for t, h in zip((q, k, v), heads, strict=True))
+    return q, k, v
+
+
+def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
+    """Where the keys lie; with no ``axes`` every rank has them all."""
+    causal: bool = ctx.node.args[5]
+    dim = len(ctx.in_shapes[0]) - 2
+    queries = ctx.intervals(0, dim)
+    if not axes:
+        whole = ((0, ctx.in_shapes[1][dim]),)
+        return Ranks(None, "", 0, queries, (whole,), causal, False, lambda t, s, p: t, lambda t, s: t)
+    gather, scatter = _transport(ctx, axes)
+    axis = axes[0]
+    return Ranks(
+        group=ctx.group(axis),
+        axis=Space.of(ctx.mesh).axes[axis],
+        rank=ctx.rank(axis),
+        queries=queries,
+        keys=ctx.intervals_along(1, dim, axis),
+        causal=causal,
+        ring=ring,
+        gather=gather,
+        scatter=scatter,
+    )
+
+
+def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
+    """All-gather and reduce-scatter of packed keys and values over ``axes``."""
+    k, v = ctx.in_shapes[1:3]
+    states: States = ctx.ins[1]
+    whole: States = tuple(X if axis in axes else s for axis, s in enumerate(states))
+    there = Space.of(ctx.mesh).conversion(states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
+    assert there is not None
+    back = there.dual()  # whose backward pass is this forward pass, logged as backward
+    return (
+        lambda t, site, phase: there.forward(t, site) if phase == "forward" else back.backward(t, site),
+        there.backward,
+    )
+
+
+def _weights(ctx: LocalContext) -> tuple[tuple[int, ...], States]:
+    """Shape of the attention weights and how this rank's queries lie in them."""
+    shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
+    # features of the output are no dim of the weights
+    return shape, tuple(s if is_shard(s) and s != len(shape) - 1 else R for s in ctx.outs[0])
+
+
+def _noise(ctx: LocalContext, shape: tuple[int, ...], box: Box) -> Callable[[Tensor], Tensor]:
+    """Draws what the weights of dropout are multiplied by: this rank's box of one device's."""
+    p: float = ctx.node.args[4]
+
+    def draw(like: Tensor) -> Tensor:
+        return draw_full_then_slice(
+            lambda full: noise_(full, p), shape, range(len(shape)), like.dtype, like.device, box
+        )
+
+    return draw
+
+
+# ---- heads in place of the sequence
+class _Exchange(torch.autograd.Function):
+    """One all-to-all of a local tensor, and its reverse for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, there: Any, back: Any, site: Site) -> Tensor:
+        """``there``, ``back``: functions of (tensor, site)."""
+        ctx.back, ctx.site = back, site
+        out: Tensor = there(t.detach(), site)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """The gradient of the part that was sent."""
+        return ctx.back(gradient, ctx.site), None, None, None
+
+
+def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
+    """All-to-all to whole sequences of a part of the heads, plain attention, all-to-all back."""
+    mask, p, causal, scale, grouped = ctx.node.args[3:]
+    n, rank, name = ctx.size(axis), ctx.rank(axis), Space.of(ctx.mesh).axes[axis]
+    dim = len(ctx.in_shapes[0]) - 2
+    bare = tuple(R if a == axis else s for a, s in enumerate(ctx.ins[0]))
+    box = ctx.box(ctx.in_shapes[0], bare)
+    first, heads = box[dim - 1]
+    if heads % n:
+        raise UnsupportedError(
+            f"attention over {heads} heads cannot be spread over the {n} ranks of mesh axis {name!r}: all_to_all needs "
+            "a multiple; use context attention 'ring' or 'all_gather', or fewer ranks"
+        )
+    mine = (first + rank * (heads // n), heads // n)
+    queries = ctx.intervals_along(0, dim, axis)
+    keys = ctx.intervals_along(1, dim, axis)
+    shape = _weights(ctx)[0]
+    draw = _noise(ctx, shape, (*box[: dim - 1], mine, (0, shape[-2]), (0, shape[-1]))) if p else None
+
+    def exchange(t: Tensor, source: int, target: int, site: Site) -> Tensor:
+        sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]
+        space = Space.of(ctx.mesh)
+        there = Step(space, axis, source, target, *sizes).function("forward")
+        back = Step(space, axis, target, source, *reversed(sizes)).function("backward")
+        out = _Exchange.apply(t, there, back, site)
+        assert isinstance(out, Tensor)
+        return out
+
+    def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
+        q, k, v = _broadcast(*tensors[:3])
+        times = _copies(k.shape[-3], q.shape[-3], n)
+        if times > 1:
+            k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
+        q = _in_order(exchange(q, dim, dim - 1, site), queries)
+        k, v = (_in_order(exchange(t, dim, dim - 1, site), keys) for t in (k, v))
+        bias = tensors[3] if mask is not None else None
+        if bias is not None and bias.dim() >= 3 and bias.shape[-3] != 1:
+            bias = bias.narrow(-3, rank * (heads // n), heads // n)
+        noise = None if draw is None else draw(q)
+        out = attention(q, k, v, bias, noise, causal, scale, grouped or k.shape[-3] != q.shape[-3])
+        return exchange(_as_held(out, queries), dim - 1, dim, site)
+
+    return run
+
+
+def _copies(groups: int, heads: int, n: int) -> int:
+    """How often each of ``groups`` key heads is repeated, at least, so that ``n`` ranks share them evenly."""
+    times = n // math.gcd(groups, n)
+    return times if heads % (groups * times) == 0 else heads // groups
+
+
+def _in_order(t: Tensor, held: tuple[tuple[tuple[int, int], ...], ...]) -> Tensor:
+    """The sequence (dim -2) by position, from the ranks' parts one after the other."""
+    runs = [run for part in held for run in part]
+    if runs == sorted(runs):
+        return t
+    pieces = t.split([length for _, length in runs], -2)
+    return torch.cat([pieces[i] for i in sorted(range(len(runs)), key=lambda i: runs[i])], -2)
+
+
+def _as_held(t: Tensor, held: tuple[tuple[tuple[int, int], ...], ...]) -> Tensor:
+    """The reverse of :func:`_in_order`."""
+    runs = [run for part in held for run in part]
+    if runs == sorted(runs):
+        return t
+    return torch.cat([t.narrow(-2, *run) for run in runs], -2)

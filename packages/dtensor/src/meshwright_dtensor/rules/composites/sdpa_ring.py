@@ -1,0 +1,182 @@
+"""Attention whose keys and values lie on several ranks: gathered, or travelling around a ring.
+
+Both keep only what the rank owns for the backward pass: keys and values are gathered, or travel, once more then, so that
+what autograd holds shrinks with the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright_dtensor.collectives import Site
+from meshwright_dtensor.commlog import CommLog, record
+from meshwright_dtensor.rules.composites.sdpa_blocks import (
+    Intervals,
+    Merged,
+    Terms,
+    attend,
+    attend_backward,
+    blocks,
+)
+
+Tensor = torch.Tensor
+Gather = Callable[[Tensor, Site, str], Tensor]
+Scatter = Callable[[Tensor, Site], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that share a sequence.
+
+    Attributes:
+        group, axis: their process group, and the name of the mesh axis.
+        rank: this rank's place.
+        queries: global positions of this rank's queries.
+        keys: for every rank the global positions of its keys.
+        causal: a query sees keys up to its own position.
+        ring: keys travel; else they are gathered by ``gather``, and their gradients scattered by ``scatter``.
+        gather: (packed keys and values, site, phase) -> all of them, in order of position.
+        scatter: (gradient of what was gathered, site) -> this rank's sum.
+    """
+
+    group: dist.ProcessGroup | None
+    axis: str
+    rank: int
+    queries: Intervals
+    keys: tuple[Intervals, ...]
+    causal: bool
+    ring: bool
+    gather: Gather
+    scatter: Scatter
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.keys)
+
+
+class SharedAttention(torch.autograd.Function):
+    """q [..., h, l, e], k [..., g, s, e], v [..., g, s, f], all this rank's part -> [..., h, l, f]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        noise: Tensor | None,
+        scale: float,
+        ranks: Ranks,
+        site: Site,
+    ) -> Tensor:
+        """``mask`` and ``noise``: this rank's queries, all keys."""
+        terms = Terms(scale, mask, noise)
+        merged = Merged(q, v.shape[-1])
+        for positions, kv in _sources(ranks, torch.cat([k, v], -1), site, "forward"):
+            keys, values = kv.split([k.shape[-1], v.shape[-1]], -1)
+            attend(q, keys, values, blocks(ranks.queries, positions, ranks.causal), terms, merged)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, noise, out, merged.lse)
+        ctx.scale, ctx.ranks, ctx.site = scale, ranks, site
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Keys come by once more; their gradients go home."""
+        q, k, v, mask, noise, out, lse = ctx.saved_tensors
+        ranks, site = ctx.ranks, ctx.site
+        terms = Terms(ctx.scale, mask, noise)
+        wide = lse.dtype
+        dq = torch.zeros_like(q, dtype=wide)
+        dmask = torch.zeros_like(mask, dtype=wide) if ctx.needs_input_grad[3] else None
+        widths = [k.shape[-1], v.shape[-1]]
+        home = _Home(ranks, site)
+        for positions, kv in _sources(ranks, torch.cat([k, v], -1), site, "backward"):
+            keys, values = kv.split(widths, -1)
+            dkv = torch.zeros_like(kv, dtype=wide)
+            dk, dv = dkv.split(widths, -1)
+            found = blocks(ranks.queries, positions, ranks.causal)
+            attend_backward(gradient, q, keys, values, out, lse, found, terms, (dq, dk, dv), dmask)
+            home.send(dkv)
+        dk, dv = home.sums().split(widths, -1)
+        grads = (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+        return *grads, None if dmask is None else dmask.to(mask.dtype), None, None, None, None
+
+
+def _sources(ranks: Ranks, own: Tensor, site: Site, phase: str) -> Iterator[tuple[Intervals, Tensor]]:
+    """(positions, keys and values) one after the other; the next is on its way while one is worked on."""
+    if not ranks.ring:
+        end = max(start + length for part in ranks.keys for start, length in part)
+        yield ((0, end),), ranks.gather(own, site, phase)
+        return
+    here = own.contiguous()
+    for step in range(ranks.size):
+        coming = _shift(ranks, here, site, phase, "keys and values") if step < ranks.size - 1 else None
+        source = (ranks.rank - step) % ranks.size
+        yield ranks.keys[source], here
+        if coming is not None:
+            here = coming()
+
+
+class _Home:
+    """Brings the gradients of keys and values back to their owner."""
+
+    def __init__(self, ranks: Ranks, site: Site) -> None:
+        self.ranks, self.site = ranks, site
+        self._coming: Callable[[], Tensor] | None = None
+        self._whole: Tensor | None = None
+
+    def send(self, gradient: Tensor) -> None:
+        """The part of this rank in the gradient of the keys that it has just seen."""
+        if not self.ranks.ring:
+            self._whole = gradient
+            return
+        if self._coming is not None:
+            gradient = gradient.add_(self._coming())  # what earlier ranks found travels with its keys
+        self._coming = _shift(self.ranks, gradient, self.site, "backward", "gradients of keys and values")
+
+    def sums(self) -> Tensor:
+        """The gradient of this rank's own keys."""
+        if self._whole is not None:
+            return self.ranks.scatter(self._whole, self.site)
+        assert self._coming is not None
+        return self._coming()
+
+
+def _shift(ranks: Ranks, tensor: Tensor, site: Site, phase: str, what: str) -> Callable[[], Tensor]:
+    """Start to send ``tensor`` to the next rank of the ring; the result waits for that of the one before."""
+    received = torch.empty_like(tensor)
+    group = ranks.group
+    assert group is not None
+    after, before = (dist.get_global_rank(group, (ranks.rank + d) % ranks.size) for d in (1, -1))
+    work = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, after, group),
+            dist.P2POp(dist.irecv, received, before, group),
+        ]
+    )
+    if CommLog.listening():
+        record(
+            "send_recv",
+            ranks.axis,
+            tensor.nbytes,
+            phase,
+            site.module,
+            site.function,
+            f"{what} to the next rank",
+        )
+
+    def wait() -> Tensor:
+        for one in work:
+            one.wait()
+        assert tensor is not received  # what is sent must live until it has left
+        return received
+
+    return wait
