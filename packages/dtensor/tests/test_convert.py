@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor import commlog
-from meshwright_dtensor.boxes import slice_of
 from meshwright_dtensor.convert import route
 from meshwright_dtensor.global_tensor import distribute, local_in, wrap
+from meshwright_dtensor.regions import take
 from meshwright_dtensor.rules import shardable
 from meshwright_dtensor.space import Space
 from meshwright_dtensor.states import gradient_kind, is_shard
@@ -39,7 +39,7 @@ def parts(value, mesh, states):
     """Any local tensors that make up ``value`` in ``states``; partial sums are random."""
     space = Space.of(mesh)
     layout = space.layout(states, value.shape, value.dtype)
-    local = slice_of(value, layout.box).clone()
+    local = take(value, layout.region).clone()
     for axis, state in enumerate(states):
         if state != "P":
             continue

@@ -38,13 +38,17 @@ _EXPORTS = MappingProxyType(
         "GlobalTensor": "global_tensor",
         "Layout": "layout",
         "MeshParameter": "parameter",
+        "RunShard": "placements",
+        "Runs": "runs",
         "as_mesh_parameter": "parameter",
         "build_mesh": "mesh",
+        "canonical": "permuted",
         "communication": "commlog",
         "deferred_init": "deferred",
         "distribute": "global_tensor",
         "from_local": "global_tensor",
         "init": "mesh",
+        "like_parameter": "permuted",
     }
 )
 

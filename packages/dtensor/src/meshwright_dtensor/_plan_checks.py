@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from ._names import did_you_mean, listing
 from .errors import PlanError
+from .runs import parse_runs
 
 if TYPE_CHECKING:
     from .plan import ParallelPlan
@@ -59,18 +60,31 @@ def axis_name(value: str) -> str:
 
 def value_state(text: str) -> str:
     """`text`, if it is the state of an activation on one mesh axis."""
-    if text in ("I", "X", "P") or _SHARD.fullmatch(text):
+    if text in ("I", "X", "P") or _is_shard(text):
         return text
     raise _illegal(
-        "a state is one of I, X, P and S(dim) with dim >= 0", _nearest_state(text, ("I", "X", "P"))
+        "a state is one of I, X, P, S(dim) with dim >= 0, and runs of a dim as in S(0; 64+32+32)",
+        _nearest_state(text, ("I", "X", "P")),
     )
 
 
 def parameter_state(text: str) -> str:
     """`text`, if a parameter can have that state on a mesh axis."""
-    if text == "I" or _SHARD.fullmatch(text):
+    if text == "I" or _is_shard(text):
         return text
-    raise _illegal("a parameter is I (replicated) or S(dim) with dim >= 0", _nearest_state(text, ("I",)))
+    raise _illegal(
+        "a parameter is I (replicated), S(dim) with dim >= 0, or has runs of a dim as in S(0; 64+32+32)",
+        _nearest_state(text, ("I",)),
+    )
+
+
+def _is_shard(text: str) -> bool:
+    if _SHARD.fullmatch(text):
+        return True
+    try:
+        return parse_runs(text) is not None
+    except ValueError as error:
+        raise _illegal(str(error)) from None
 
 
 def _nearest_state(text: str, letters: tuple[str, ...]) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.runs import Interval, Runs
 
 if TYPE_CHECKING:
     import torch
 
-Interval: TypeAlias = tuple[int, int]
 Box: TypeAlias = tuple[Interval, ...]
 
 
@@ -41,31 +41,48 @@ def chunk_box(
 
     `states` has one entry per mesh axis: an int cuts that tensor dim, anything else leaves it whole. Axes
     that cut the same dim nest, the earlier mesh axis outside (torch's order for `Shard`). Raises UsageError
-    for entries that do not fit.
+    for entries that do not fit, and for Runs that leave the rank several boxes (`regions.region_of` takes those).
     """
+    if any(isinstance(state, Runs) for state in states):
+        from meshwright_dtensor.regions import region_of, single_box
+
+        box_of_runs = single_box(region_of(shape, mesh_sizes, coords, states))
+        if box_of_runs is None:
+            raise UsageError(
+                f"a tensor in states {tuple(states)} is more than one box on the rank at {tuple(coords)}; "
+                "use region_of and region_boxes (or Layout.region), which give all of them"
+            )
+        return box_of_runs
+    check_axes(len(shape), mesh_sizes, coords, states)
+    box = list(whole_box(shape))
+    for parts, index, state in zip(mesh_sizes, coords, states, strict=True):
+        if isinstance(state, int):
+            box[state] = chunk_interval(box[state], parts, index)
+    return tuple(box)
+
+
+def check_axes(
+    ndim: int, mesh_sizes: Sequence[int], coords: Sequence[int], states: Sequence[str | int]
+) -> None:
+    """Raise UsageError unless there is one size, coordinate and state per mesh axis, and shards name a dim."""
     if not len(mesh_sizes) == len(coords) == len(states):
         raise UsageError(
             f"{len(mesh_sizes)} mesh sizes, {len(coords)} coordinates and {len(states)} states: "
             "give one of each per mesh axis"
         )
-    box = list(whole_box(shape))
     for axis, (parts, index, state) in enumerate(zip(mesh_sizes, coords, states, strict=True)):
         if not 0 <= index < parts:
             raise UsageError(
                 f"coordinate {index} on mesh axis {axis} is outside 0..{parts - 1}; "
                 "use the rank's own coordinate"
             )
-        if not isinstance(state, int):
-            continue
-        if not 0 <= state < len(box):
+        if isinstance(state, int) and not 0 <= int(state) < ndim:
             raise UsageError(
-                f"state S({state}) on mesh axis {axis} shards a dim that a {len(box)}-dim tensor has not; "
-                f"use a dim in 0..{len(box) - 1}"
-                if box
-                else f"state S({state}) on mesh axis {axis} shards a tensor without dims; replicate it"
+                f"state S({int(state)}) on mesh axis {axis} shards a dim that a {ndim}-dim tensor has not; "
+                f"use a dim in 0..{ndim - 1}"
+                if ndim
+                else f"state S({int(state)}) on mesh axis {axis} shards a tensor without dims; replicate it"
             )
-        box[state] = chunk_interval(box[state], parts, index)
-    return tuple(box)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
@@ -142,10 +159,3 @@ def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, 
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
-
-
-def copy_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A copy of the `box` of the global `tensor`, without holes, its dims in memory as in `tensor`."""
-    view = slice_of(tensor, box)
-    strides = dense_strides(view.shape, dim_order_of(tensor))
-    return view.new_empty_strided(view.shape, strides).copy_(view)

@@ -6,13 +6,12 @@ when it meets anything it cannot stay Partial with; never move a weight where an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshwright_dtensor.boxes import chunk_box
 from meshwright_dtensor.random import is_drawn_alike
+from meshwright_dtensor.regions import local_shape_of, uneven_dims
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, is_random, refine
 from meshwright_dtensor.states import I, P, R, State, States, X, forward_kind, gradient_kind
 from meshwright_dtensor.trace import Node, Ref, Value
@@ -211,11 +210,8 @@ class Chooser:
             for j, ref in enumerate(refs):
                 states = tuple(getattr(rows[k], pick)[j] for rows in earlier)
                 shape = self.values[ref.i].shape
-                box = chunk_box(shape, sizes, (0,) * len(sizes), states)
-                shapes[ref.i] = tuple(length for _, length in box)
-                for d in {s for s in states if isinstance(s, int)}:
-                    if shape[d] % math.prod(n for n, s in zip(sizes, states, strict=True) if s == d):
-                        uneven.add((ref.i, d))
+                shapes[ref.i] = local_shape_of(shape, sizes, (0,) * len(sizes), states)
+                uneven |= {(ref.i, d) for d in uneven_dims(shape, sizes, states)}
         return shapes, uneven
 
 
@@ -231,4 +227,4 @@ def _touches(node: Node, row: Strategy, frozen: set[tuple[int, int]]) -> bool:
     if not frozen:
         return False
     pairs = list(zip(node.ins, row.ins, strict=True)) + list(zip(node.outs, row.outs, strict=True))
-    return any((ref.i, s) in frozen for ref, s in pairs if isinstance(s, int))
+    return any((ref.i, int(s)) in frozen for ref, s in pairs if isinstance(s, int))

@@ -1,11 +1,12 @@
 """One change of kind on one mesh axis, as a function on local tensors.
 
-``kind`` is ``"R"`` (replicated), ``"P"`` (partial sum) or an ``int`` tensor dim (sharded, torch.chunk sizes).
+``kind`` is ``"R"`` (replicated), ``"P"`` (partial sum) or an ``int`` tensor dim (sharded, torch.chunk sizes; or Runs).
 Everything here is plain: no autograd, no layouts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.commlog import CommLog, record
+from meshwright_dtensor.exchange import exchanger, gatherer, scatterer, selector, spreader
+from meshwright_dtensor.runs import Intervals, Runs, intervals_of
 from meshwright_dtensor.states import State, format_state
 
 if TYPE_CHECKING:
@@ -57,10 +60,14 @@ class Step:
         if isinstance(a, int) and b == "R":
             return "all_gather"
         if isinstance(a, int) and isinstance(b, int):
+            if isinstance(a, Runs) or isinstance(b, Runs):
+                return "all_to_all"  # with a length of its own for every pair of ranks
             return "all_to_all" if self._even(a) and self._even(b) else "all_gather"
         return None
 
     def _even(self, kind: State) -> bool:
+        if isinstance(kind, Runs):
+            return kind.even
         total = self.total_target if kind == self.target and isinstance(self.target, int) else self.total
         return total % self.space.sizes[self.axis] == 0
 
@@ -70,23 +77,49 @@ class Step:
         name = self.collective
         if run is None or name is None:
             return None if run is None else (lambda t, site: run(t))
-        axis, n = self.space.axes[self.axis], self.space.sizes[self.axis]
+        axis = self.space.axes[self.axis]
         why = f"{format_state(self.source)}->{format_state(self.target)}"
-        factor = n if name in ("all_gather", "all_to_all") else 1
+        dim = int(self.source) if isinstance(self.source, int) else None
 
         def logged(t: Tensor, site: Site) -> Tensor:
             if CommLog.listening():
-                record(
-                    name, axis, t.numel() * t.element_size() * factor, phase, site.module, site.function, why
-                )
+                record(name, axis, self._whole_bytes(t, dim), phase, site.module, site.function, why)
             return run(t)
 
         return logged
+
+    def _whole_bytes(self, t: Tensor, dim: int | None) -> int:
+        """Bytes of the value before it is split over this axis, of which ``t`` is the local part."""
+        rows = 1 if dim is None else self.total
+        return rows * math.prod(n for d, n in enumerate(t.shape) if d != dim) * t.element_size()
+
+    def _own(self, kind: State, total: int) -> tuple[Intervals, ...]:
+        assert isinstance(kind, int)
+        return intervals_of(kind, total, self.space.sizes[self.axis])
+
+    def _runs(self) -> Callable[[Tensor], Tensor]:
+        """A step from or to runs."""
+        a, b = self.source, self.target
+        group, rank = self.space.group(self.axis), self.space.coords[self.axis]
+        if isinstance(a, int) and isinstance(b, int):
+            have, want = self._own(a, self.total), self._own(b, self.total_target)
+            return exchanger((int(a), have), (int(b), want), rank, group)
+        if isinstance(a, int):
+            have = self._own(a, self.total)
+            return gatherer(int(a), have, group) if b == "R" else spreader(int(a), have[rank], self.total)
+        assert isinstance(b, int)
+        want = self._own(b, self.total_target)
+        if a == "P" and self._even(b):
+            return scatterer(int(b), want, group)
+        cut = selector(int(b), want[rank])
+        return cut if a == "R" else (lambda t: cut(_all_reduce(t, group)))
 
     def _local(self) -> Callable[[Tensor], Tensor] | None:
         a, b, n = self.source, self.target, self.space.sizes[self.axis]
         if a == b or n == 1:
             return None
+        if isinstance(a, Runs) or isinstance(b, Runs):
+            return self._runs()
         group, rank = self.space.group(self.axis), self.space.coords[self.axis]
         if a == "R" and isinstance(b, int):
             return _slicer(b, *_chunk(self.total_target, n, rank))

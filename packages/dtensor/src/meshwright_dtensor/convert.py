@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from meshwright_dtensor._torch import bind_apply
-from meshwright_dtensor.boxes import chunk_box, dense_strides, dim_order_of
+from meshwright_dtensor.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.collectives import NOWHERE, Site, Step
+from meshwright_dtensor.regions import local_shape_of
 from meshwright_dtensor.states import State, States, format_state, forward_kind, gradient_kind, is_shard
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def route(source: States, target: States) -> list[tuple[int, State, State]]:
     """
     touched = {i for i, (a, b) in enumerate(zip(source, target, strict=True)) if a != b}
     for i in sorted(touched):
-        dims = {s for s in (source[i], target[i]) if is_shard(s)}
-        touched |= {j for j in range(i + 1, len(source)) if source[j] in dims or target[j] in dims}
-    dims_used = [s for i in touched for s in {source[i], target[i]} if is_shard(s)]
+        dims = _dims(source[i], target[i])
+        touched |= {j for j in range(i + 1, len(source)) if dims & _dims(source[j], target[j])}
+    dims_used = [d for i in touched for d in _dims(source[i], target[i])]
     if len(dims_used) == len(set(dims_used)):
         # what shrinks goes first: less is then moved by what follows
         order = sorted(touched, key=lambda i: (not is_shard(target[i]), is_shard(source[i]), i))
@@ -50,6 +51,10 @@ def route(source: States, target: States) -> list[tuple[int, State, State]]:
             steps.append((i, source[i], middle[i]))
     steps.extend((i, middle[i], target[i]) for i in sorted(touched) if middle[i] != target[i])
     return steps
+
+
+def _dims(*states: State) -> set[int]:
+    return {int(s) for s in states if isinstance(s, int)}
 
 
 class Conversion:
@@ -67,7 +72,7 @@ class Conversion:
             steps = []
             for kind_a, kind_b in ((forward_kind(a), forward_kind(b)), (gradient_kind(b), gradient_kind(a))):
                 bare = tuple("I" if i == axis else s for i, s in enumerate(current))
-                sizes = [length for _, length in chunk_box(tuple(shape), space.sizes, space.coords, bare)]
+                sizes = local_shape_of(tuple(shape), space.sizes, space.coords, bare)
                 total = sizes[kind_a] if isinstance(kind_a, int) else 0
                 total_target = sizes[kind_b] if isinstance(kind_b, int) else 0
                 steps.append(Step(space, axis, kind_a, kind_b, total, total_target))

@@ -33,8 +33,8 @@ from meshwright_dtensor._torch import (
     out_overload,
     pytree,
 )
-from meshwright_dtensor.boxes import Box, copy_of
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.regions import Place, copy_of
 
 MIN_BYTES = 1 << 16
 
@@ -91,8 +91,8 @@ def is_deferred(value: torch.Tensor | nn.Module) -> bool:
     return is_mapped(value)
 
 
-def local_values(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A copy of the `box` of `tensor` in ordinary memory, without holes, the dims in the same memory order,
+def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
+    """A copy of the `box` (or region) of `tensor` in ordinary memory, without holes, the dims in the same memory order,
     detached.
 
     Works for any tensor. The rest of a deferred tensor is never read into ordinary memory.

@@ -18,12 +18,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright_dtensor._torch import fake_mode, pytree, quiet_fakes, without_modes
-from meshwright_dtensor.boxes import chunk_box, dim_order_of
+from meshwright_dtensor.boxes import dim_order_of
 from meshwright_dtensor.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.commlog import record
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.global_tensor import DetachedView
+from meshwright_dtensor.regions import local_shape_of
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
+from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States
 from meshwright_dtensor.trace import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
 
@@ -259,11 +261,22 @@ class _Proof:
 def coordinates(
     space: Space, states: Sequence[States], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Mesh coordinates whose local shapes cover all that occur: one where all divides, else first and last ranks."""
+    """Mesh coordinates whose local shapes cover all that occur: one where all divides, else first and last ranks.
+
+    Of runs that are not even any rank may hold another length.
+    """
     found: dict[tuple[Any, ...], tuple[int, ...]] = {}
-    for coords in itertools.product(*[(0, n - 1) if n > 1 else (0,) for n in space.sizes]):
+    ranks = [
+        range(n)
+        if any(isinstance(s[axis], Runs) and not s[axis].even for s in states)  # type: ignore[union-attr]
+        else (0, n - 1)
+        if n > 1
+        else (0,)
+        for axis, n in enumerate(space.sizes)
+    ]
+    for coords in itertools.product(*ranks):
         local = tuple(
-            tuple(length for _, length in chunk_box(tuple(shape), space.sizes, coords, s))
+            local_shape_of(tuple(shape), space.sizes, coords, s)
             for s, shape in zip(states, shapes, strict=True)
         )
         found.setdefault(local, coords)
@@ -274,7 +287,7 @@ def local_shape(
     space: Space, shape: Sequence[int], states: States, coords: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Shape of the part of a value that the rank at ``coords`` (this rank by default) holds."""
-    return tuple(length for _, length in chunk_box(tuple(shape), space.sizes, coords or space.coords, states))
+    return local_shape_of(tuple(shape), space.sizes, coords or space.coords, states)
 
 
 def _prove(

@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
-from meshwright_dtensor._torch import make_subclass
+from meshwright_dtensor._torch import dtensor_local, make_subclass
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.layout import Layout, states_of
+from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.space import Space
 from meshwright_dtensor.states import State, States
 
@@ -250,6 +251,7 @@ def detached(local: Tensor, layout: Layout, base: Tensor) -> DetachedView:
         origin = base._base_tensor
     else:
         origin = base._local if isinstance(base, GlobalTensor) else base
+        origin = dtensor_local(origin) if isinstance(origin, DTensor) else origin
     view._base_tensor, view._base_version = origin, _version(origin)
     return view  # type: ignore[no-any-return]
 
@@ -316,12 +318,29 @@ def check_shardable(space: Space, shape: Sequence[int], states: States) -> None:
         n = space.sizes[axis]
         if not isinstance(state, int) or n == 1:
             continue
+        if isinstance(state, Runs):
+            if state.total != sizes[state] or len(state.intervals) != n:
+                raise UnsupportedError(
+                    f"runs {state!r} of {state.total} elements on {len(state.intervals)} ranks do not fit dim {int(state)} of "
+                    f"size {sizes[state]} on the {n} ranks of mesh axis {space.axes[axis]!r}; make them for that size"
+                )
+            if int(state) in list(map(_dim, states[axis + 1 :])) and not state.even:
+                raise UnsupportedError(
+                    f"runs {state!r} give ranks unequal lengths of dim {int(state)}, which a later mesh axis shards too; use "
+                    "even runs there"
+                )
+            sizes[state] = state.lengths[0]
+            continue
         if not shardable(sizes[state], n):
             raise UnsupportedError(
                 f"tensor dim {state} of size {shape[state]} cannot be sharded over the {n} ranks of mesh axis "
                 f"{space.axes[axis]!r}: a rank would be empty; use at most {sizes[state]} ranks or replicate it"
             )
         sizes[state] = -(-sizes[state] // n)
+
+
+def _dim(state: State) -> int:
+    return int(state) if isinstance(state, int) else -1
 
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | State]) -> GlobalTensor:

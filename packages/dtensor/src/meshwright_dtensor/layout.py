@@ -9,8 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from meshwright_dtensor.boxes import Box, chunk_box
-from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.boxes import Box
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.placements import RunShard
+from meshwright_dtensor.regions import Region, local_shape_of, region_of, region_shape, single_box
+from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States, format_state
 
 if TYPE_CHECKING:
@@ -28,11 +31,22 @@ class Layout:
         shape: global shape.
         dtype: element type.
         local_shape: shape of this rank's part.
+        region: per tensor dim the intervals of the global value that this rank holds, in local order.
         replicated: whether every rank holds the whole value.
         template: an empty meta tensor of the global shape, from which wrappers are made.
     """
 
-    __slots__ = ("space", "states", "shape", "dtype", "ndim", "local_shape", "replicated", "template", "_box")
+    __slots__ = (
+        "space",
+        "states",
+        "shape",
+        "dtype",
+        "ndim",
+        "local_shape",
+        "replicated",
+        "template",
+        "region",
+    )
 
     def __init__(self, space: Space, states: States, shape: torch.Size, dtype: torch.dtype) -> None:
         self.space = space
@@ -41,8 +55,8 @@ class Layout:
         self.dtype = dtype
         self.ndim = len(shape)
         self.replicated = all(s == "I" or s == "X" for s in states)
-        self._box = chunk_box(tuple(shape), space.sizes, space.coords, states)
-        self.local_shape = torch.Size(length for _, length in self._box)
+        self.region: Region = region_of(tuple(shape), space.sizes, space.coords, states)
+        self.local_shape = torch.Size(region_shape(self.region))
         self.template = torch.empty(shape, dtype=dtype, device="meta")
 
     @property
@@ -57,14 +71,21 @@ class Layout:
 
     @property
     def box(self) -> Box:
-        """(offset, length) per tensor dim: which part of the global value this rank holds."""
-        return self._box
+        """(offset, length) per tensor dim: which part of the global value this rank holds, if it is one box.
+
+        Raises:
+            UsageError: it is several, because a dim is sharded in runs; :attr:`region` has them all.
+        """
+        box = single_box(self.region)
+        if box is None:
+            raise UsageError(
+                f"{self!r} gives this rank several boxes; use layout.region with regions.region_boxes, take and put"
+            )
+        return box
 
     def local_shape_at(self, coords: Sequence[int]) -> tuple[int, ...]:
         """Shape of the part of the rank at mesh coordinates ``coords``."""
-        return tuple(
-            length for _, length in chunk_box(tuple(self.shape), self.space.sizes, tuple(coords), self.states)
-        )
+        return local_shape_of(tuple(self.shape), self.space.sizes, tuple(coords), self.states)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{a}={format_state(s)}" for a, s in zip(self.space.axes, self.states, strict=True))
@@ -77,31 +98,39 @@ class Layout:
 
 
 def placement_of(state: State) -> Placement:
-    """The torch placement of a state (``I`` and ``X`` are both Replicate)."""
+    """The torch placement of a state: ``I`` and ``X`` are both Replicate, Runs are a :class:`RunShard`."""
+    if isinstance(state, Runs):
+        return RunShard(int(state), state.intervals)
     if isinstance(state, int):
         return Shard(state)
     return Partial() if state == "P" else Replicate()
+
+
+def stored_placement(state: State) -> Placement:
+    """The placement that a parameter's DTensor has: where the state is Runs, Shard of the permuted tensor."""
+    return Shard(int(state)) if isinstance(state, int) else placement_of(state)
 
 
 def state_of(placement: Placement, ndim: int) -> State:
     """The state of a torch placement of a tensor with ``ndim`` dims.
 
     Raises:
-        UnsupportedError: for placements other than Replicate, Shard and Partial(sum).
+        UnsupportedError: for placements other than Replicate, Shard, RunShard and Partial(sum).
     """
     if placement.is_replicate():
         return "I"
-    if type(placement) is Shard:
+    if type(placement) is Shard or isinstance(placement, RunShard):
         dim = placement.dim + ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < ndim:
             raise UnsupportedError(
                 f"placement {placement} names a dim of a {ndim}-D tensor; legal dims are 0..{ndim - 1}"
             )
-        return dim
+        return placement.state(dim) if isinstance(placement, RunShard) else dim
     if type(placement) is Partial and placement.reduce_op == "sum":
         return "P"
     raise UnsupportedError(
-        f"placement {placement} is not supported in a global tensor; use Replicate(), Shard(dim) or Partial('sum')"
+        f"placement {placement} is not supported in a global tensor; use Replicate(), Shard(dim), RunShard(dim, intervals) "
+        "or Partial('sum')"
     )
 
 
@@ -116,5 +145,5 @@ def states_of(placements: Sequence[Placement | State], ndim: int, axes: int) -> 
         if isinstance(p, str) and p in ("I", "X", "P"):
             states.append(p)
         else:
-            states.append(state_of(Shard(p) if isinstance(p, int) else p, ndim))  # type: ignore[arg-type]
+            states.append(state_of(placement_of(p) if isinstance(p, int) else p, ndim))  # type: ignore[arg-type]
     return tuple(states)

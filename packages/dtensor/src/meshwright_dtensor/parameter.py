@@ -16,10 +16,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, set_dtensor_parts, stock_call
-from meshwright_dtensor.boxes import slice_of
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.layout import Layout, placement_of, states_of
+from meshwright_dtensor.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.permuted import (
+    PermutedDTensor,
+    elementwise,
+    in_runs,
+    layout_in_runs,
+    local_like,
+    redistributed,
+    tagged,
+)
+from meshwright_dtensor.regions import take
 from meshwright_dtensor.space import Space
 from meshwright_dtensor.states import States
 
@@ -55,7 +64,7 @@ class MeshParameter(DTensor):
             return None
         shown = self._shown_gradient
         if shown is None or dtensor_local(shown) is not local:
-            shown = self._shown_gradient = dtensor_from(local, dtensor_spec(self))
+            shown = self._shown_gradient = tagged(dtensor_from(local, dtensor_spec(self)), self._layout)
         return shown
 
     @grad.setter
@@ -70,9 +79,10 @@ class MeshParameter(DTensor):
                     f"a gradient with placements {value.placements} does not go with a parameter with {self.placements}; "
                     "redistribute it first"
                 )
-            dtensor_local(self).grad = dtensor_local(value)
+            same = layout_in_runs(value) is layout_in_runs(self)
+            dtensor_local(self).grad = dtensor_local(value) if same else local_like(value, self._layout)
         else:
-            dtensor_local(self).grad = slice_of(value.detach(), self._layout.box).clone()
+            dtensor_local(self).grad = take(value.detach(), self._layout.region).clone()
         self._shown_gradient = None
 
     @grad.deleter
@@ -88,7 +98,7 @@ class MeshParameter(DTensor):
         """``hook`` sees the gradient as a DTensor and may return another."""
 
         def run(g: Tensor) -> Tensor | None:
-            new = hook(dtensor_from(g, dtensor_spec(self)))
+            new = hook(tagged(dtensor_from(g, dtensor_spec(self)), self._layout))
             return dtensor_local(new) if isinstance(new, DTensor) else new
 
         return dtensor_local(self).register_hook(run)
@@ -104,14 +114,20 @@ class MeshParameter(DTensor):
                 other = other.full_tensor()
             if other.shape != self.shape:
                 other = other.expand(self.shape)
-            dtensor_local(self).copy_(slice_of(other, self._layout.box), non_blocking)
+            dtensor_local(self).copy_(take(other, self._layout.region), non_blocking)
+            return self
+        if layout_in_runs(self) is not layout_in_runs(other):
+            dtensor_local(self).copy_(local_like(other, self._layout), non_blocking)
             return self
         with stock_call():
             DTensor.copy_(self, other, non_blocking)
         return self
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part, connected to autograd; a gradient for it is the gradient of the part."""
+        """This rank's part, connected to autograd; a gradient for it is the gradient of the part.
+
+        Where a dim is sharded in runs the part is in the order of the runs (``global_layout.region`` names them).
+        """
         if grad_placements is not None:
             raise UnsupportedError(
                 "to_local(grad_placements=...) on a mesh parameter; the gradient is that of this rank's part"
@@ -127,6 +143,25 @@ class MeshParameter(DTensor):
             )
         whole = parameter_local(self, self._layout.space.replicated)
         return whole.view_as(whole)
+
+    @property
+    def global_layout(self) -> Layout:
+        """How the parameter lies over the mesh; ``placements`` calls runs a plain shard, of the permuted tensor."""
+        return self._layout
+
+    def redistribute(  # type: ignore[override]
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """As stock DTensor does; a parameter in runs comes out in true order, without autograd."""
+        if in_runs(self._layout.states):
+            return redistributed(self, self._layout, placements, device_mesh, options)
+        with stock_call():
+            return DTensor.redistribute(self, device_mesh, placements, **options)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with stock_call():
+            text = DTensor.__repr__(self)
+        return f"{text[:-1]}, layout={self._layout!r})" if in_runs(self._layout.states) else text
 
     @classmethod
     def __torch_function__(
@@ -146,8 +181,11 @@ class MeshParameter(DTensor):
             and _joins(func, name, args, kwargs)
         ):
             return _dispatcher()(cls, func, types, args, kwargs)
-        with stock_call():
-            result = func(*args, **(kwargs or {}))
+        if _any_in_runs(args):
+            result = elementwise(func, args, kwargs or {})
+        else:
+            with stock_call():
+                result = func(*args, **(kwargs or {}))
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
             dtensor_local(args[0]).requires_grad = args[1]
         return result
@@ -180,6 +218,15 @@ def _joins(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dic
     return any(isinstance(a, Tensor) and not isinstance(a, DTensor) for a in flat)
 
 
+def _any_in_runs(args: Sequence[Any]) -> bool:
+    return any(
+        any(layout_in_runs(x) is not None for x in a)
+        if isinstance(a, (list, tuple))
+        else layout_in_runs(a) is not None
+        for a in args
+    )
+
+
 def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = True) -> MeshParameter:
     """An ``nn.Parameter`` over ``dtensor`` that takes part in global tensor computations.
 
@@ -191,7 +238,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
         UnsupportedError: the states contradict the placements.
     """
     space = Space.of(dtensor.device_mesh)
-    expected = tuple(placement_of(s) for s in states)
+    expected = tuple(stored_placement(s) for s in states)
     if tuple(dtensor.placements) != expected or "P" in states:
         raise UnsupportedError(
             f"parameter placements {tuple(dtensor.placements)} do not go with states {states}; they should be {expected}"
@@ -218,7 +265,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:
     """The layout of a mesh parameter, or of any DTensor with Replicate, Shard and Partial(sum) placements."""
-    if isinstance(dtensor, MeshParameter):
+    if isinstance(dtensor, (MeshParameter, PermutedDTensor)):
         return dtensor._layout
     space = Space.of(dtensor.device_mesh)
     return space.layout(states_of(dtensor.placements, dtensor.ndim, space.ndim), dtensor.shape, dtensor.dtype)

@@ -90,7 +90,8 @@ class ParameterRule(_Model):
     """Where the parameters whose name matches `pattern` lie.
 
     pattern: a shell-style pattern (fnmatch, case counts) on the parameter's full name, "*.q_proj.weight".
-    placement: mesh axis -> "I" (replicated) or "S(d)" (sharded on tensor dim d). Axes left out are "I".
+    placement: mesh axis -> "I" (replicated), "S(d)" (sharded on tensor dim d) or runs of a dim ("S(0; 64+32+32)": the
+        parts of a fused projection, each sharded). Axes left out are "I".
     """
 
     pattern: Word
@@ -210,7 +211,15 @@ class ParallelPlan(_Model):
         """mesh axis -> state of this parameter, for every axis of the mesh, in its order."""
         rule = self.parameter_rule(fqn)
         placement: Mapping[str, str] = rule.placement if rule else {}
-        return {axis: parse_state(placement.get(axis, "I")) for axis in self.degrees}
+        states: dict[str, State] = {}
+        for axis, degree in self.degrees.items():
+            try:
+                states[axis] = parse_state(placement.get(axis, "I"), degree)
+            except ValueError as error:
+                index = self.parameters.index(rule) if rule else 0
+                where = f"parameters[{index}].placement.{axis}"
+                raise PlanError(where, placement[axis], f"{fqn!r} on {degree} ranks: {error}") from None
+        return states
 
     def activation_rule(self, module: str, function: str, occurrence: int) -> ActivationRule | None:
         """The target states of this call: the first rule that matches, or None."""

@@ -227,7 +227,9 @@ def _random_step(space: Space, d: Derivation, k: int) -> Callable[[list[Tensor]]
         a, kw = pytree.tree_unflatten([next(following) if isinstance(x, Ref) else x for x in leaves], spec)
         if not alike:
             return node.op(*a, **kw)  # multinomial: its inputs are whole
-        parts = [Part(tuple(m.shape), dim_order_of(t), m.box) for m, t in zip(layouts, tensors, strict=True)]
+        parts = [
+            Part(tuple(m.shape), dim_order_of(t), m.region) for m, t in zip(layouts, tensors, strict=True)
+        ]
         if not shape_only:
             return run_random(node.op, a, kw, parts)
         with torch.no_grad():  # as torch's own rand_like does: the op below it has no derivative

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch import OpOverload, op_arguments, op_mutates, op_name, pytree
-from meshwright_dtensor.boxes import Box, copy_of, dense_strides, slice_of, whole_box
+from meshwright_dtensor.boxes import Box, dense_strides, slice_of, whole_box
 from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.regions import Place, copy_of, put, single_box, take
 
 PIECE_NUMEL = 1 << 22
 """Elements drawn at a time where pieces are possible: a multiple of 16, torch's block of normal numbers."""
@@ -48,12 +49,12 @@ _FACTORIES = frozenset(f"aten::{name}" for name in ("rand", "randn", "randint", 
 @dataclass(frozen=True)
 class Part:
     """Where a local tensor lies: the global `shape`, the dims by decreasing stride (`dim_order`) and the
-    rank's `box`.
+    rank's `box` (or region).
     """
 
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
-    box: Box
+    box: Place
 
 
 def draw_full_then_slice(
@@ -62,7 +63,7 @@ def draw_full_then_slice(
     dim_order: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str,
-    box: Box,
+    box: Place,
     *,
     generator: torch.Generator | None = None,
     piece_numel: int | None = None,
@@ -78,7 +79,8 @@ def draw_full_then_slice(
     count = 1
     for size in shape:
         count *= size
-    if box == whole_box(shape):
+    one = single_box(box)
+    if one == whole_box(shape):
         full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
         draw(full)
         return full
@@ -89,11 +91,12 @@ def draw_full_then_slice(
     contiguous = _is_contiguous(shape, strides)
     if (
         piece_numel is not None
+        and one is not None
         and count > 2 * piece_numel
         and torch.device(device).type == "cpu"
         and _pieces_agree(draw, dtype, contiguous, generator)
     ):
-        return _draw_in_pieces(draw, shape, dim_order, dtype, box, piece_numel)
+        return _draw_in_pieces(draw, shape, dim_order, dtype, one, piece_numel)
     full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
     draw(full)
     return copy_of(full, box)
@@ -138,7 +141,7 @@ def run_random(
         result = parts[0]
     if kind == "fill":
         local, rest = args[0], args[1:]
-        if result.box == whole_box(result.shape) and local.stride() == dense_strides(
+        if single_box(result.box) == whole_box(result.shape) and local.stride() == dense_strides(
             result.shape, result.dim_order
         ):
             return op(local, *rest, **kwargs)
@@ -159,7 +162,7 @@ def run_random(
     full_args, full_kwargs = pytree.tree_unflatten(leaves, spec)
     outputs = op(*full_args, **full_kwargs)
     if op_mutates(op):
-        return args[0].copy_(slice_of(full_args[0], result.box))
+        return args[0].copy_(take(full_args[0], result.box))
     box = result.box
     return pytree.tree_map_only(torch.Tensor, lambda output: copy_of(output, box), outputs)
 
@@ -182,7 +185,7 @@ def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     """
     strides = dense_strides(part.shape, part.dim_order)
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
-    slice_of(full, part.box).copy_(local)
+    put(full, part.box, local)
     return full
 
 

@@ -99,7 +99,7 @@ def install_targets(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> l
     rules: dict[str, dict[str, dict[int, Target]]] = {}
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for rule in plan.activations:
-        target = _target(rule)
+        target = _target(rule, plan)
         target = interned.setdefault(target, target)
         matched = [name for name in names if fnmatchcase(name, rule.module)]
         if not matched:
@@ -137,9 +137,16 @@ def _hook(module: nn.Module, name: str, rules: Mapping[str, Mapping[int, Target]
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
-def _target(rule: ActivationRule) -> Target:
+def _target(rule: ActivationRule, plan: ParallelPlan) -> Target:
     def states(entry: Mapping[str, str] | None) -> AxisStates | None:
-        return None if entry is None else tuple(sorted((axis, parse_state(s)) for axis, s in entry.items()))
+        if entry is None:
+            return None
+        try:
+            return tuple((axis, parse_state(s, plan.degree(axis))) for axis, s in sorted(entry.items()))
+        except ValueError as error:
+            raise PlanError(
+                "activations", dict(entry), f"{rule.function} of {rule.module!r}: {error}"
+            ) from None
 
     outputs = rule.outputs
     return Target(tuple(states(e) for e in rule.inputs), states(outputs[0]) if outputs else None)

@@ -18,13 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.boxes import chunk_box, whole_box
+from meshwright_dtensor.boxes import whole_box
 from meshwright_dtensor.deferred import local_values
-from meshwright_dtensor.layout import placement_of
+from meshwright_dtensor.layout import stored_placement
 from meshwright_dtensor.mesh import build_mesh, init
 from meshwright_dtensor.parameter import as_mesh_parameter
+from meshwright_dtensor.permuted import install_true_order
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.regions import region_of
 from meshwright_dtensor.runtime import install_targets
 from meshwright_dtensor.states import State
 from meshwright_parallel.agreement import check_alike, same_plugins
@@ -76,6 +78,7 @@ def parallelize(
     placed = Placed(plan, mesh, strategies)
     _place_parameters(model, mesh, states, device)
     _place_buffers(model, device)
+    install_true_order(model)
     install_targets(model, mesh, plan)
     install_inputs(model, placed)
     for strategy in strategies:
@@ -119,12 +122,12 @@ def _sharded(
 ) -> DTensor:
     """The DTensor of a value that every rank holds whole; only this rank's part is copied."""
     coordinates = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
-    box = chunk_box(tuple(full.shape), tuple(mesh.shape), coordinates, states)
-    local = local_values(full.detach(), box).to(device)
+    region = region_of(tuple(full.shape), tuple(mesh.shape), coordinates, states)
+    local = local_values(full.detach(), region).to(device)
     return DTensor.from_local(
         local,
         mesh,
-        [placement_of(state) for state in states],
+        [stored_placement(state) for state in states],
         run_check=False,
         shape=full.shape,
         stride=full.stride(),

@@ -16,6 +16,7 @@ from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
 from meshwright_dtensor.fingerprint import fingerprint
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
+from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, format_state
 from meshwright_dtensor.strategy import Strategy
 from meshwright_parallel._torch import gradient_hooks
@@ -191,6 +192,15 @@ def _check_shape(fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: t
             raise PlanError(
                 f"{where}.{axis}", format_state(state), text, f"S({len(shape) - 1})" if shape else "I"
             )
+        if isinstance(state, Runs):
+            if state.total != left[state] or len(state.intervals) != degree:
+                text = (
+                    f"its runs cover {state.total} rows on {len(state.intervals)} ranks, dim {int(state)} of {fqn!r} has "
+                    f"{left[state]} on {degree}"
+                )
+                raise PlanError(f"{where}.{axis}", format_state(state), text, f"S({int(state)})")
+            left[state] = state.lengths[0]
+            continue
         step = -(-left[state] // degree)
         if degree > 1 and -(-left[state] // step) != degree:
             text = f"dim {state} of {fqn!r} has {left[state]} rows, which leaves some of the {degree} ranks empty"

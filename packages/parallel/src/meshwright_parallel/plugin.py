@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright_dtensor.plugins import StrategySpec, hookimpl
+from meshwright_dtensor.plugins import PlacementSpec, StrategySpec, hookimpl
 
 
 @hookimpl
@@ -21,4 +21,14 @@ def meshwright_strategies() -> Iterable[StrategySpec]:
         axis="tp",
         target="meshwright_parallel.strategies.tensor:Tensor",
         summary="ranks share weights and the work inside a layer; the planner's search finds the placements",
+    )
+
+
+@hookimpl
+def meshwright_placements() -> Iterable[PlacementSpec]:
+    """The placement of fused parameters, zig-zag sequences and experts of one owner."""
+    yield PlacementSpec(
+        name="run",
+        target="meshwright_dtensor.placements:RunShard",
+        summary="each rank owns an ordered list of intervals of a dim: parts of a fused q|k|v, a zig-zag sequence, one owner",
     )

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.boxes import Box, Interval, chunk_box
+from meshwright_dtensor.regions import Region, region_of
 from meshwright_dtensor.rules.base import NodeView, Strategy
-from meshwright_dtensor.states import States, is_shard
+from meshwright_dtensor.states import States
 from meshwright_dtensor.trace import Node
 
 LocalFunction = Callable[..., Any]
@@ -63,6 +64,11 @@ class LocalContext:
         axes = range(self.mesh.ndim)
         return chunk_box(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
 
+    def region(self, shape: tuple[int, ...], states: States) -> Region:
+        """Per dim the intervals that this rank holds of a tensor, in local order: a box where no state is Runs."""
+        axes = range(self.mesh.ndim)
+        return region_of(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
+
     def intervals(self, index: int, dim: int) -> tuple[Interval, ...]:
         """Positions along ``dim`` of tensor input ``index`` that this rank holds, in its order."""
         return self._intervals(index, dim, [self.rank(a) for a in range(self.mesh.ndim)])
@@ -77,11 +83,13 @@ class LocalContext:
 
     def _intervals(self, index: int, dim: int, coords: list[int]) -> tuple[Interval, ...]:
         sizes = [self.size(a) for a in range(self.mesh.ndim)]
-        return (chunk_box(self.in_shapes[index], sizes, coords, self.ins[index])[dim],)
+        return region_of(self.in_shapes[index], sizes, coords, self.ins[index])[dim]
 
     def axes_sharding(self, index: int, dim: int) -> list[int]:
         """Mesh axes that shard dim ``dim`` of tensor input ``index``."""
-        return [axis for axis, state in enumerate(self.ins[index]) if is_shard(state) and state == dim]
+        return [
+            axis for axis, state in enumerate(self.ins[index]) if isinstance(state, int) and int(state) == dim
+        ]
 
 
 class Composite(ABC):

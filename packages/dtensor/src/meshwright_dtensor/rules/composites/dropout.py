@@ -49,7 +49,7 @@ class Dropout(Composite):
         if self.plain(ctx):
             return lambda tensors: F.dropout(tensors[0], p, training, inplace)
         shape = ctx.in_shapes[0]
-        box = ctx.box(shape, ctx.ins[0])
+        box = ctx.region(shape, ctx.ins[0])
         strides = ctx.in_strides[0] if ctx.in_strides is not None else None
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:

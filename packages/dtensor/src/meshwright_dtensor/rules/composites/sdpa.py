@@ -101,8 +101,8 @@ class ScaledDotProductAttention(Composite):
         shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
         ndim = len(shape)
         # features of the output are no dim of the weights
-        states = tuple(s if is_shard(s) and s != ndim - 1 else R for s in ctx.outs[0])
-        box = ctx.box(shape, states)
+        states = tuple(s if isinstance(s, int) and int(s) != ndim - 1 else R for s in ctx.outs[0])
+        box = ctx.region(shape, states)
 
         def attend(tensors: list[torch.Tensor], site: Site = NOWHERE) -> torch.Tensor:
             q, k, v = tensors[:3]
