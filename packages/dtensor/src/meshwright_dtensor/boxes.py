@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.runs import Interval, Runs
+from meshwright_dtensor.runs import Interval as Interval
+from meshwright_dtensor.runs import Runs
 
 if TYPE_CHECKING:
     import torch
