@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -70,6 +71,10 @@ def one_dies(rank: int, world_size: int) -> None:
 def one_leaves(rank: int, world_size: int) -> None:
     if rank == 0:
         os._exit(3)
+
+
+def exits_badly(rank: int, world_size: int) -> None:
+    atexit.register(os._exit, 7)
 
 
 def test_results_come_in_rank_order(rank_pool: RankPool) -> None:
@@ -141,6 +146,13 @@ def test_hangs_and_deaths_are_errors_and_the_pool_recovers() -> None:
         with pytest.raises(RankError, match=r"rank 0 .exit code 3. of 2 died in one_leaves"):
             pool.run(2, one_leaves)
         assert len(pool.run(2, draw)) == 2
+
+
+def test_ranks_end_without_taking_the_interpreter_down() -> None:
+    with RankPool() as pool:
+        pool.run(2, exits_badly)
+        processes = [rank.process for rank in pool._ranks]
+    assert all(process.exitcode in (0, -signal.SIGKILL) for process in processes)  # killed where too slow
 
 
 def test_the_fake_group_is_a_world_without_processes() -> None:

@@ -78,6 +78,10 @@ def run_worker(rank: int, pipe: Connection, folder: str) -> None:
             except OSError:
                 break
         _leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo threads that still hold tensors would abort an interpreter that is taken down (see _exit)
+    os._exit(0)
 
 
 def _join(rank: int, world_size: int, place: str) -> None:

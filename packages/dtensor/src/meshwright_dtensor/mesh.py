@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright_dtensor._exit import settle_at_exit
 from meshwright_dtensor._torch import hash_store
 from meshwright_dtensor.errors import PlanError, UsageError
 
@@ -35,6 +36,7 @@ def init(device: str | None = None) -> torch.device:
         raise UsageError(
             "device 'cuda' was asked for, but torch.cuda.is_available() is False here; use device='cpu'"
         )
+    settle_at_exit()
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
