@@ -41,6 +41,31 @@ def test_world_sizes_out_of_range(size: int) -> None:
         ranks.check_world_size(size)
 
 
+# What is left at the end of the module is deleted when the interpreter is taken down.
+LEAVING = """
+import atexit, os, sys
+class Left:
+    def __del__(self):
+        os._exit(9)
+left = Left()
+atexit.register(print, "registered")
+print("printed", end=" ")
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["from meshwright import ranks; ranks.leave(0)", "from meshwright.cli import main; main(['plugins'])"],
+)
+def test_a_rank_leaves_without_taking_the_interpreter_down(how: str) -> None:
+    for job, code in (({"RANK": "0", "WORLD_SIZE": "1"}, 0), ({}, 9)):
+        done = subprocess.run(
+            [sys.executable, "-c", LEAVING + how], env={**os.environ, **job}, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+        assert done.stdout.startswith("printed ") and done.stdout.endswith("registered\n")
+
+
 # A stand-in for `meshwright`: starts itself on two ranks, which then fail as told.
 SCRIPT = """
 import os, sys, time

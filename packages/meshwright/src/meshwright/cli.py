@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from meshwright.ranks import fail
+from meshwright.ranks import fail, leave
 from meshwright_dtensor.errors import MeshwrightError, PluginError
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered, discover
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MeshwrightError as error:
         fail(" ".join(str(error).split()), error.exit_code)
     else:
-        sys.exit(result if isinstance(result, int) else 0)
+        leave(result if isinstance(result, int) else 0)
 
 
 def _help_hint(error: click.ClickException) -> str:

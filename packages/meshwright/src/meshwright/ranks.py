@@ -6,6 +6,7 @@ by itself: `launch` is torchrun's own entry point, called in this process so tha
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import NoReturn
 
 from meshwright_dtensor.errors import UsageError
 
@@ -77,14 +79,26 @@ def launch(size: int, arguments: Sequence[str], module: str = "meshwright") -> i
     return 0
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
     """Print one line once for the whole job and end this process with `code`, without waiting for anyone."""
     if _first_to_fail():
         prefix = f"rank {rank()}: " if rank() else ""
         print(f"Error: {prefix}{message}", file=sys.stderr, flush=True)
     if not is_rank():
         sys.exit(code)
-    # A rank may hold collectives that will never finish: leave without the destructors that wait for them.
+    _end(code)  # without the destructors, which wait for collectives that will never finish
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code`, after what is registered to run at exit."""
+    if not is_rank():
+        sys.exit(code)
+    # What the interpreter takes down while gloo's threads still hold tensors aborts the process and loses the code.
+    atexit._run_exitfuncs()
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
