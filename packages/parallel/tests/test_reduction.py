@@ -5,6 +5,8 @@ Each rank works on its rows of a batch; the sum over ranks must be the gradient 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -329,3 +331,39 @@ def overlapped(rank: int, world_size: int) -> tuple[int, int]:
 def test_sums_start_while_backward_goes_on(rank_pool: RankPool) -> None:
     for under_way, total in rank_pool.run(2, overlapped):
         assert 0 < under_way < total
+
+
+def dropped(rank: int, world_size: int, steps: int) -> list[bool]:
+    """Whether the engine and the parameters outlive a model that is dropped."""
+    model, x = build()
+    engine = engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SMALL)
+    for _ in range(steps):
+        loss(model, rows(x, rank, world_size)).backward()
+    left = [weakref.ref(engine), *(weakref.ref(p) for p in model.parameters())]
+    del model, engine
+    gc.collect()
+    return [reference() is not None for reference in left]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_dropped_model_is_freed(rank_pool: RankPool, steps: int) -> None:
+    for found in rank_pool.run(2, dropped, steps):
+        assert not any(found)
+
+
+def dropped_before_backward(rank: int, world_size: int) -> dict[str, torch.Tensor | None]:
+    model, x = build()
+    if world_size > 1:
+        engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SMALL)
+    parameters = {n: p for n, p in model.named_parameters() if n != "second.weight"}
+    value = loss(model, rows(x, rank, world_size))
+    del model
+    gc.collect()
+    value.backward()
+    return {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+
+
+def test_the_engine_lives_as_long_as_a_parameter(rank_pool: RankPool) -> None:
+    (expected,) = rank_pool.run(1, dropped_before_backward)
+    for found in rank_pool.run(2, dropped_before_backward):
+        assert_same(found, expected)

@@ -114,7 +114,7 @@ class DataReduction:
         self._ordered = False
         for slot in self._slots:
             self._handles.append(slot.leaf.register_hook(self._before(slot)))
-            self._handles.append(slot.leaf.register_post_accumulate_grad_hook(self._after(slot)))
+            self._handles.append(slot.leaf.register_post_accumulate_grad_hook(_after(self, slot.index)))
 
     # ------------------------------------------------------------------------------------ hooks of a leaf
     def _before(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -139,23 +139,20 @@ class DataReduction:
 
         return before_accumulation
 
-    def _after(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def after_accumulation(leaf: torch.Tensor) -> None:
-            increment = leaf.grad
-            if increment is None:
-                return
-            _check(slot, increment)
-            view = self._buckets[slot.bucket].put(slot, local_of(increment))
-            prior = self._priors[slot.index]
-            # without a prior the sum arrives where the gradient lies, and nothing is left to do
-            leaf.grad = with_local(leaf, view) if prior is None else prior
-            self._ready.append(slot.index)
-            # buckets start in one fixed order, so that ranks never pair different tensors
-            while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
-                self._buckets[self._launched].launch(self.mesh)
-                self._launched += 1
-
-        return after_accumulation
+    def _arrived(self, slot: Slot) -> None:
+        leaf, increment = slot.leaf, slot.leaf.grad
+        if increment is None:
+            return
+        _check(slot, increment)
+        view = self._buckets[slot.bucket].put(slot, local_of(increment))
+        prior = self._priors[slot.index]
+        # without a prior the sum arrives where the gradient lies, and nothing is left to do
+        leaf.grad = with_local(leaf, view) if prior is None else prior
+        self._ready.append(slot.index)
+        # buckets start in one fixed order, so that ranks never pair different tensors
+        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
+            self._buckets[self._launched].launch(self.mesh)
+            self._launched += 1
 
     # ------------------------------------------------------------------------------------ one backward pass
     def _enter(self) -> None:
@@ -232,6 +229,22 @@ class DataReduction:
             )
             dist.all_reduce(total, group=self.mesh.get_group(axis))
         return with_local(gradient, total)
+
+
+def _after(engine: DataReduction, index: int) -> Callable[[torch.Tensor], None]:
+    """The hook of a leaf behind accumulation; it refers to its leaf, and to the engine that has it, only weakly.
+
+    torch hides hooks of this kind from the garbage collector: a cycle through one would keep parameters and mesh for ever.
+    The hook before accumulation, which it shows, keeps the engine as long as the leaf.
+    """
+    reference = weakref.ref(engine)
+
+    def after_accumulation(leaf: torch.Tensor) -> None:
+        engine = reference()
+        if engine is not None:
+            engine._arrived(engine._slots[index])
+
+    return after_accumulation
 
 
 def _check(slot: Slot, gradient: torch.Tensor) -> None:
