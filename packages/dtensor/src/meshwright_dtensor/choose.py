@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from meshwright_dtensor.random import is_drawn_alike
 from meshwright_dtensor.regions import local_shape_of, uneven_dims
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, is_random, refine
+from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import I, P, R, State, States, X, forward_kind, gradient_kind
 from meshwright_dtensor.trace import Node, Ref, Value
 
@@ -127,8 +128,8 @@ class Chooser:
         for k, node in enumerate(self.nodes):
             shapes, frozen = self._local_shapes(k, node, earlier)
             view = NodeView(node, n, _lookup(shapes), lambda ref: self.values[ref.i].dtype, attention)
-            rows = self._rows(view, env)
             want = goal if k == len(self.nodes) - 1 else None
+            rows = self._rows(view, env, want)
             best: Strategy | None = None
             best_key: tuple[float, float, int, int] | None = None
             for order, row in enumerate(rows):
@@ -144,9 +145,14 @@ class Chooser:
                 env[ref.i] = state
         return chosen
 
-    def _rows(self, view: NodeView, env: dict[int, State]) -> list[Strategy]:
+    def _rows(self, view: NodeView, env: dict[int, State], goal: State | None = None) -> list[Strategy]:
         node = view.node
         rows = list(self.book.strategies(view))
+        lies = [(env.get(r.i, I),) for r in node.ins]
+        if not is_random(node) and any(isinstance(s, int) for (s,) in lies):
+            rows = self.book.lifted(
+                view, rows, lies, [(goal,)] if isinstance(goal, Runs) and len(node.outs) == 1 else ()
+            )
         if is_random(node):
             first = env.get(node.ins[0].i, I) if node.ins else I
             rows = rows[:1]

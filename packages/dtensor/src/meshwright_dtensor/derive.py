@@ -23,7 +23,7 @@ from meshwright_dtensor.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.commlog import record
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.global_tensor import DetachedView
-from meshwright_dtensor.regions import local_shape_of
+from meshwright_dtensor.regions import Region, local_shape_of, region_of
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States
@@ -367,9 +367,24 @@ def _same_op(
         local_shape(space, whole.values[r.i].shape, s, coords)
         for r, s in zip(g.outs, choice.outs[k], strict=True)
     ]
-    wanted = localise(NodeView.of(g, whole.values, 1), outs, ins)
+    held = held_by(space, whole.values, g, choice, k, coords)
+    wanted = localise(NodeView.of(g, whole.values, 1), outs, ins, held)
     here = localise(NodeView.of(loc, local.values, 1), outs, [local.values[r.i].shape for r in loc.ins])
     return wanted[0] == here[0] and _same(wanted[1], here[1]) and _same(wanted[2], here[2])
+
+
+def held_by(
+    space: Space,
+    values: Sequence[Value],
+    node: Node,
+    choice: Choice,
+    k: int,
+    coords: tuple[int, ...] | None = None,
+) -> Region | None:
+    """What the rank at ``coords`` (this rank by default) holds of the first input of node ``k``."""
+    if not node.ins:
+        return None
+    return region_of(values[node.ins[0].i].shape, space.sizes, coords or space.coords, choice.ins[k][0])
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from meshwright_dtensor._torch import pytree
 from meshwright_dtensor.boxes import dim_order_of
 from meshwright_dtensor.collectives import Site
-from meshwright_dtensor.derive import Derivation, context, local_shape
+from meshwright_dtensor.derive import Derivation, context, held_by, local_shape
 from meshwright_dtensor.layout import Layout
 from meshwright_dtensor.random import Part, is_drawn_alike, run_random
 from meshwright_dtensor.rules import NodeView, is_random, localise
@@ -179,7 +179,9 @@ class _Steps:
         ins = [
             local_shape(space, values[r.i].shape, s) for r, s in zip(node.ins, d.choice.ins[k], strict=True)
         ]
-        op, op_args, op_kwargs = localise(NodeView.of(node, values, 1), shapes, ins)
+        op, op_args, op_kwargs = localise(
+            NodeView.of(node, values, 1), shapes, ins, held_by(space, values, node, d.choice, k)
+        )
         leaves, spec = pytree.tree_flatten((op_args, op_kwargs), is_leaf=is_ref)
         order = {r.i: j for j, r in enumerate(node.ins)}
 

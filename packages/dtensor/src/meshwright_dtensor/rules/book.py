@@ -30,6 +30,7 @@ from meshwright_dtensor.rules.base import (
 )
 from meshwright_dtensor.rules.check import check
 from meshwright_dtensor.rules.composite import Composite
+from meshwright_dtensor.rules.lift import Known, extended
 from meshwright_dtensor.trace import Ref
 
 Rule: TypeAlias = Callable[[NodeView], Iterable[Row]]
@@ -101,6 +102,13 @@ class RuleBook:
         if known is None:
             known = self._memory[key] = tuple(self._find(view))
         return list(known)
+
+    def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
+        """``rows`` and what they are for inputs (and outputs) in these states: see :func:`~lift.extended`."""
+        composite = self._by_name.get(view.node.name) if view.node.op is None else None
+        if composite is None:
+            return rows + extended(view, rows, ins, outs)
+        return rows + extended(view, rows, ins, outs, lambda row: composite.permutes(view, row))
 
     def _find(self, view: NodeView) -> list[Strategy]:
         node = view.node

@@ -123,6 +123,10 @@ class Composite(ABC):
         """Whether the torch function itself, run on the locals with the same other arguments, gives the local result."""
         return False
 
+    def permutes(self, view: NodeView, row: Strategy) -> bool:
+        """Whether ``row`` also holds where ranks own other elements of its sharded dims than chunks (Runs)."""
+        return True
+
     def flops(self, view: NodeView) -> float:
         """Floating-point operations of the whole call, forward."""
         return 0.0

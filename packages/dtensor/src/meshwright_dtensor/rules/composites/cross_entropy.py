@@ -68,6 +68,10 @@ class CrossEntropy(Composite):
             for row in finish(view, rows, "hand")
         ]
 
+    def permutes(self, view: NodeView, row: Strategy) -> bool:
+        """But for the classes: a target is looked up by the offset of one chunk."""
+        return row.ins[0] != (1 if len(view.in_shapes[0]) > 1 else 0)
+
     def plain(self, ctx: LocalContext) -> bool:
         """When no class is elsewhere and no mean spans ranks."""
         return not ctx.axes_sharding(0, _class_dim(ctx)) and (
@@ -88,7 +92,7 @@ class CrossEntropy(Composite):
         _, _, weighted, ignore, reduction, smoothing = ctx.node.args
         class_dim = _class_dim(ctx)
         class_axes, row_axes = ctx.axes_sharding(0, class_dim), _row_axes(ctx)
-        start, length = ctx.box(ctx.in_shapes[0], ctx.ins[0])[class_dim]
+        start, length = ctx.region(ctx.in_shapes[0], ctx.ins[0])[class_dim][0]
         shards = Shards(start, length, ctx.in_shapes[0][class_dim], tuple(class_axes), ctx)
 
         def losses(tensors: list[torch.Tensor], how: str) -> torch.Tensor:

@@ -49,6 +49,10 @@ class Embedding(Composite):
         rows += [((R, 1), (ndim,)), ((R, 0), (P,)), ((R, P), (P,))]
         return finish(view, rows, "hand")
 
+    def permutes(self, view: NodeView, row: Strategy) -> bool:
+        """But for the vocabulary: an id is looked up by the offset of one chunk."""
+        return row.ins[1] != 0
+
     def plain(self, ctx: LocalContext) -> bool:
         """Unless the vocabulary is sharded."""
         return not ctx.axes_sharding(1, 0)

@@ -1,0 +1,177 @@
+"""Rows over Runs: the rules speak of plain dims; here they are extended to the runs that inputs really lie in.
+
+A row whose sharded dims are all the same elements (one size) holds for any division of them over ranks: it is *lifted*.
+Ops that take elements of a sharded dim to other places (views, split, slice, cat) have a function of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from meshwright_dtensor.rules.base import NodeView, Row, Strategy, base_name, mutation_ties
+from meshwright_dtensor.rules.flat import joined, part_of, through_view
+from meshwright_dtensor.runs import Runs, intervals_of, runs
+from meshwright_dtensor.states import R, State, States
+
+Known: TypeAlias = Sequence[Iterable[State]]
+"""Per tensor, the states in which it may lie."""
+
+_PROVEN = frozenset({"hand", "einsum", "view", "pointwise", "factory", "random"})
+"""Sources whose rows hold element by element; rows of others were only tried on chunks."""
+
+_UNBALANCED = 8
+"""A slice may leave one rank this part of a share more than another."""
+
+
+def extended(
+    view: NodeView,
+    rows: Sequence[Strategy],
+    ins: Known,
+    outs: Known = (),
+    permutes: Callable[[Strategy], bool] = lambda row: True,
+) -> list[Strategy]:
+    """The rows that ``rows`` (raw, over R, P and plain dims) lack for inputs and outputs in these states.
+
+    Args:
+        ins: per input the states that it may lie in, of which shards count.
+        outs: likewise for the outputs, where a row is wanted that ends in them.
+        permutes: whether a row holds for elements in any order.
+    """
+    found: dict[tuple[States, States], Strategy] = {}
+    known = {(row.ins, row.outs) for row in rows}
+
+    def add(row: Row, source: str, complete: bool = False) -> None:
+        if row not in known and row not in found:
+            found[row] = Strategy(row[0], row[1], source, complete)
+
+    some = [s for states in (*ins, *outs) for s in states if isinstance(s, Runs)]
+    if some:
+        for row in rows:
+            if row.source in _PROVEN and permutes(row):
+                for own in dict.fromkeys(some):
+                    changed = _lifted(view, row, own)
+                    if changed is not None:
+                        add(changed, row.source, row.complete)
+    special = SPECIAL.get(base_name(view.node.name)) if view.node.op is not None else None
+    if special is not None and not mutation_ties(view):
+        shards = [[s for s in states if isinstance(s, int)] for states in ins]
+        ends = [[s for s in states if isinstance(s, int)] for states in outs]
+        for moved in special(view, shards, ends or [[] for _ in view.node.outs]):
+            add(moved, "view")
+    return list(found.values())
+
+
+def _lifted(view: NodeView, row: Strategy, own: Runs) -> Row | None:
+    """``row`` with every shard replaced by the same runs, where all of them are dims of that size."""
+    shapes = (*view.in_shapes, *view.out_shapes)
+    states = (*row.ins, *row.outs)
+    sharded = [(s, shape) for s, shape in zip(states, shapes, strict=True) if isinstance(s, int)]
+    if not sharded or len(own.intervals) != view.n or any(shape[s] != own.total for s, shape in sharded):
+        return None
+    if not any(int(s) == int(own) for s, _ in sharded):
+        return None
+    changed = tuple(own.on(s) if isinstance(s, int) else s for s in states)
+    return changed[: len(row.ins)], changed[len(row.ins) :]
+
+
+def _reshape(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterator[Row]:
+    before, after = view.in_shapes[0], view.out_shapes[0]
+    for state in ins[0]:
+        there = through_view(before, after, state, view.n)
+        if there is not None:
+            yield (state,), (there,)
+    for state in outs[0]:
+        here = through_view(after, before, state, view.n)
+        if here is not None:
+            yield (here,), (state,)
+
+
+def _cut(view: NodeView, state: int, dim: int, bounds: Sequence[tuple[int, int]]) -> list[int] | None:
+    """States of the parts ``bounds`` of a dim in ``state``; None where a rank's part is not in one piece, or is missing."""
+    own = intervals_of(state, view.in_shapes[0][dim], view.n)
+    results = []
+    for start, stop in bounds:
+        parts = [part_of(o, start, stop) for o in own]
+        if any(p is None for p in parts):
+            return None
+        lengths = [p[2] for p in parts if p is not None]
+        if min(lengths) == 0 or max(lengths) - min(lengths) > max(1, max(lengths) // _UNBALANCED):
+            return None
+        results.append(runs(dim, [p[0] for p in parts if p is not None]))
+    return results
+
+
+def _slice(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterator[Row]:
+    bounds = slice_bounds(view)
+    if bounds is None:
+        return
+    dim, start, stop = bounds
+    for state in ins[0]:
+        cut = _cut(view, state, dim, [(start, stop)]) if int(state) == dim else None
+        if cut is not None:
+            yield (state,), (cut[0],)
+
+
+def slice_bounds(view: NodeView) -> tuple[int, int, int] | None:
+    """(dim, start, stop) of a slice with step 1 that is not the whole dim, else None."""
+    bound, shape = view.bound(), view.in_shapes[0]
+    if not shape or bound.get("step", 1) != 1:
+        return None
+    dim = bound["dim"] % len(shape)
+    start, stop, _ = slice(bound["start"], bound["end"]).indices(shape[dim])
+    return None if (start, stop) == (0, shape[dim]) or stop <= start else (dim, start, stop)
+
+
+def _split(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterator[Row]:
+    shape, n = view.in_shapes[0], view.n
+    dim = view.bound()["dim"] % len(shape)
+    sizes = [out[dim] for out in view.out_shapes]
+    ends = [0, *itertools.accumulate(sizes)]
+    for state in ins[0]:
+        if int(state) != dim:
+            continue
+        cut = _cut(view, state, dim, list(itertools.pairwise(ends)))
+        if cut is not None and joined(cut, sizes, dim, n) == state:
+            yield (state,), tuple(cut)
+    for state in {s for states in outs for s in states if int(s) == dim}:
+        if not isinstance(state, Runs) and all(size % n == 0 for size in sizes):
+            yield (joined([dim] * len(sizes), sizes, dim, n),), (dim,) * len(sizes)
+
+
+def _cat(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterator[Row]:
+    ndim, n = len(view.out_shapes[0]), view.n
+    dim = view.bound()["dim"] % max(ndim, 1)
+    real = [i for i, shape in enumerate(view.in_shapes) if not (shape == (0,) and ndim != 1)]
+    sizes = [view.in_shapes[i][dim] for i in real]
+    if any(size % n or not size for size in sizes):
+        return
+
+    def row(states: Sequence[int]) -> Row:
+        given: list[State] = [R] * len(view.in_shapes)
+        for i, state in zip(real, states, strict=True):
+            given[i] = state
+        return tuple(given), (joined(states, sizes, dim, n),)
+
+    along = [[s for s in ins[i] if int(s) == dim] for i in real]
+    if all(along):
+        yield row([states[0] for states in along])
+    if any(along) or any(int(s) == dim for s in outs[0]):
+        yield row([dim] * len(real))
+
+
+SPECIAL: Mapping[str, Callable[[NodeView, list[list[int]], list[list[int]]], Iterator[Row]]] = {
+    "aten." + name: rule
+    for names, rule in (
+        ("view _unsafe_view reshape _reshape_alias view_copy", _reshape),
+        ("slice slice_copy", _slice),
+        (
+            "split split_with_sizes split_copy split_with_sizes_copy unsafe_split unsafe_split_with_sizes",
+            _split,
+        ),
+        ("cat concatenate", _cat),
+    )
+    for name in names.split()
+}
+"""op name -> (view, shards of the inputs, wanted shards of the outputs) -> rows."""
