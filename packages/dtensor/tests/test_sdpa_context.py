@@ -84,8 +84,8 @@ def run_case(
     with communication() as log:
         found = F.scaled_dot_product_attention(*given, **options)
         assert torch.equal(torch.get_rng_state(), state)
-        assert found.global_layout.states[list(sizes).index("cp")] == 2
-        assert not Space.of(mesh).report.entries
+        assert not Space.of(mesh).report.entries, Space.of(mesh).report.entries
+        assert found.global_layout.states[list(sizes).index("cp")] == 2, found.global_layout
         found.backward(distribute(gradient, mesh, found.global_layout.states))
     pairs = [(found.full_tensor(), expected)]
     pairs += [(a.grad, b.grad) for a, b in zip(leaves, whole, strict=True) if b.grad is not None]

@@ -92,6 +92,6 @@ def test_registered_through_the_entry_point() -> None:
 def test_nothing_here_imports_torch() -> None:
     code = (
         "import sys, meshwright_parallel, meshwright_parallel.plugin, meshwright_parallel.strategies.data, "
-        "meshwright_parallel.strategies.tensor; assert 'torch' not in sys.modules"
+        "meshwright_parallel.strategies.context, meshwright_parallel.strategies.tensor; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -175,6 +175,9 @@ def check(plan: ParallelPlan, world_size: int | None, axes: tuple[str, ...] | No
         raise PlanError("world_size", plan.world_size, rule, f"{world_size} with {near}")
     _check_parameters(plan)
     _check_activations(plan)
+    if plan.context is not None and "cp" not in plan.degrees:
+        rule = f"it speaks of the axis 'cp', and the axes of the plan are {listing(plan.degrees)}"
+        raise PlanError("context", plan.context.attention, f"{rule}; add cp to degrees or remove the field")
     for index, collective in enumerate(plan.collectives):
         _known_axis(plan, f"collectives[{index}].axis", collective.axis)
 

@@ -24,6 +24,9 @@ def explain(plan: ParallelPlan, width: int = 110) -> str:
             console.print(Text(f"  {axis}: {plan.strategies[axis]}"))
     if plan.sequence_parallel:
         console.print(Text("  sequence parallel"))
+    if plan.context is not None:
+        order = "zig-zag" if plan.context.balance == "zigzag" else "in chunks"
+        console.print(Text(f"  context: attention by {plan.context.attention}, sequence {order}"))
     _parameters(plan, console)
     _activations(plan, console)
     _collectives(plan, console)

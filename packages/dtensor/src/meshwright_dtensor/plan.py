@@ -153,12 +153,25 @@ class PlannedCollective(_Model):
     """
 
     axis: Axis
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
     nbytes: Count
     count: Positive = 1
     phase: Literal["forward", "backward"] = "forward"
     module: Text = ""
     why: Text = ""
+
+
+class ContextSharing(_Model):
+    """How ranks of the axis "cp" share a sequence.
+
+    attention: keys and values are gathered ("all_gather"), travel around the ranks ("ring"), or heads are spread in place
+    of the sequence inside attention ("all_to_all").
+    balance: "none" gives each rank one chunk of the sequence, "zigzag" two, one from each end: equal work under a causal
+    mask.
+    """
+
+    attention: Literal["all_gather", "ring", "all_to_all"] = "all_gather"
+    balance: Literal["none", "zigzag"] = "none"
 
 
 class Provenance(_Model):
@@ -179,6 +192,7 @@ class ParallelPlan(_Model):
     strategies: mesh axis -> name of the strategy that works on it.
     parameters: the first rule that matches a parameter's name places it; without one it is replicated.
     activations: target states by call; derivation fills in the rest.
+    context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
 
     Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
     """
@@ -190,6 +204,7 @@ class ParallelPlan(_Model):
     sequence_parallel: StrictBool = False
     parameters: tuple[ParameterRule, ...] = ()
     activations: tuple[ActivationRule, ...] = ()
+    context: ContextSharing | None = None
     predicted: Prediction | None = None
     collectives: tuple[PlannedCollective, ...] = ()
     provenance: Provenance = Field(default_factory=Provenance)
@@ -315,6 +330,7 @@ class ParallelPlan(_Model):
 
 __all__ = [
     "ActivationRule",
+    "ContextSharing",
     "ParallelPlan",
     "ParameterRule",
     "PlannedCollective",

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
 
 DEGREES = ("pp", "dp", "cp", "ep", "tp")
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "context_attention": ("all_gather", "ring", "all_to_all"),
+    "context_balance": ("none", "zigzag"),
+}
 
 # Options of the API that nothing executes yet, with the value that asks for nothing and what would have to exist.
 _NOT_BUILT: Mapping[str, tuple[Any, str]] = {
@@ -49,6 +55,8 @@ class PlanRequest:
         top_k: how many plans to return, best first.
         memory_limit: bytes per rank that a plan may use, or None for what the cluster has.
         tp, pp, dp, cp, ep: degrees pinned by the user; None is searched.
+        context_attention: "all_gather", "ring" or "all_to_all", pinned; None takes the cheapest.
+        context_balance: "none" or "zigzag", pinned; None takes zig-zag for causal models whose sequence it divides.
         keep_user_sharding: respect placements that the user marked.
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """
@@ -66,6 +74,8 @@ class PlanRequest:
     dp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    context_attention: str | None = None
+    context_balance: str | None = None
     zero: int | None = None
     sequence_parallel: bool | None = None
     microbatches: int | None = None
@@ -78,6 +88,11 @@ class PlanRequest:
     def pins(self) -> dict[str, int]:
         """The degrees that the user pinned, by axis."""
         return {axis: getattr(self, axis) for axis in DEGREES if getattr(self, axis) is not None}
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The keywords that strategies know by name, those that were given."""
+        return {name: getattr(self, name) for name in _CHOICES if getattr(self, name) is not None}
 
     def check(self, axes: Collection[str]) -> None:
         """Refuse what cannot be done; `axes` are those that installed strategies own.
@@ -94,6 +109,12 @@ class PlanRequest:
                 raise UsageError(f"{name}={value!r} is not an integer; give a whole number >= 1")
             if value < 1:
                 raise UsageError(f"{name}={value} is less than 1; give a whole number >= 1")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                close = did_you_mean(value, choices)
+                hint = f"; did you mean {close!r}?" if close else ""
+                raise UsageError(f"{name}={value!r} is unknown; give one of {', '.join(choices)}{hint}")
         for name, (default, missing) in _NOT_BUILT.items():
             if getattr(self, name) != default:
                 raise UsageError(

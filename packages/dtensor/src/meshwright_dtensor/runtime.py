@@ -86,8 +86,13 @@ FRAMES = Frames()
 """Torch functions carry no context, so whose forward is running has to be known per thread."""
 
 
-def install_targets(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> list[Any]:
+def install_targets(
+    model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, everywhere: bool = False
+) -> list[Any]:
     """Make the calls of ``model`` take their inputs in the states that ``plan.activations`` names.
+
+    Args:
+        everywhere: know whose forward is running for every module, not only where the plan has targets.
 
     Returns:
         Handles; ``handle.remove()`` undoes it.
@@ -111,6 +116,9 @@ def install_targets(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> l
             )
         for name in matched:
             rules.setdefault(name, {}).setdefault(rule.function, {}).setdefault(rule.occurrence, target)
+    if everywhere:
+        for name in names:
+            rules.setdefault(name, {})
     return hook_frames(model, rules)
 
 

@@ -7,18 +7,19 @@ how batch tensors and parameters lie on its axis and lets it attach its engine. 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from meshwright_dtensor.batches import BatchSize
     from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.states import State
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 Phase = Literal["forward", "backward"]
 GradientKind = Literal["complete", "deferred"]
 
@@ -41,10 +42,13 @@ class Link:
         """Seconds of one ring collective over `degree` ranks; `nbytes` is the size of the full tensor.
 
         A ring all-gather or reduce-scatter moves (n-1)/n of the full tensor through every rank in n-1 hops; an
-        all-reduce is one of each; an all-to-all sends (n-1)/n of a rank's own part, which is nbytes/n.
+        all-reduce is one of each; an all-to-all sends (n-1)/n of a rank's own part, which is nbytes/n. A send to the next
+        rank (send_recv) moves nbytes, all that one rank sends.
         """
         if degree <= 1:
             return 0.0
+        if kind == "send_recv":
+            return self.latency_s + nbytes / self.bandwidth_Bps
         hops = degree - 1
         share = nbytes * hops / degree
         once = hops * self.latency_s + share / self.bandwidth_Bps
@@ -53,6 +57,27 @@ class Link:
         if kind == "all_to_all":
             return hops * self.latency_s + share / degree / self.bandwidth_Bps
         return once
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """`count` equal attention calls of one forward pass, as ONE rank sees them.
+
+    Args:
+        query_bytes, key_value_bytes, output_bytes: sizes of its tensors; keys and values together.
+        heads, key_heads: how many of each (1 where there is no such dim).
+        causal: a query sees keys up to its own position.
+        seconds: predicted time of one call, forward and backward, over this rank's part of the sequence alone.
+    """
+
+    query_bytes: int
+    key_value_bytes: int
+    output_bytes: int
+    heads: int
+    key_heads: int
+    causal: bool
+    seconds: float = 0.0
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,9 @@ class SearchRequest:
         flops: floating-point operations of forward and backward.
         layers: number of repeated blocks (1 when nothing repeats).
         backward_seconds: predicted seconds of the backward pass, which communication may hide behind.
+        attention: the attention calls.
+        pins: degrees that the user pinned, by axis.
+        options: keywords of `plan` that a strategy may know by name, those that were given.
     """
 
     world_size: int
@@ -82,6 +110,9 @@ class SearchRequest:
     flops: float = 0.0
     layers: int = 1
     backward_seconds: float = 0.0
+    attention: tuple[AttentionUse, ...] = ()
+    pins: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,6 +135,7 @@ class StrategyCost:
         overlapped_seconds: communication time hidden behind compute (not added to the step).
         parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
         collectives: what is communicated.
+        fields: fields of the plan that say which way was costed, such as {"context": {...}}.
     """
 
     exposed_seconds: float = 0.0
@@ -113,6 +145,7 @@ class StrategyCost:
     optimizer: float = 1.0
     activations: float = 1.0
     collectives: tuple[CollectiveUse, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Strategy(ABC):
@@ -123,6 +156,7 @@ class Strategy(ABC):
         axis: the mesh axis it owns, e.g. "tp".
         order: position of its axis in the mesh; small is outermost (data 10, tensor 40).
         placement_search: the planner's search decides the placements on this axis.
+        locates: calls of every module are named in the communication log, not only those that the plan speaks of.
         gradient: "complete" - a replicated parameter's gradient is complete when autograd delivers it (state I);
             "deferred" - autograd delivers each rank's part (state X) and the strategy's engine sums later.
     """
@@ -131,6 +165,7 @@ class Strategy(ABC):
     axis: ClassVar[str]
     order: ClassVar[int] = 50
     placement_search: ClassVar[bool] = False
+    locates: ClassVar[bool] = False
     gradient: ClassVar[GradientKind] = "complete"
 
     @abstractmethod
@@ -148,6 +183,22 @@ class Strategy(ABC):
     def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
         """The state on this axis in which batch tensor `name` of global `shape` enters the model ("I" or a dim)."""
         return "I"
+
+    def batch_state(
+        self, name: str, shape: Sequence[int], size: BatchSize, degree: int, plan: ParallelPlan | None = None
+    ) -> State:
+        """As `input_state`, for strategies that look at more than rows: at the sequence, or at what the plan says.
+
+        This is what is called; by default it asks `input_state`.
+
+        Args:
+            size: rows (as axes further out leave them) and tokens of the whole batch.
+            plan: the plan that is applied, None while one is searched for.
+
+        Raises:
+            UsageError: the batch cannot be divided as the plan says.
+        """
+        return self.input_state(name, shape, size.rows, degree)
 
     def parameter_state(self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int) -> State:
         """The state in which parameter `fqn` of global `shape` is stored on this axis.

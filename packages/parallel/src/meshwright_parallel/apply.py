@@ -79,7 +79,7 @@ def parallelize(
     _place_parameters(model, mesh, states, device)
     _place_buffers(model, device)
     install_true_order(model)
-    install_targets(model, mesh, plan)
+    install_targets(model, mesh, plan, everywhere=any(strategy.locates for strategy in strategies))
     install_inputs(model, placed)
     for strategy in strategies:
         strategy.attach(model, mesh, plan)

@@ -19,8 +19,8 @@ from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, format_state
 from meshwright_dtensor.strategy import Strategy
-from meshwright_parallel._torch import gradient_hooks
-from meshwright_parallel.inputs import placed_of, rows_of
+from meshwright_parallel._torch import gradient_hooks, map_tensors
+from meshwright_parallel.inputs import input_states, placed_of, size_of
 
 _FINGERPRINT = re.compile(r"(.+)-([0-9a-f]{16})")
 
@@ -143,7 +143,7 @@ def check_plan(model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strate
 
     Raises:
         PlanError: the plan was made for another model, or a pattern matches nothing.
-        UsageError: the batch holds no tensor.
+        UsageError: the batch holds no tensor, or cannot be divided.
     """
     _check_fingerprint(model, plan)
     fqns = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -164,10 +164,27 @@ def check_plan(model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strate
                 f"no module of this {type(model).__name__} matches",
                 did_you_mean(call.module, [name for name in modules if name]),
             )
-    if batch is not None and _rows(batch) is None:
+    if batch is not None:
+        _check_batch(plan, strategies, batch)
+
+
+def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any) -> None:
+    """That the batch has rows, and that every strategy can divide it."""
+    if isinstance(batch, Mapping):
+        args, kwargs = (), dict(batch)
+    else:
+        args, kwargs = (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+    size = size_of(args, kwargs)
+    if size.rows is None:
         raise UsageError(
             "batch holds no tensor with dims; give one example of what model(...) is called with"
         )
+
+    def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        input_states(plan, strategies, name, tensor.shape, size)
+        return tensor
+
+    map_tensors(look, args, kwargs)
 
 
 def _states(
@@ -224,12 +241,6 @@ def _check_fingerprint(model: nn.Module, plan: ParallelPlan) -> None:
         f"{what}; plan again for this model, or remove the field",
         fingerprint(model),
     )
-
-
-def _rows(batch: Any) -> int | None:
-    if isinstance(batch, Mapping):
-        return rows_of((), dict(batch))
-    return rows_of(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
 
 
 def _show(states: tuple[State, ...]) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.global_tensor import GlobalTensor, distribute
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.states import State
@@ -35,43 +36,49 @@ class Placed:
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
         return self  # a copied model lies on the same mesh
 
-    def input_states(self, name: str, shape: Sequence[int], rows: int | None) -> tuple[State, ...]:
-        """The state of batch tensor `name` of global `shape` on each mesh axis; `rows` is the size of the batch."""
-        left = rows
-        states: list[State] = []
-        for axis, strategy in enumerate(self.strategies):
-            degree = self.mesh.size(axis)
-            # an axis further in sees the rows that those further out have left
-            seen = shape if not states or 0 not in states else (left or 0, *shape[1:])
-            state = strategy.input_state(name, seen, left, degree) if degree > 1 else "I"
-            if state == 0 and left is not None:
-                left //= degree
-            states.append(state)
-        return tuple(states)
+    def input_states(self, name: str, shape: Sequence[int], size: BatchSize) -> tuple[State, ...]:
+        """The state of batch tensor `name` of global `shape` on each mesh axis; `size` is that of the batch."""
+        return input_states(self.plan, self.strategies, name, shape, size)
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments with every plain tensor distributed; tensors that are placed already stay."""
-        rows = rows_of(args, kwargs)
+        size = size_of(args, kwargs)
 
         def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, (GlobalTensor, DTensor)):
                 return tensor
-            return distribute(tensor, self.mesh, self.input_states(name, tensor.shape, rows))
+            return distribute(tensor, self.mesh, self.input_states(name, tensor.shape, size))
 
         return map_tensors(one, args, kwargs)
 
 
-def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Rows of the batch: size of dim 0 of its first tensor that has dims; None where there is none."""
-    found: list[int] = []
+def input_states(
+    plan: ParallelPlan, strategies: Sequence[Strategy], name: str, shape: Sequence[int], size: BatchSize
+) -> tuple[State, ...]:
+    """The state of batch tensor `name` of global `shape` on each mesh axis of `plan`."""
+    left = size.rows
+    states: list[State] = []
+    for degree, strategy in zip(plan.degrees.values(), strategies, strict=True):
+        # an axis further in sees the rows that those further out have left
+        seen = shape if not states or 0 not in states else (left or 0, *shape[1:])
+        here = BatchSize(left, size.tokens)
+        state = strategy.batch_state(name, seen, here, degree, plan) if degree > 1 else "I"
+        if state == 0 and left is not None:
+            left //= degree
+        states.append(state)
+    return tuple(states)
+
+
+def size_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
+    """Rows and tokens of the batch."""
+    found: list[tuple[Sequence[int], bool]] = []
 
     def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not found and tensor.dim():
-            found.append(tensor.shape[0])
+        found.append((tensor.shape, tensor.is_floating_point()))
         return tensor
 
     map_tensors(look, tuple(args), dict(kwargs))
-    return found[0] if found else None
+    return BatchSize.of(found)
 
 
 def placed_of(model: nn.Module) -> Placed | None:

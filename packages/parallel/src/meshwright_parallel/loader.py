@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.boxes import chunk_box
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.global_tensor import from_local
 from meshwright_dtensor.states import State
 from meshwright_parallel._torch import map_tensors
 from meshwright_parallel.agreement import checksum, differing
-from meshwright_parallel.inputs import Placed, placed_of
+from meshwright_parallel.inputs import Placed, placed_of, size_of
 from meshwright_parallel.registry import LivePlacements
 from meshwright_parallel.watch import WatchedCollate, WatchedDataset
 
@@ -133,8 +134,10 @@ class _LocalLoader:
             **more,
         )
 
-    def states(self, name: str, shape: tuple[int, ...], rows: int) -> tuple[State, ...]:
-        return self.placed.input_states(name, shape, rows)
+    def states(
+        self, name: str, shape: tuple[int, ...], rows: int, tokens: int | None = None
+    ) -> tuple[State, ...]:
+        return self.placed.input_states(name, shape, BatchSize(rows, tokens))
 
     def rows(self, count: int) -> tuple[int, int]:
         """(offset, length) of this rank's rows in a batch of `count`."""
@@ -158,6 +161,7 @@ class _LocalLoader:
         mesh = self.placed.mesh
         seen = [f"{count} {indices}"]
         args, kwargs = _split(batch)
+        tokens = size_of(args, kwargs).tokens
 
         def check(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if length != count and (tensor.dim() == 0 or tensor.shape[0] != length):
@@ -173,7 +177,7 @@ class _LocalLoader:
             shape = (count, *tensor.shape[1:]) if tensor.dim() and length != count else tuple(tensor.shape)
             whole = tensor.dim() == 0 or length == count
             placed = from_local(tensor, mesh, ("I",) * mesh.ndim if whole else by_row, shape)
-            return placed.redistribute(self.states(name, shape, count))
+            return placed.redistribute(self.states(name, shape, count, tokens))
 
         map_tensors(check, args, kwargs)
         if length != count:

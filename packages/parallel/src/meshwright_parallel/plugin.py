@@ -17,6 +17,12 @@ def meshwright_strategies() -> Iterable[StrategySpec]:
         summary="ranks share the rows of the batch; gradients are summed in buckets during the backward pass",
     )
     yield StrategySpec(
+        name="context",
+        axis="cp",
+        target="meshwright_parallel.strategies.context:Context",
+        summary="ranks share the tokens of each row; attention gathers keys, passes them around, or spreads heads",
+    )
+    yield StrategySpec(
         name="tensor",
         axis="tp",
         target="meshwright_parallel.strategies.tensor:Tensor",

@@ -30,6 +30,8 @@ def plan(
     dp: int | None = None,
     cp: int | None = None,
     ep: int | None = None,
+    context_attention: str | None = None,
+    context_balance: str | None = None,
     zero: int | None = None,
     sequence_parallel: bool | None = None,
     microbatches: int | None = None,
@@ -51,6 +53,8 @@ def plan(
         top_k: return a list of at most this many plans, best first, when greater than 1.
         memory_limit: bytes that a plan may use on one rank; None takes what the cluster has.
         tp, pp, dp, cp, ep: degrees to keep as given; None is searched.
+        context_attention: how ranks of cp share attention: "all_gather", "ring" or "all_to_all"; None takes the cheapest.
+        context_balance: "zigzag" or "none"; None takes zig-zag for causal models.
         precision, zero, sequence_parallel, microbatches, schedule, recompute, compile: refused, nothing executes
             them yet.
         keep_user_sharding: must be True.
@@ -78,6 +82,8 @@ def plan(
         dp=dp,
         cp=cp,
         ep=ep,
+        context_attention=context_attention,
+        context_balance=context_balance,
         zero=zero,
         sequence_parallel=sequence_parallel,
         microbatches=microbatches,

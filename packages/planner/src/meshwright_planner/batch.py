@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.errors import UsageError
 from meshwright_planner._torch import pytree
 
@@ -66,10 +67,13 @@ class Batch:
 
     @property
     def sequence_length(self) -> int | None:
-        """Size of dim 1 of the first tensor of integers (token ids) with two dims, else None."""
-        return next(
-            (t.shape[1] for _, t in self.tensors() if t.dim() == 2 and not t.is_floating_point()), None
-        )
+        """Tokens of a row, None where the batch holds no sequence (see BatchSize)."""
+        return self.sizes.tokens
+
+    @property
+    def sizes(self) -> BatchSize:
+        """Rows and tokens, as strategies see them."""
+        return BatchSize.of((tuple(t.shape), t.is_floating_point()) for _, t in self.tensors())
 
     def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Batch:
         """The same arguments with every tensor replaced by `change(name, tensor)`."""

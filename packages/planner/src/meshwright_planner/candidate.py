@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective
 from meshwright_planner.placement import Placement, PlacementProblem
@@ -24,6 +25,7 @@ class Candidate:
         memory: bytes by part on one rank.
         limit: bytes that one rank has.
         collectives: those that strategies add to the placement's.
+        fields: what strategies add to the plan.
     """
 
     degrees: Mapping[str, int]
@@ -37,6 +39,7 @@ class Candidate:
     memory: dict[str, int]
     limit: int
     collectives: list[PlannedCollective] = field(default_factory=list)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:

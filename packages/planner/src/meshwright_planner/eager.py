@@ -87,6 +87,7 @@ class EagerPlanner(Planner):
             world_size=world_size,
             limit=_limit(cluster, request),
             stored={},
+            options=request.options,
         )
 
 

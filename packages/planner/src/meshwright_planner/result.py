@@ -34,6 +34,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             memory_bytes={**candidate.memory, "total": candidate.total_bytes},
         ),
         collectives=tuple(sorted(collectives, key=_collective_key)),
+        **candidate.fields,
         provenance=Provenance(
             planner=planner,
             versions=_versions(),

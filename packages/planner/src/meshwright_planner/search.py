@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from meshwright_dtensor.plan import PlannedCollective
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Link, SearchRequest, Strategy
 from meshwright_planner._torch import is_fake
+from meshwright_planner.attention import attention_uses
 from meshwright_planner.batch import Batch
 from meshwright_planner.candidate import Candidate
 from meshwright_planner.costs import OPTIMIZERS, AxisCosts, optimizer_seconds
@@ -43,6 +45,7 @@ class Setting:
         world_size: number of ranks.
         limit: bytes that one rank has.
         stored: parameter name -> state on the searched axis, fixed by the user.
+        options: keywords that strategies know by name.
     """
 
     model: nn.Module
@@ -54,6 +57,7 @@ class Setting:
     world_size: int
     limit: int
     stored: Mapping[str, State]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Search:
@@ -107,6 +111,8 @@ class Search:
             sequence_length=self.setting.batch.sequence_length,
             parameter_bytes=sum(p.numel() * p.element_size() for p in self.setting.model.parameters()),
             gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
+            pins=self.setting.pins,
+            options=self.setting.options,
         )
 
     # ---- one combination
@@ -141,7 +147,9 @@ class Search:
     def _local_shape(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> tuple[int, ...]:
         local = list(shape)
         for axis, strategy in self.setting.strategies.items():
-            state = strategy.input_state(name, shape, self.setting.batch.size, degrees[axis])
+            if degrees[axis] == 1:
+                continue
+            state = strategy.batch_state(name, shape, self.setting.batch.sizes, degrees[axis])
             if isinstance(state, int):
                 local[state] = -(-local[state] // degrees[axis])
         return tuple(local)
@@ -212,13 +220,16 @@ class Search:
             flops=3.0 * tape.flops / problem.costs.degree,
             layers=max((len(g) for g in problem.quotient.groups), default=1),
             backward_seconds=placement.compute_seconds * 2 / 3,
+            attention=attention_uses(tape, problem.costs, self.rules.composites.values()),
         )
+        fields: dict[str, Any] = {}
         for name, strategy in setting.strategies.items():
             if degrees[name] <= 1:
                 continue
             cost = strategy.cost(request, degrees[name], self._link(degrees, name))
             exposed += cost.exposed_seconds
             hidden += cost.overlapped_seconds
+            fields.update(cost.fields)
             for part in ("parameters", "gradients", "optimizer", "activations"):
                 memory[part] = math.ceil(memory[part] * getattr(cost, part))
             collectives += [
@@ -241,6 +252,7 @@ class Search:
             memory=memory,
             limit=setting.limit,
             collectives=collectives,
+            fields=fields,
         )
 
     def _batch_factor(self, degrees: Mapping[str, int]) -> int:

@@ -125,14 +125,14 @@ def identity(view: NodeView) -> Iterator[Row]:
 
 
 def cat(view: NodeView) -> Iterator[Row]:
-    """cat: all dims but the one joined; legacy 1-D empty operands are dropped and stay replicated."""
+    """cat: all dims but the one joined, which too where there is nothing to join: legacy 1-D empty operands are dropped."""
     ndim = len(view.out_shapes[0])
     bound = view.bound()
     joined = bound["dim"] % max(ndim, 1)
     shapes = view.in_shapes
     real = [s for s in range(len(shapes)) if not (shapes[s] == (0,) and ndim != 1)]
     for dim in range(ndim):
-        if dim != joined:
+        if dim != joined or len(real) == 1:
             yield tuple(dim if i in real else R for i in range(len(shapes))), (dim,)
     if all(view.floating(i) for i in real):
         yield linear_row(view, *real)

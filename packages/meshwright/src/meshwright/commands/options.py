@@ -42,10 +42,19 @@ def model_options(function: F) -> F:
 
 
 def plan_options(function: F) -> F:
-    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --memory-limit."""
+    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --context-attention, --memory-limit."""
     for option in (
         click.option(
             "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB or 512MiB."
+        ),
+        click.option(
+            "--context-attention",
+            type=click.Choice(["all_gather", "ring", "all_to_all"]),
+            default=None,
+            help="How ranks that share a sequence (cp) share attention. [default: the cheapest]",
+        ),
+        click.option(
+            "--cp", type=int, default=None, help="Pin the degree of context parallelism, as --degree cp=N."
         ),
         click.option(
             "--degree",
@@ -101,9 +110,11 @@ def plan_request(
     memory_limit: str | None,
     world_size: int,
     top_k: int = 1,
+    cp: int | None = None,
+    context_attention: str | None = None,
 ) -> PlanRequest:
     """What the options of `plan_options` ask for."""
-    pins = parse_degrees(degrees, host)
+    pins = parse_degrees((*degrees, *(() if cp is None else (f"cp={cp}",))), host)
     return PlanRequest(
         cluster=cluster,
         world_size=world_size,
@@ -116,6 +127,7 @@ def plan_request(
         pp=pins.get("pp"),
         cp=pins.get("cp"),
         ep=pins.get("ep"),
+        context_attention=context_attention,
     )
 
 
@@ -141,6 +153,8 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
         pp=request.pp,
         cp=request.cp,
         ep=request.ep,
+        context_attention=request.context_attention,
+        context_balance=request.context_balance,
     )
     plan: Any = applied.parallel_plan
     return applied, plan

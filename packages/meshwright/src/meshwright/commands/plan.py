@@ -36,6 +36,8 @@ def command(
     planner: str,
     optimizer: str,
     degrees: tuple[str, ...],
+    cp: int | None,
+    context_attention: str | None,
     memory_limit: str | None,
     world_size: int | None,
     top_k: int,
@@ -50,6 +52,8 @@ def command(
         planner=planner,
         optimizer=optimizer,
         memory_limit=memory_limit,
+        cp=cp,
+        context_attention=context_attention,
         world_size=ranks.world_size() if world_size is None else world_size,
         top_k=max(top_k, COMPARED) if top_k >= 1 else top_k,  # refused below 1
     )

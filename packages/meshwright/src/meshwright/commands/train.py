@@ -22,6 +22,7 @@ MODELS = ("gpt2", "llama", "bert", "vit")
     help="Ranks to start here. [default: the plan's, or 4; a job's own under torchrun]",
 )
 @click.option("--dp", type=int, default=None, help="Pin the data-parallel degree.")
+@click.option("--cp", type=int, default=None, help="Pin the context-parallel degree.")
 @click.option("--tp", type=int, default=None, help="Pin the tensor-parallel degree.")
 @click.option(
     "--plan", type=click.Path(path_type=Path), default=None, help="Apply this plan instead of planning."
@@ -52,6 +53,7 @@ def command(
     steps: int,
     world_size: int | None,
     dp: int | None,
+    cp: int | None,
     tp: int | None,
     plan: Path | None,
     text: Path | None,
@@ -81,7 +83,7 @@ def command(
     from meshwright.demo.report import Report
     from meshwright.demo.train import Options, run
 
-    degrees = {axis: degree for axis, degree in (("dp", dp), ("tp", tp)) if degree is not None}
+    degrees = {axis: degree for axis, degree in (("dp", dp), ("cp", cp), ("tp", tp)) if degree is not None}
     options = Options(
         model=model,
         steps=steps,

@@ -73,6 +73,8 @@ def command(
     planner: str,
     optimizer: str,
     degrees: tuple[str, ...],
+    cp: int | None,
+    context_attention: str | None,
     memory_limit: str | None,
     plan_file: Path | None,
     world_size: int | None,
@@ -87,8 +89,10 @@ def command(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
-    if plan_file is not None and degrees:
-        raise UsageError(f"--plan {plan_file} already fixes the degrees; leave out --degree, or the plan")
+    if plan_file is not None and (degrees or cp is not None or context_attention is not None):
+        raise UsageError(
+            f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp and --context-attention, or the plan"
+        )
     plan = None
     if plan_file is not None:
         from meshwright_dtensor.plan import ParallelPlan
@@ -105,6 +109,8 @@ def command(
         planner=planner,
         optimizer=optimizer,
         memory_limit=memory_limit,
+        cp=cp,
+        context_attention=context_attention,
         world_size=size,
     )
     if size > 1 and not ranks.is_rank():

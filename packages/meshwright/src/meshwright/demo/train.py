@@ -51,7 +51,7 @@ class Options:
     """What to train and how; the defaults are the main job.
 
     sequence_length in tokens, batch_size in rows of the global batch. plan: a plan file, instead of planning.
-    degrees: pinned by axis ("dp", "tp").
+    degrees: pinned by axis ("dp", "cp", "tp").
     """
 
     model: str = "gpt2"
@@ -80,7 +80,7 @@ class Options:
             )
         if self.plan is not None and self.degrees:
             raise UsageError(
-                f"--plan {self.plan} already fixes the degrees; leave out --dp and --tp, or the plan"
+                f"--plan {self.plan} already fixes the degrees; leave out --dp, --cp and --tp, or the plan"
             )
 
 
@@ -205,7 +205,12 @@ def run(options: Options, watcher: Watcher | None) -> Outcome:
     if options.plan is None:
         pins = options.degrees
         model = mw.auto_parallelize(
-            model, example, optimizer=options.optimizer, dp=pins.get("dp"), tp=pins.get("tp")
+            model,
+            example,
+            optimizer=options.optimizer,
+            dp=pins.get("dp"),
+            cp=pins.get("cp"),
+            tp=pins.get("tp"),
         )
     else:
         model = mw.parallelize(model, mw.ParallelPlan.load(options.plan), batch=example)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_dtensor import _torch_attention as kernels
-from meshwright_dtensor.boxes import Interval
+from meshwright_dtensor.runs import Interval
 
 Tensor = torch.Tensor
-Intervals = tuple[Interval, ...]
 
 PIECE = 1 << 26
 """Scores held at a time where no fused kernel applies (masks and dropout)."""

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.boxes import Box
 from meshwright_dtensor.collectives import NOWHERE, Site, Step
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.random import draw_full_then_slice
+from meshwright_dtensor.regions import Place
 from meshwright_dtensor.rules.composite import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_math import attention
 from meshwright_dtensor.rules.composites.sdpa_ring import Gather, Ranks, Scatter, SharedAttention
+from meshwright_dtensor.runs import Intervals
 from meshwright_dtensor.space import Space
-from meshwright_dtensor.states import R, States, X, is_shard
+from meshwright_dtensor.states import R, States, X
 
 Tensor = torch.Tensor
 
@@ -36,13 +37,14 @@ def shares_sequence(ctx: LocalContext) -> bool:
 def local_attention(ctx: LocalContext) -> LocalFunction:
     """Attention of this rank's queries over all keys, wherever these lie."""
     axes = key_axes(ctx)
-    form = ctx.attention[axes[0]] if len(axes) == 1 else "all_gather"
+    alone = len(axes) == 1 and axes == ctx.axes_sharding(0, len(ctx.in_shapes[0]) - 2)
+    form = ctx.attention[axes[0]] if alone else "all_gather"
     if form == "all_to_all":
         return _by_heads(ctx, axes[0])
     mask, p = ctx.node.args[3:5]
     ranks, scale = _ranks(ctx, axes, form == "ring"), _scale(ctx)
     shape, states = _weights(ctx)
-    draw = _noise(ctx, shape, ctx.box(shape, states)) if p else None
+    draw = _noise(ctx, shape, ctx.region(shape, states)) if p else None
 
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
@@ -111,16 +113,16 @@ def _weights(ctx: LocalContext) -> tuple[tuple[int, ...], States]:
     """Shape of the attention weights and how this rank's queries lie in them."""
     shape = (*ctx.out_shapes[0][:-1], ctx.in_shapes[1][-2])
     # features of the output are no dim of the weights
-    return shape, tuple(s if is_shard(s) and s != len(shape) - 1 else R for s in ctx.outs[0])
+    return shape, tuple(s if isinstance(s, int) and int(s) != len(shape) - 1 else R for s in ctx.outs[0])
 
 
-def _noise(ctx: LocalContext, shape: tuple[int, ...], box: Box) -> Callable[[Tensor], Tensor]:
-    """Draws what the weights of dropout are multiplied by: this rank's box of one device's."""
+def _noise(ctx: LocalContext, shape: tuple[int, ...], place: Place) -> Callable[[Tensor], Tensor]:
+    """Draws what the weights of dropout are multiplied by: this rank's part of one device's."""
     p: float = ctx.node.args[4]
 
     def draw(like: Tensor) -> Tensor:
         return draw_full_then_slice(
-            lambda full: noise_(full, p), shape, range(len(shape)), like.dtype, like.device, box
+            lambda full: noise_(full, p), shape, range(len(shape)), like.dtype, like.device, place
         )
 
     return draw
@@ -150,18 +152,19 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     n, rank, name = ctx.size(axis), ctx.rank(axis), Space.of(ctx.mesh).axes[axis]
     dim = len(ctx.in_shapes[0]) - 2
     bare = tuple(R if a == axis else s for a, s in enumerate(ctx.ins[0]))
-    box = ctx.box(ctx.in_shapes[0], bare)
-    first, heads = box[dim - 1]
+    region = ctx.region(ctx.in_shapes[0], bare)
+    heads = sum(length for _, length in region[dim - 1])
     if heads % n:
         raise UnsupportedError(
             f"attention over {heads} heads cannot be spread over the {n} ranks of mesh axis {name!r}: all_to_all needs "
             "a multiple; use context attention 'ring' or 'all_gather', or fewer ranks"
         )
-    mine = (first + rank * (heads // n), heads // n)
+    mine = _within(region[dim - 1], rank * (heads // n), heads // n)
     queries = ctx.intervals_along(0, dim, axis)
     keys = ctx.intervals_along(1, dim, axis)
     shape = _weights(ctx)[0]
-    draw = _noise(ctx, shape, (*box[: dim - 1], mine, (0, shape[-2]), (0, shape[-1]))) if p else None
+    whole = (((0, shape[-2]),), ((0, shape[-1]),))
+    draw = _noise(ctx, shape, (*region[: dim - 1], mine, *whole)) if p else None
 
     def exchange(t: Tensor, source: int, target: int, site: Site) -> Tensor:
         sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]
@@ -189,13 +192,24 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     return run
 
 
+def _within(held: Intervals, start: int, length: int) -> Intervals:
+    """The part ``start .. start + length``, in local order, of what is held."""
+    found, at = [], 0
+    for offset, size in held:
+        low, high = max(start, at), min(start + length, at + size)
+        if low < high:
+            found.append((offset + low - at, high - low))
+        at += size
+    return tuple(found)
+
+
 def _copies(groups: int, heads: int, n: int) -> int:
     """How often each of ``groups`` key heads is repeated, at least, so that ``n`` ranks share them evenly."""
     times = n // math.gcd(groups, n)
     return times if heads % (groups * times) == 0 else heads // groups
 
 
-def _in_order(t: Tensor, held: tuple[tuple[tuple[int, int], ...], ...]) -> Tensor:
+def _in_order(t: Tensor, held: tuple[Intervals, ...]) -> Tensor:
     """The sequence (dim -2) by position, from the ranks' parts one after the other."""
     runs = [run for part in held for run in part]
     if runs == sorted(runs):
@@ -204,7 +218,7 @@ def _in_order(t: Tensor, held: tuple[tuple[tuple[int, int], ...], ...]) -> Tenso
     return torch.cat([pieces[i] for i in sorted(range(len(runs)), key=lambda i: runs[i])], -2)
 
 
-def _as_held(t: Tensor, held: tuple[tuple[tuple[int, int], ...], ...]) -> Tensor:
+def _as_held(t: Tensor, held: tuple[Intervals, ...]) -> Tensor:
     """The reverse of :func:`_in_order`."""
     runs = [run for part in held for run in part]
     if runs == sorted(runs):

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from meshwright_dtensor.collectives import Site
 from meshwright_dtensor.commlog import CommLog, record
 from meshwright_dtensor.rules.composites.sdpa_blocks import (
-    Intervals,
     Merged,
     Terms,
     attend,
     attend_backward,
     blocks,
 )
+from meshwright_dtensor.runs import Intervals
 
 Tensor = torch.Tensor
 Gather = Callable[[Tensor, Site, str], Tensor]

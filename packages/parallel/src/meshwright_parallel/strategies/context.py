@@ -1,0 +1,187 @@
+"""Context parallelism: the sequence of the batch is shared along the axis `cp`, through the whole unmodified model.
+
+Embeddings, norms and feed-forward layers work on a rank's own tokens; attention is shared (see
+`meshwright_dtensor.context`): keys and values are gathered, or travel around the ranks, or heads are spread in place of
+the sequence. Parameters are replicated; their gradients are summed by the reduction engine, with those of data ranks.
+
+Sources: ring attention (Liu et al., 2023); heads in place of the sequence (DeepSpeed-Ulysses, Jacobs et al., 2023); two
+chunks per rank, one from each end, for equal work under a causal mask (striped and zig-zag attention; Llama 3, 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.runs import zigzag
+from meshwright_dtensor.strategy import (
+    AttentionUse,
+    CollectiveUse,
+    GradientKind,
+    Link,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    divisors,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshwright_dtensor.batches import BatchSize
+    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.states import State
+
+LEAST_TOKENS = 2048
+"""Tokens that a rank keeps, at least, under degrees that the search tries unasked."""
+
+FORMS = ("all_gather", "all_to_all", "ring")
+
+
+class Context(Strategy):
+    """Batch tensors with the sequence as dim 1 are sharded on it; parameters have partial gradients."""
+
+    name: ClassVar[str] = "context"
+    axis: ClassVar[str] = "cp"
+    order: ClassVar[int] = 20
+    gradient: ClassVar[GradientKind] = "deferred"
+    locates: ClassVar[bool] = True
+
+    def degrees(self, request: SearchRequest) -> Iterable[int]:
+        """Divisors of the world size that divide the sequence; unasked, only where every rank keeps many tokens."""
+        length = request.sequence_length
+        if length is None:
+            return [1]
+        least = 1 if request.pins.get(self.axis) else LEAST_TOKENS
+        chunks = 2 if request.options.get("context_balance") == "zigzag" else 1
+        return [
+            d
+            for d in divisors(request.world_size)
+            if d == 1 or (length % (chunks * d) == 0 and length // d >= least)
+        ]
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        """The cheapest way to share attention, or the one that is pinned.
+
+        The planner records a rank's part of the sequence, where queries meet the keys of that part only: the rest of the
+        work, `degree` - 1 times as much, is added here, on the rank that has most of it.
+        """
+        if degree <= 1:
+            return StrategyCost()
+        balance = self._balance(request, degree)
+        pinned = request.options.get("context_attention")
+        ways = [
+            self._way(form, balance, request, degree, link)
+            for form in FORMS
+            if form == pinned or (pinned is None and _possible(form, request, degree))
+        ]
+        return min(ways, key=lambda cost: cost.exposed_seconds)
+
+    @staticmethod
+    def _balance(request: SearchRequest, degree: int) -> str:
+        pinned: str | None = request.options.get("context_balance")
+        causal = any(use.causal for use in request.attention)
+        fits = request.sequence_length is not None and request.sequence_length % (2 * degree) == 0
+        return pinned or ("zigzag" if causal and fits else "none")
+
+    @staticmethod
+    def _way(form: str, balance: str, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        exposed = hidden = 0.0
+        collectives: list[CollectiveUse] = []
+        for use in request.attention:
+            uneven = use.causal and balance == "none" and form != "all_to_all"
+            # chunk r of n sees r whole chunks and half of its own
+            most = 2.0 * degree - 1.0 if uneven else float(degree)
+            compute = use.seconds * most
+            moved = _moves(form, use, degree)
+            seconds = sum(m.count * link.seconds(m.kind, m.nbytes, degree) for m in moved)
+            left = max(0.0, seconds - compute * (degree - 1) / degree) if form == "ring" else seconds
+            exposed += use.count * (left + compute - use.seconds)
+            hidden += use.count * (seconds - left)
+            collectives += [
+                CollectiveUse(m.kind, m.nbytes, m.count * use.count, m.phase, m.why) for m in moved
+            ]
+        fields = {"context": {"attention": form, "balance": balance}}
+        return StrategyCost(
+            exposed_seconds=exposed, overlapped_seconds=hidden, collectives=tuple(collectives), fields=fields
+        )
+
+    def batch_state(
+        self, name: str, shape: Sequence[int], size: BatchSize, degree: int, plan: ParallelPlan | None = None
+    ) -> State:
+        """S(1), in chunks or zig-zag, where dim 1 is the sequence; else replicated.
+
+        Raises:
+            UsageError: the sequence cannot be divided as the plan says.
+        """
+        length = size.tokens
+        if length is None:
+            raise UsageError(
+                f"batch tensor {name!r} of shape {tuple(shape)}: the batch has no sequence (ids of [rows, tokens], or "
+                f"embeddings of [rows, tokens, features]) that cp={degree} could divide; leave cp out"
+            )
+        if len(shape) < 2 or shape[1] != length:
+            return "I"
+        paired = plan is not None and plan.context is not None and plan.context.balance == "zigzag"
+        unit = degree * (2 if paired else 1)
+        if length % unit:
+            how = f"two chunks for each of {degree} ranks (zigzag)" if paired else f"{degree} equal chunks"
+            near = max(unit, round(length / unit) * unit)
+            raise UsageError(
+                f"batch tensor {name!r} has a sequence of {length} tokens (dim 1), which cp={degree} divides into {how}: "
+                f"the length must be a multiple of {unit}, such as {near}; pad the batch to it"
+            )
+        return zigzag(1, length, degree) if paired else 1
+
+    def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+        """Tell the core how attention is shared on this axis."""
+        from meshwright_dtensor.context import share_attention
+        from meshwright_parallel.engine import attach_reduction, partial_parameters, reduction_of
+        from meshwright_parallel.engine.reduction import DataReduction
+        from meshwright_parallel.strategies.data import BUCKET_BYTES
+
+        share_attention(mesh, self.axis, "all_gather" if plan.context is None else plan.context.attention)
+        before = reduction_of(model)
+        axes = (*(before.axes if before is not None else ()), self.axis)
+        engine = DataReduction(mesh, partial_parameters(model, mesh, axes), BUCKET_BYTES)
+        attach_reduction(model, engine)
+
+
+def _possible(form: str, request: SearchRequest, degree: int) -> bool:
+    return form != "all_to_all" or all(use.heads % degree == 0 for use in request.attention)
+
+
+def _moves(form: str, use: AttentionUse, degree: int) -> list[CollectiveUse]:
+    """What one attention call communicates, forward and backward."""
+    kv = use.key_value_bytes
+    if form == "ring":
+        what = "keys and values to the next rank"
+        return [
+            CollectiveUse("send_recv", kv, degree - 1, "forward", what),
+            CollectiveUse("send_recv", kv, degree - 1, "backward", what),
+            CollectiveUse("send_recv", kv, degree, "backward", f"gradients of {what}"),
+        ]
+    if form == "all_gather":
+        return [
+            CollectiveUse("all_gather", kv * degree, 1, "forward", "keys and values"),
+            CollectiveUse("all_gather", kv * degree, 1, "backward", "keys and values, again"),
+            CollectiveUse("reduce_scatter", kv * degree, 1, "backward", "gradients of keys and values"),
+        ]
+    copies = _copies(use, degree)
+    sizes = {use.query_bytes: 1}
+    for nbytes, count in ((use.output_bytes, 1), (kv * copies // 2, 2)):
+        sizes[nbytes] = sizes.get(nbytes, 0) + count
+    return [
+        CollectiveUse("all_to_all", nbytes * degree, count, phase, "heads in place of the sequence")
+        for phase in ("forward", "backward")
+        for nbytes, count in sizes.items()
+    ]
+
+
+def _copies(use: AttentionUse, degree: int) -> int:
+    """How often heads of keys are repeated so that `degree` ranks share them evenly."""
+    times = degree // math.gcd(use.key_heads, degree)
+    return times if use.heads % (use.key_heads * times) == 0 else use.heads // use.key_heads

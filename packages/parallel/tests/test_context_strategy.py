@@ -1,0 +1,129 @@
+"""The context strategy: what it tells the planner and how batches enter. Training on real ranks: integration_tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright_dtensor.batches import BatchSize
+from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.plan import ContextSharing, ParallelPlan
+from meshwright_dtensor.runs import Runs
+from meshwright_dtensor.strategy import AttentionUse, Link, SearchRequest
+from meshwright_parallel.strategies.context import LEAST_TOKENS, Context
+
+LINK = Link("wire", latency_s=1e-6, bandwidth_Bps=1e9)
+USE = AttentionUse(
+    query_bytes=4000, key_value_bytes=2000, output_bytes=4000, heads=8, key_heads=2, causal=True, count=3
+)
+REQUEST = SearchRequest(world_size=8, batch_size=1, sequence_length=64, attention=(USE,))
+
+
+def way(
+    form: str | None, degree: int = 4, **changes: object
+) -> tuple[float, dict[tuple[str, str], tuple[int, int]]]:
+    options = {} if form is None else {"context_attention": form}
+    request = replace(REQUEST, options=options, **changes)  # type: ignore[arg-type]
+    cost = Context().cost(request, degree, LINK)
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for use in cost.collectives:
+        count, nbytes = found.get((use.kind, use.phase), (0, 0))
+        found[use.kind, use.phase] = count + use.count, nbytes + use.count * use.nbytes
+    return cost.exposed_seconds, found
+
+
+def test_degrees_divide_the_sequence_and_leave_every_rank_many_tokens() -> None:
+    def degrees(length: int | None, **changes: object) -> list[int]:
+        return list(Context().degrees(SearchRequest(12, 4, sequence_length=length, **changes)))  # type: ignore[arg-type]
+
+    assert degrees(None) == [1]
+    assert degrees(512) == [1]
+    assert degrees(4 * LEAST_TOKENS) == [1, 2, 4]
+    assert degrees(6 * LEAST_TOKENS) == [1, 2, 3, 4, 6]
+    assert degrees(12, pins={"cp": 2}) == [1, 2, 3, 4, 6, 12]
+    assert degrees(12, pins={"cp": 2}, options={"context_balance": "zigzag"}) == [1, 2, 3, 6]
+
+
+def test_what_each_form_communicates() -> None:
+    assert way("all_gather")[1] == {
+        ("all_gather", "forward"): (3, 3 * 8000),
+        ("all_gather", "backward"): (3, 3 * 8000),
+        ("reduce_scatter", "backward"): (3, 3 * 8000),
+    }
+    assert way("ring")[1] == {
+        ("send_recv", "forward"): (9, 9 * 2000),
+        ("send_recv", "backward"): (21, 21 * 2000),
+    }
+    # two heads of keys are doubled to be shared by four ranks
+    assert way("all_to_all")[1] == {
+        ("all_to_all", "forward"): (12, 3 * 4 * (4000 + 4000 + 2 * 2000)),
+        ("all_to_all", "backward"): (12, 3 * 4 * (4000 + 4000 + 2 * 2000)),
+    }
+
+
+def test_the_cheapest_form_is_taken() -> None:
+    seconds = {form: way(form)[0] for form in ("all_gather", "ring", "all_to_all")}
+    assert way(None)[0] == min(seconds.values())
+    busy = replace(USE, seconds=1.0)  # sends hide behind compute
+    cost = Context().cost(replace(REQUEST, attention=(busy,)), 4, LINK)
+    assert cost.fields["context"] == {"attention": "ring", "balance": "zigzag"}
+    assert cost.exposed_seconds == pytest.approx(3 * 3.0)  # three times as many keys as the tape saw
+    assert cost.overlapped_seconds > 0
+    odd = replace(USE, heads=6)
+    fields = Context().cost(replace(REQUEST, attention=(odd,)), 4, LINK).fields
+    assert fields["context"]["attention"] != "all_to_all"
+
+
+def test_zigzag_where_it_helps() -> None:
+    def balance(**changes: object) -> tuple[str, float]:
+        cost = Context().cost(replace(REQUEST, **changes), 4, LINK)  # type: ignore[arg-type]
+        return cost.fields["context"]["balance"], cost.exposed_seconds
+
+    assert balance()[0] == "zigzag"
+    assert balance(sequence_length=60)[0] == "none"
+    assert balance(attention=(replace(USE, causal=False),))[0] == "none"
+    busy = (replace(USE, seconds=1.0),)
+    ring = {"context_attention": "ring"}
+    chunks = balance(attention=busy, options={**ring, "context_balance": "none"})[1]
+    zigzag = balance(attention=busy, options=ring)[1]
+    assert chunks > zigzag + 3 * 2.5  # the last rank sees seven quarters of what zig-zag does
+
+
+def test_how_batches_enter() -> None:
+    plan = ParallelPlan(world_size=2, degrees={"cp": 2})
+    context, size = Context(), BatchSize(4, 8)
+    assert context.batch_state("ids", (4, 8), size, 2, plan) == 1
+    assert context.batch_state("embeddings", (4, 8, 3), size, 2, plan) == 1
+    assert context.batch_state("labels", (4,), size, 2, plan) == "I"
+    assert context.batch_state("targets", (4, 5), size, 2, plan) == "I"
+    with pytest.raises(UsageError, match=r"'ids' has a sequence of 9 .* cp=2 .* multiple of 2, such as 8"):
+        context.batch_state("ids", (4, 9), BatchSize(4, 9), 2, plan)
+    zigzag = plan.replace(context=ContextSharing(balance="zigzag"))
+    runs = context.batch_state("ids", (4, 8), size, 2, zigzag)
+    assert isinstance(runs, Runs)
+    assert runs.intervals == (((0, 2), (6, 2)), ((2, 4),))
+    with pytest.raises(UsageError, match=r"two chunks for each of 2 ranks .* multiple of 4, such as 8"):
+        context.batch_state("ids", (4, 10), BatchSize(4, 10), 2, zigzag)
+    with pytest.raises(UsageError, match="no sequence"):
+        context.batch_state("pixels", (4, 3, 12, 12), BatchSize(4), 2, plan)
+
+
+def test_the_size_of_a_batch() -> None:
+    ids, embeddings, images, rows = ((4, 8), False), ((4, 9, 3), True), ((4, 3, 12, 12), True), ((4,), False)
+    assert BatchSize.of([rows, ids, embeddings]) == BatchSize(4, 8)
+    assert BatchSize.of([embeddings, ids]) == BatchSize(4, 9)
+    assert BatchSize.of([images, rows]) == BatchSize(4, None)
+    assert BatchSize.of([((), True)]) == BatchSize(None, None)
+
+
+def test_the_plan_field() -> None:
+    plan = ParallelPlan(world_size=2, degrees={"cp": 2}, context={"attention": "ring"})  # type: ignore[arg-type]
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+    assert "ring" in plan.explain()
+    other = plan.replace(context=ContextSharing(attention="ring", balance="zigzag"))
+    assert plan.diff(other) == ['context.balance: "none" -> "zigzag"']
+    with pytest.raises(PlanError, match=r"context.attention.*'ringg'"):
+        ParallelPlan(world_size=2, degrees={"cp": 2}, context={"attention": "ringg"})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="axis 'cp'"):
+        ParallelPlan(world_size=2, degrees={"dp": 2}, context=ContextSharing()).validate_for()
