@@ -19,6 +19,7 @@ from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec,
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.optimizing import mesh_value, optimizer_call
 from meshwright_dtensor.permuted import (
     PermutedDTensor,
     elementwise,
@@ -64,7 +65,8 @@ class MeshParameter(DTensor):
             return None
         shown = self._shown_gradient
         if shown is None or dtensor_local(shown) is not local:
-            shown = self._shown_gradient = tagged(dtensor_from(local, dtensor_spec(self)), self._layout)
+            value = mesh_value(dtensor_from(local, dtensor_spec(self)))
+            shown = self._shown_gradient = tagged(value, self._layout)
         return shown
 
     @grad.setter
@@ -181,11 +183,10 @@ class MeshParameter(DTensor):
             and _joins(func, name, args, kwargs)
         ):
             return _dispatcher()(cls, func, types, args, kwargs)
-        if _any_in_runs(args):
+        if _any_in_runs(args) and not name.startswith("_fused"):
             result = elementwise(func, args, kwargs or {})
         else:
-            with stock_call():
-                result = func(*args, **(kwargs or {}))
+            result = optimizer_call(func, args, kwargs)
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
             dtensor_local(args[0]).requires_grad = args[1]
         return result

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan as ParallelPlan
     from meshwright_parallel import auto_parallelize as auto_parallelize
     from meshwright_parallel import clip_grad_norm_ as clip_grad_norm_
+    from meshwright_parallel import get_total_norm as get_total_norm
     from meshwright_parallel import parallelize as parallelize
     from meshwright_parallel import shard_loader as shard_loader
     from meshwright_parallel import verify as verify
@@ -30,6 +31,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "ParallelPlan": ("meshwright_dtensor.plan", "ParallelPlan"),
     "auto_parallelize": ("meshwright_parallel", "auto_parallelize"),
     "clip_grad_norm_": ("meshwright_parallel", "clip_grad_norm_"),
+    "get_total_norm": ("meshwright_parallel", "get_total_norm"),
     "debug": ("meshwright.debug", None),
     "deferred_init": ("meshwright_dtensor.deferred", "deferred_init"),
     "distribute": ("meshwright_dtensor.global_tensor", "distribute"),

@@ -38,6 +38,7 @@ from meshwright_parallel.checks import (
     stored_states,
 )
 from meshwright_parallel.inputs import Placed, install_inputs
+from meshwright_parallel.optimizers import lay_out_loaded_states, refuse_assignment
 from meshwright_parallel.registry import LivePlacements
 
 
@@ -81,6 +82,8 @@ def parallelize(
     install_true_order(model)
     install_targets(model, mesh, plan, everywhere=any(strategy.locates for strategy in strategies))
     install_inputs(model, placed)
+    refuse_assignment(model)
+    lay_out_loaded_states()
     for strategy in strategies:
         strategy.attach(model, mesh, plan)
     model.parallel_plan = plan  # type: ignore[assignment]

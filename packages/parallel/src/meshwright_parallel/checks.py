@@ -191,7 +191,7 @@ def _states(
     fqn: str, shape: tuple[int, ...], plan: ParallelPlan, strategies: Sequence[Strategy]
 ) -> tuple[State, ...]:
     return tuple(
-        strategy.parameter_state(fqn, shape, plan, degree)
+        strategy.parameter_state(fqn, shape, plan, degree) if degree > 1 else "I"
         for strategy, degree in zip(strategies, plan.degrees.values(), strict=True)
     )
 

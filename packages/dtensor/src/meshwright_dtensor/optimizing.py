@@ -1,0 +1,128 @@
+"""The arithmetic of optimizers on parameters, gradients and their states, which are DTensors that lie alike.
+
+Any optimizer computes with them as with plain tensors.  Stock DTensor does most of it; but it leaves the norm of a shard
+partial, which later in-place operations refuse and of which ``.item()`` shows one rank's part, and it has no rule for
+fused steps and assignment under a mask, which go element by element and so run on the local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.permuted import layout_in_runs
+
+Tensor = torch.Tensor
+
+
+class MeshValue(DTensor):
+    """A DTensor made from parameters and gradients outside of autograd; what it shows is never one rank's part.
+
+    Pickled as the stock DTensor that it is but for its arithmetic.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(t is not MeshValue and t is not DTensor for t in types):
+            return NotImplemented  # parameters and global tensors know better
+        return optimizer_call(func, args, kwargs)
+
+    _stock: DTensor | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # kept alive with the tensor: torch.save tells storages apart by their address
+        self._stock = dtensor_from(dtensor_local(self), dtensor_spec(self))
+        return self._stock.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        copy = mesh_value(dtensor_from(dtensor_local(self).detach().clone(), dtensor_spec(self)))
+        memo[id(self)] = copy
+        return copy
+
+
+def mesh_value(dtensor: DTensor) -> DTensor:
+    """The same object, as a :class:`MeshValue` where it is a stock DTensor that is no part of an autograd graph."""
+    if type(dtensor) is DTensor and not dtensor.requires_grad:
+        dtensor.__class__ = MeshValue
+    return dtensor
+
+
+def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """``func`` by stock DTensor, where it can, without partial values in what it shows.
+
+    Raises:
+        UnsupportedError: a fused step meets tensors that do not lie alike.
+    """
+    name = getattr(func, "__name__", "")
+    if name.startswith("_fused") or (name == "__setitem__" and _assigns_under_mask(*args)):
+        return _on_locals(func, name, args, kwargs or {})
+    with stock_call():
+        if name != "stack":  # the norms of many gradients are stacked first, and completed together
+            args = tuple([_complete(a) if isinstance(a, MeshValue) else a for a in args])
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, DTensor):
+            return mesh_value(_complete(result))
+        if isinstance(result, (list, tuple)) and name.startswith("_foreach"):
+            for one in result:
+                mesh_value(one)
+    return result
+
+
+def _complete(x: DTensor) -> DTensor:
+    """``x`` without partial values: on one axis after the other, as norms of norms."""
+    if not any(p.is_partial() for p in x.placements):
+        return x
+    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+
+
+def _assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
+    return (
+        isinstance(x, DTensor)
+        and isinstance(mask, DTensor)
+        and mask.dtype is torch.bool
+        and mask.shape == x.shape
+        and mask.placements == x.placements
+        and not isinstance(value, Tensor)
+    )
+
+
+def _on_locals(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    for members in zip(*lists, strict=False):
+        _check_alike(name, members)
+    local_args, local_kwargs = pytree.tree_map_only(DTensor, dtensor_local, (args, kwargs))
+    with torch.no_grad():
+        return func(*local_args, **local_kwargs)
+
+
+def _check_alike(name: str, members: Sequence[Tensor]) -> None:
+    """All that has the shape of the parameter, which comes first, lies as it does."""
+    first = members[0]
+    if not isinstance(first, DTensor):
+        return
+    for other in members[1:]:
+        if other.shape != first.shape or first.dim() == 0:
+            continue  # a count of steps
+        same = isinstance(other, DTensor) and other.placements == first.placements
+        if not same or not _same_runs(first, other):
+            lies = other.placements if isinstance(other, DTensor) else "whole"
+            raise UnsupportedError(
+                f"{name} on a parameter of shape {list(first.shape)} that lies as {first.placements} met a state that lies "
+                f"as {lies}; load optimizer states with optimizer.load_state_dict(), or use fused=False"
+            )
+
+
+def _same_runs(a: Tensor, b: Tensor) -> bool:
+    runs = [layout_in_runs(x) for x in (a, b)]
+    return runs[0] is runs[1] or (None not in runs and runs[0].states == runs[1].states)  # type: ignore[union-attr]

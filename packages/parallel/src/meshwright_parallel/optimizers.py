@@ -1,0 +1,59 @@
+"""What stock optimizers and `load_state_dict` need on a parallel model: states and values that lie as the parameters do."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.optimizing import mesh_value
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.permuted import layout_in_runs, like_parameter
+
+
+@cache
+def lay_out_loaded_states() -> None:
+    """From now on, optimizer states loaded from one device are laid over the mesh before the next step.
+
+    Torch offers no other place: an optimizer is made by the user and fills its states with the loaded tensors as they are.
+    """
+    register_optimizer_step_pre_hook(_lay_out)
+
+
+def _lay_out(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter, entries in optimizer.state.items():
+        if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
+            continue
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor) or key == "step":
+                continue
+            same_shape = value.shape == parameter.shape
+            if isinstance(value, DTensor):  # what a checkpoint brings is stock, and in true order
+                in_order = layout_in_runs(parameter) is not None and layout_in_runs(value) is None
+                entries[key] = (
+                    like_parameter(value, parameter) if in_order and same_shape else mesh_value(value)
+                )
+            elif same_shape:
+                entries[key] = mesh_value(like_parameter(value, parameter))
+
+
+def refuse_assignment(model: nn.Module) -> None:
+    """Make `load_state_dict(assign=True)` raise: it would put plain parameters in the place of those over the mesh."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_refuse)
+
+
+def _refuse(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+) -> None:
+    if local_metadata.get("assign_to_params_buffers"):
+        raise UnsupportedError(
+            "load_state_dict(assign=True) would replace parameters that lie over a mesh by plain ones, which the optimizer "
+            "and the gradient reduction do not know; use assign=False: whole values are copied into each rank's part"
+        )
