@@ -74,7 +74,7 @@ def case_gradients_accumulate_and_are_dtensors(mesh):
         plain(x).sum().backward()
         here(x).sum().backward()  # a plain tensor is the global value
     for p, q in zip(plain.parameters(), here.parameters(), strict=True):
-        assert type(q.grad) is DTensor and q.grad.placements == q.placements
+        assert isinstance(q.grad, DTensor) and q.grad.placements == q.placements
         close(q.grad, p.grad)
     here[0].weight.grad.mul_(2)
     close(here[0].weight.grad, plain[0].weight.grad * 2)
@@ -149,7 +149,7 @@ def case_state_dict(mesh):
             p.add_(1)
     here.load_state_dict(plain.state_dict())  # one device's values
     for (name, p), (_, value) in zip(plain.named_parameters(), here.state_dict().items(), strict=True):
-        assert type(value) is DTensor, name
+        assert isinstance(value, DTensor), name
         close(value, p)
     file = io.BytesIO()
     torch.save(here.state_dict(), file)

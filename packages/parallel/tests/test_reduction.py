@@ -307,7 +307,7 @@ def dtensors(rank: int, world_size: int) -> Any:
     factor = 1.0 + mesh.get_local_rank("dp")
     for _ in range(2):
         weight.backward(DTensor.from_local(weight.to_local().detach() * factor, mesh, weight.placements))
-    assert type(weight.grad) is DTensor
+    assert isinstance(weight.grad, DTensor)
     return weight.grad.full_tensor(), full * 6
 
 
