@@ -116,6 +116,40 @@ def case_function(state):
         same(here.grad, weight.grad)
 
 
+class Reversed(torch.autograd.Function):
+    """Runs a module inside, saves what it made and runs the module again in its backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        y = layer(x)
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach(), y.detach())
+        return y * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        with torch.enable_grad():
+            x.requires_grad = True
+            again = ctx.layer(x)
+            again.backward(g * 2)
+        assert torch.equal(again.detach(), y)
+        return x.grad, None
+
+
+def case_function_with_parameters_inside(state):
+    """What its forward returns is made of parameters that it was not given; no gradient may get lost."""
+    mesh, plain, x = setup(state=state)
+    layer = nn.Linear(6, 6)
+    twin = copy.deepcopy(layer)
+    own = as_mesh_parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]), (0,))
+    twin.weight = own
+    for module, value in ((layer, plain), (twin, x)):
+        (Reversed.apply(value * 3, module) ** 2).sum().backward()
+    same(x.grad, plain.grad)
+    same(own.grad, layer.weight.grad)
+
+
 def case_checkpoint(state):
     mesh, plain, x = setup(state=state)
     layer = nn.Linear(6, 6)

@@ -6,6 +6,7 @@ Also here: ``out=``, ``autograd.Function`` and checkpointing with global tensors
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +144,11 @@ def run_with_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ru
 
 
 def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A user's ``autograd.Function``: its forward and backward see whole plain values on every rank."""
+    """A user's ``autograd.Function``: its forward and backward are given whole plain values on every rank.
+
+    Parameters that they reach in other ways (a reversible layer runs its modules inside) make global tensors of what
+    they compute; those leave as whole values, too.
+    """
     if cls is CheckpointFunction:
         function, preserve, *rest = args
         return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve)
@@ -154,4 +159,20 @@ def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     # a Function may save its input by identity or write to it: never hand it storage that others hold
     aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}
     full_args = tuple(x.view_as(x) if isinstance(x, Tensor) and id(x) in aliased else x for x in full_args)
-    return label(space, cls.apply(*full_args, **full_kwargs))
+    return label(space, _leaving_whole(cls).apply(*full_args, **full_kwargs))
+
+
+@cache
+def _leaving_whole(cls: Any) -> Any:
+    """A subclass whose forward and backward return plain whole values: autograd cannot see into global tensors."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map(whole, cls.forward(*args, **kwargs))
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return pytree.tree_map(whole, cls.backward(ctx, *gradients))
+
+    own = {"forward": staticmethod(forward)}
+    if cls.backward is not torch.autograd.Function.backward:  # else it has vjp
+        own["backward"] = staticmethod(backward)
+    return type(cls.__name__, (cls,), own)

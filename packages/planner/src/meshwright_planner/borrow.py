@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +18,14 @@ Swap = Callable[[torch.Tensor], torch.Tensor]
 def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
     """While open, every parameter and buffer of `model` is `swap(it)`; tied ones stay tied.
 
-    On leaving, modules have the very parameters, buffers and attributes they had, and the random generators of torch,
+    On leaving, modules have the very parameters, buffers, children and attributes they had, and the random generators of torch,
     numpy and Python are where they were.  Attributes that the forward mutates in place (a list, say) stay mutated.
     """
     modules = list(model.modules())
     attributes = [dict(vars(m)) for m in modules]
     parameters = [dict(m._parameters) for m in modules]
     buffers = [dict(m._buffers) for m in modules]
+    children = [dict(m._modules) for m in modules]  # some models replace layers when they see their input
     memo: dict[int, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,12 +45,13 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
                             table[name] = once(tensor)  # type: ignore[assignment]
             yield
         finally:
-            for module, own, params, bufs in zip(modules, attributes, parameters, buffers):
+            for module, own, *saved in zip(modules, attributes, parameters, buffers, children):
                 vars(module).clear()
                 vars(module).update(own)
-                for table, saved in ((module._parameters, params), (module._buffers, bufs)):
+                tables: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
+                for table, entries in zip(tables, saved):
                     table.clear()
-                    table.update(saved)  # type: ignore[arg-type]
+                    table.update(entries)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,36 @@
+"""Forty architectures for every change: spread over tasks and families, each in one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .catalogue import Architecture, architectures
+from .layouts import LAYOUTS
+
+CAUSAL = (
+    "BambaForCausalLM BitNetForCausalLM BloomForCausalLM CohereForCausalLM DbrxForCausalLM DeepseekV3ForCausalLM "
+    "ErnieForCausalLM FalconForCausalLM Gemma3ForConditionalGeneration GPTNeoXForCausalLM GPTJForCausalLM "
+    "GraniteMoeForCausalLM JambaForCausalLM MambaForCausalLM Olmo2ForCausalLM Phi3ForCausalLM Qwen3MoeForCausalLM "
+    "ReformerModelWithLMHead RwkvForCausalLM XLNetLMHeadModel"
+)
+MASKED = (
+    "AlbertForMaskedLM BigBirdForMaskedLM DebertaV2ForMaskedLM FNetForMaskedLM MobileBertForMaskedLM "
+    "ModernBertForMaskedLM PerceiverForMaskedLM"
+)
+SEQ2SEQ = (
+    "BartForConditionalGeneration LEDForConditionalGeneration ProphetNetForConditionalGeneration "
+    "SwitchTransformersForConditionalGeneration M2M100ForConditionalGeneration"
+)
+IMAGES = (
+    "BeitForImageClassification BitForImageClassification ConvNextForImageClassification FocalNetForImageClassification "
+    "PoolFormerForImageClassification RegNetForImageClassification ResNetForImageClassification "
+    "Swinv2ForImageClassification"
+)
+
+
+def sample() -> Iterator[tuple[Architecture, str]]:
+    """Architecture and layout; layouts take turns."""
+    known = {each.name: each for each in architectures()}
+    names = " ".join((CAUSAL, MASKED, SEQ2SEQ, IMAGES)).split()
+    for place, name in enumerate(names):
+        yield known[name], list(LAYOUTS)[place % len(LAYOUTS)]

@@ -1,0 +1,132 @@
+"""The results as a page of docs/, and as a table on the terminal."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import torch
+from rich.table import Table
+
+from .catalogue import MAX_PARAMETERS
+from .judge import TOLERANCES, Verdict
+from .layouts import LAYOUTS
+from .sweep import Row
+
+TASKS = {
+    "causal-lm": "Causal language models",
+    "masked-lm": "Masked language models",
+    "seq2seq-lm": "Sequence to sequence",
+    "image": "Image classification",
+}
+
+
+def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
+    """The whole of docs/architectures.md."""
+    ran = [row for row in rows if not row.unbuildable]
+    lines = [
+        "# Architectures",
+        "",
+        "Every architecture that transformers registers for causal, masked and sequence-to-sequence language modelling and for",
+        "image classification, unmodified, in training mode (dropout and all), planned automatically. Compared with one device:",
+        f"the loss, every gradient and every buffer, each to {TOLERANCES[torch.float32]:g} of its own largest value in",
+        "float32; initial values bit for bit. Written by `python -m integration_tests.architectures`; tiny configs, made by field",
+        "name.",
+        "",
+        f"{datetime.datetime.now(tz=datetime.UTC).date()}; "
+        + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "meshwright"))
+        + f"; Python {platform.python_version()}, CPU, gloo.",
+        "",
+        "| layout | passed | of |",
+        "|---|---|---|",
+        *(f"| {layout} | {_passed(ran, layout)} | {len(ran)} |" for layout in layouts),
+        "",
+        "*Worst*: the largest difference of any gradient, relative to that gradient's largest value, in the worst layout.",
+        "*Noise*: gradients that are rounding noise on one device too (see [semantics.md](semantics.md)); they must stay as small.",
+        "*Sharded*: parameters of which a rank holds only a part at tp2.",
+        "",
+    ]
+    for task, title in TASKS.items():
+        lines += [f"## {title}", "", _head(layouts)]
+        lines += [_line(row, layouts) for row in ran if row.architecture.task == task]
+        lines.append("")
+    failures = [(row, layout) for row in ran for layout in layouts if not row.verdicts[layout].passed]
+    if failures:
+        lines += [
+            "## What fails, and why",
+            "",
+            "| architecture | layout | what | reason |",
+            "|---|---|---|---|",
+        ]
+        for row, layout in failures:
+            verdict = row.verdicts[layout]
+            lines.append(f"| {row.architecture.name} | {layout} | {verdict.kind} | {_cell(verdict.reason)} |")
+        lines.append("")
+    lines += [
+        "## Not counted",
+        "",
+        f"No config of at most {MAX_PARAMETERS:,} parameters builds these here, or they do not train on the batch of their task",
+        "even on one device.",
+        "",
+        "| architecture | task | reason |",
+        "|---|---|---|",
+        *(
+            f"| {row.architecture.name} | {row.architecture.task} | {_cell(row.unbuildable)} |"
+            for row in rows
+            if row.unbuildable
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def terminal(rows: Sequence[Row], layouts: Sequence[str]) -> Table:
+    """What did not pass, and the counts."""
+    ran = [row for row in rows if not row.unbuildable]
+    counts = ", ".join(f"{layout}: {_passed(ran, layout)} of {len(ran)}" for layout in layouts)
+    table = Table(title=f"passed {counts}; not counted: {len(rows) - len(ran)}")
+    for column in ("architecture", "layout", "what", "reason"):
+        table.add_column(column, overflow="fold")
+    for row in ran:
+        for layout in layouts:
+            verdict = row.verdicts[layout]
+            if not verdict.passed:
+                table.add_row(row.architecture.name, layout, verdict.kind, verdict.reason)
+    return table
+
+
+def tally(rows: Sequence[Row]) -> Counter[str]:
+    """Kind of verdict -> how many."""
+    return Counter(verdict.kind for row in rows for verdict in row.verdicts.values())
+
+
+def _passed(rows: Sequence[Row], layout: str) -> int:
+    return sum(row.verdicts[layout].passed for row in rows)
+
+
+def _head(layouts: Sequence[str]) -> str:
+    return f"| architecture | {' | '.join(layouts)} | worst | noise | sharded |\n|---|{'---|' * (len(layouts) + 3)}"
+
+
+def _line(row: Row, layouts: Sequence[str]) -> str:
+    verdicts = [row.verdicts[layout] for layout in layouts]
+    worst = max((v.worst for v in verdicts if not math.isnan(v.worst)), default=math.nan)
+    noise = max(v.noise for v in verdicts)
+    first = row.verdicts.get(next(iter(LAYOUTS)), verdicts[0])
+    cells = [row.architecture.name, *(_mark(v) for v in verdicts), f"{worst:.1e}", str(noise), _share(first)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _mark(verdict: Verdict) -> str:
+    return "ok" if verdict.passed else f"**{verdict.kind}**"
+
+
+def _share(verdict: Verdict) -> str:
+    return f"{verdict.sharded} of {verdict.parameters}" if verdict.parameters else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")[:300]

@@ -1,0 +1,28 @@
+"""The sample of architectures: loss, every gradient and every buffer are those of one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright_dtensor.testing import RankPool
+
+from .catalogue import Architecture
+from .layouts import world_size
+from .run_one import plan_and_run
+from .sample import sample
+
+CASES = [pytest.param(each, layout, id=f"{each.name}-{layout}") for each, layout in sample()]
+
+
+def test_the_sample_covers_tasks_and_layouts() -> None:
+    assert len(CASES) == 40
+    assert {each.task for each, _ in sample()} == {"causal-lm", "masked-lm", "seq2seq-lm", "image"}
+
+
+@pytest.mark.parametrize(("architecture", "layout"), CASES)
+def test_an_architecture_is_that_of_one_device(
+    rank_pool: RankPool, architecture: Architecture, layout: str
+) -> None:
+    for verdict in rank_pool.run(world_size(layout), plan_and_run, architecture, layout):
+        assert verdict.passed, verdict.reason
+        assert verdict.sharded
