@@ -41,12 +41,19 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "meshwright"))
         + f"; Python {platform.python_version()}, CPU, gloo.",
         "",
-        "| layout | passed | of |",
-        "|---|---|---|",
-        *(f"| {layout} | {_passed(ran, layout)} | {len(ran)} |" for layout in layouts),
+        "| layout | passed | of which in float64 | of |",
+        "|---|---|---|---|",
+        *(
+            f"| {layout} | {_passed(ran, layout)} | {_exact(ran, layout)} | {len(ran)} |"
+            for layout in layouts
+        ),
         "",
-        "*Worst*: the largest difference of any gradient, relative to that gradient's largest value, in the worst layout.",
+        "*Worst*: the largest difference of any gradient in float32, relative to that gradient's largest value, in the worst layout.",
         "*Noise*: gradients that are rounding noise on one device too (see [semantics.md](semantics.md)); they must stay as small.",
+        "*float64*: in float32 some gradient or buffer differs by more than that, but no further than rounding moves it on one device",
+        "(what one rounding of the weights changes, or the distance from float64, at most 16 times), as happens where a small",
+        "difference of large numbers is left or a batch norm has few values to go by. The run is repeated in float64 and must agree",
+        f"to {TOLERANCES[torch.float64]:g} in all that differed; the number is the largest difference there.",
         "*Sharded*: parameters of which a rank holds only a part at tp2.",
         "",
     ]
@@ -107,6 +114,10 @@ def _passed(rows: Sequence[Row], layout: str) -> int:
     return sum(row.verdicts[layout].passed for row in rows)
 
 
+def _exact(rows: Sequence[Row], layout: str) -> int:
+    return sum(not math.isnan(row.verdicts[layout].float64) and row.verdicts[layout].passed for row in rows)
+
+
 def _head(layouts: Sequence[str]) -> str:
     return f"| architecture | {' | '.join(layouts)} | worst | noise | sharded |\n|---|{'---|' * (len(layouts) + 3)}"
 
@@ -121,7 +132,9 @@ def _line(row: Row, layouts: Sequence[str]) -> str:
 
 
 def _mark(verdict: Verdict) -> str:
-    return "ok" if verdict.passed else f"**{verdict.kind}**"
+    if verdict.passed:
+        return "ok" if math.isnan(verdict.float64) else f"ok, float64 {verdict.float64:.0e}"
+    return f"**{verdict.kind}**"
 
 
 def _share(verdict: Verdict) -> str:
