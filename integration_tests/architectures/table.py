@@ -48,12 +48,13 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
             for layout in layouts
         ),
         "",
-        "*Worst*: the largest difference of any gradient in float32, relative to that gradient's largest value, in the worst layout.",
+        "*Worst*: the largest difference of any gradient in float32, relative to that gradient's largest value, in the worst",
+        "layout.",
         "*Noise*: gradients that are rounding noise on one device too (see [semantics.md](semantics.md)); they must stay as small.",
-        "*float64*: in float32 some gradient or buffer differs by more than that, but no further than rounding moves it on one device",
-        "(what one rounding of the weights changes, or the distance from float64, at most 16 times), as happens where a small",
-        "difference of large numbers is left or a batch norm has few values to go by. The run is repeated in float64 and must agree",
-        f"to {TOLERANCES[torch.float64]:g} in all that differed; the number is the largest difference there.",
+        "*float64*: some gradient or buffer differs by more in float32, but no further than rounding moves it on one device (what",
+        "one rounding of the weights changes, or the distance from float64, at most 16 times), as happens where a small difference",
+        "of large numbers is left or a batch norm has few values to go by. The run is repeated in float64 and must agree to",
+        f"{TOLERANCES[torch.float64]:g} in all that differed; the number is the largest difference there.",
         "*Sharded*: parameters of which a rank holds only a part at tp2.",
         "",
     ]
