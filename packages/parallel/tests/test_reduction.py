@@ -367,3 +367,15 @@ def test_the_engine_lives_as_long_as_a_parameter(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, dropped_before_backward)
     for found in rank_pool.run(2, dropped_before_backward):
         assert_same(found, expected)
+
+
+def one_sum_over_two_axes(rank: int, world_size: int) -> Any:
+    model, x = build(torch.float32)
+    engine_of(model, mesh_of(world_size, "outer", "inner"))
+    with communication() as log:
+        loss(model, rows(x, rank, world_size)).backward()
+    return [(e.kind, e.axis) for e in log.events]
+
+
+def test_two_axes_are_one_collective(rank_pool: RankPool) -> None:
+    assert rank_pool.run(4, one_sum_over_two_axes)[0] == [("all_reduce", "outer+inner")]

@@ -58,6 +58,13 @@ def axis_name(value: str) -> str:
     return value
 
 
+def axis_product(value: str) -> str:
+    """`value`, if it names one mesh axis or several joined by "+"."""
+    for part in value.split("+"):
+        axis_name(part)
+    return value
+
+
 def value_state(text: str) -> str:
     """`text`, if it is the state of an activation on one mesh axis."""
     if text in ("I", "X", "P") or _is_shard(text):
@@ -179,7 +186,8 @@ def check(plan: ParallelPlan, world_size: int | None, axes: tuple[str, ...] | No
         rule = f"it speaks of the axis 'cp', and the axes of the plan are {listing(plan.degrees)}"
         raise PlanError("context", plan.context.attention, f"{rule}; add cp to degrees or remove the field")
     for index, collective in enumerate(plan.collectives):
-        _known_axis(plan, f"collectives[{index}].axis", collective.axis)
+        for axis in collective.axis.split("+"):
+            _known_axis(plan, f"collectives[{index}].axis", axis)
 
 
 def _check_axes(plan: ParallelPlan, axes: tuple[str, ...] | None) -> None:

@@ -97,6 +97,11 @@ def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """The process group over the product of several mesh axes; made on first use, so ask on every rank alike."""
+    return mesh[axes]._flatten().get_group()  # the mesh keeps it
+
+
 def offline_mesh(size: int) -> Any:
     """A one-axis DeviceMesh without process groups: enough to ask sharding strategies about it."""
     return DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright_dtensor._exit import settle_at_exit
-from meshwright_dtensor._torch import hash_store
+from meshwright_dtensor._torch import flattened_group, hash_store
 from meshwright_dtensor.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -70,3 +71,13 @@ def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
         )
     names = tuple(plan.degrees)
     return init_device_mesh(here.type, tuple(plan.degrees[n] for n in names), mesh_dim_names=names)
+
+
+def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """The process group of the ranks that differ from this one in their places on `axes` only.
+
+    Args:
+        axes: names of mesh axes, in mesh order. For more than one, the first call for a combination makes the group and
+            must come on every rank of the mesh alike.
+    """
+    return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))

@@ -64,6 +64,7 @@ Count = Annotated[StrictInt, AfterValidator(_count)]
 Positive = Annotated[StrictInt, AfterValidator(_positive)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Axis = Annotated[StrictStr, AfterValidator(checks.axis_name)]
+AxisProduct = Annotated[StrictStr, AfterValidator(checks.axis_product)]
 Frozen = AfterValidator(_FrozenDict)
 ParameterState = Annotated[StrictStr, AfterValidator(checks.parameter_state)]
 ValueState = Annotated[StrictStr, AfterValidator(checks.value_state)]
@@ -148,11 +149,12 @@ class Prediction(_Model):
 class PlannedCollective(_Model):
     """A collective that the plan implies, for comparison with what is executed.
 
+    axis: a mesh axis, or several over whose product one collective runs, joined by "+" ("dp+cp").
     nbytes: bytes of the full tensor on that axis, per occurrence; count: occurrences a step.
     why: what asks for it, for people.
     """
 
-    axis: Axis
+    axis: AxisProduct
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
     nbytes: Count
     count: Positive = 1

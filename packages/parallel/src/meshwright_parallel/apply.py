@@ -37,6 +37,7 @@ from meshwright_parallel.checks import (
     resolve_strategies,
     stored_states,
 )
+from meshwright_parallel.engine import install_reduction, make_groups
 from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import lay_out_loaded_states, refuse_assignment
 from meshwright_parallel.registry import LivePlacements
@@ -71,11 +72,12 @@ def parallelize(
     check_model(model)
     strategies = resolve_strategies(plan, host, world_size)
     states = stored_states(model, plan, strategies)
-    check_plan(model, plan, strategies, batch)
+    check_plan(model, plan, strategies, batch, states)
     check_optimizers(model)
     if world_size > 1:
         check_alike(model, plan, device)
     mesh = build_mesh(plan)
+    make_groups(mesh, states.values())
     placed = Placed(plan, mesh, strategies)
     _place_parameters(model, mesh, states, device)
     _place_buffers(model, device)
@@ -86,6 +88,7 @@ def parallelize(
     lay_out_loaded_states()
     for strategy in strategies:
         strategy.attach(model, mesh, plan)
+    install_reduction(model, mesh)
     model.parallel_plan = plan  # type: ignore[assignment]
     LivePlacements.add(placed)
     return model

@@ -20,6 +20,7 @@ from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, format_state
 from meshwright_dtensor.strategy import Strategy
 from meshwright_parallel._torch import gradient_hooks, map_tensors
+from meshwright_parallel.composition import check_composition
 from meshwright_parallel.inputs import input_states, placed_of, size_of
 
 _FINGERPRINT = re.compile(r"(.+)-([0-9a-f]{16})")
@@ -138,11 +139,19 @@ def stored_states(
     return found
 
 
-def check_plan(model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any) -> None:
-    """That the plan speaks of this model, and of this batch where one is given.
+def check_plan(
+    model: nn.Module,
+    plan: ParallelPlan,
+    strategies: Sequence[Strategy],
+    batch: Any,
+    states: Mapping[str, tuple[State, ...]],
+) -> None:
+    """That the plan speaks of this model, and of this batch where one is given, and that its parts go together.
+
+    `states` are those of `stored_states`.
 
     Raises:
-        PlanError: the plan was made for another model, or a pattern matches nothing.
+        PlanError: the plan was made for another model, a pattern matches nothing, or it combines what cannot be.
         UsageError: the batch holds no tensor, or cannot be divided.
     """
     _check_fingerprint(model, plan)
@@ -164,6 +173,7 @@ def check_plan(model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strate
                 f"no module of this {type(model).__name__} matches",
                 did_you_mean(call.module, [name for name in modules if name]),
             )
+    check_composition(model, plan, strategies, states)
     if batch is not None:
         _check_batch(plan, strategies, batch)
 

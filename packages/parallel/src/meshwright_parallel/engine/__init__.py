@@ -5,8 +5,17 @@ from __future__ import annotations
 from meshwright_parallel.engine.reduction import (
     DataReduction,
     attach_reduction,
+    install_reduction,
+    make_groups,
     partial_parameters,
     reduction_of,
 )
 
-__all__ = ["DataReduction", "attach_reduction", "partial_parameters", "reduction_of"]
+__all__ = [
+    "DataReduction",
+    "attach_reduction",
+    "install_reduction",
+    "make_groups",
+    "partial_parameters",
+    "reduction_of",
+]

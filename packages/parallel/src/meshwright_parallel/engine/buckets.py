@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.commlog import record
+from meshwright_dtensor.mesh import group_over
 from meshwright_parallel._torch import local_of
 
 Axes = tuple[str, ...]
@@ -91,21 +92,24 @@ class Bucket:
         return view
 
     def launch(self, mesh: DeviceMesh) -> None:
-        """Start the sum over the first axis and return at once; what has not arrived counts as zero."""
+        """Start the one sum over all axes and return at once; what has not arrived counts as zero."""
         flags = self.buffer()[self.numel :]
         flags.fill_(1)
         for slot in self.slots:
             if slot.position not in self.arrived:
                 self.view(slot).zero_()
                 flags[slot.position] = 0
-        self.work = self._reduce(mesh, self.axes[0], asynchronous=True)
+        flat = self.buffer()
+        axes = "+".join(self.axes)
+        record(
+            "all_reduce", axes, flat.numel() * flat.element_size(), "backward", function="data", why="X->I"
+        )
+        self.work = dist.all_reduce(flat, group=group_over(mesh, self.axes), async_op=True)
 
-    def finish(self, mesh: DeviceMesh) -> list[Slot]:
-        """Wait for the sum over every axis; returns the slots of which any rank had a gradient."""
+    def finish(self) -> list[Slot]:
+        """Wait for the sum; returns the slots of which any rank had a gradient."""
         if self.work is not None:
             self.work.wait()
-        for axis in self.axes[1:]:
-            self._reduce(mesh, axis, asynchronous=False)
         if self.complete:  # reading the flags would make an accelerator's host wait
             return self.slots
         flags = self.buffer()[self.numel :].tolist()
@@ -117,13 +121,6 @@ class Bucket:
             self.work.wait()
         self.flat, self.work = None, None
         self.arrived.clear()
-
-    def _reduce(self, mesh: DeviceMesh, axis: str, asynchronous: bool) -> dist.Work | None:
-        flat = self.buffer()
-        record(
-            "all_reduce", axis, flat.numel() * flat.element_size(), "backward", function="data", why="X->I"
-        )
-        return dist.all_reduce(flat, group=mesh.get_group(axis), async_op=asynchronous)
 
 
 def make_buckets(slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
@@ -150,7 +147,6 @@ def make_buckets(slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
 def agreed_order(order: Sequence[int], mesh: DeviceMesh, axes: Axes, device: torch.device) -> list[int]:
     """The `order` of the first rank along `axes`, on every rank: unlike buckets would mix tensors in a sum."""
     told = torch.tensor(order, dtype=torch.int64, device=device)
-    for axis in axes:
-        group = mesh.get_group(axis)
-        dist.broadcast(told, src=dist.get_global_rank(group, 0), group=group)
+    group = group_over(mesh, axes)
+    dist.broadcast(told, src=dist.get_global_rank(group, 0), group=group)
     return [int(index) for index in told.tolist()]

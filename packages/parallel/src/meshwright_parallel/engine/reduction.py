@@ -22,7 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright_dtensor.commlog import record
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh import group_over
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
+from meshwright_dtensor.states import States
 from meshwright_parallel._torch import (
     add_in_place,
     at_end_of_backward,
@@ -186,7 +188,7 @@ class DataReduction:
         ready, priors = self._ready, self._priors
         for bucket in self._buckets:
             before, increments = [], []
-            for slot in bucket.finish(self.mesh):
+            for slot in bucket.finish():
                 prior = priors.get(
                     slot.index, slot.leaf.grad
                 )  # a rank that did not take part may have one too
@@ -212,22 +214,14 @@ class DataReduction:
         """After the first pass: fill the buckets in the order in which gradients came, unused ones last."""
         self._ordered = True
         order = list(dict.fromkeys([*ready, *reversed(range(len(self._slots)))]))
-        axes = tuple(dict.fromkeys(axis for slot in self._slots for axis in slot.axes))
-        order = agreed_order(order, self.mesh, axes, self._slots[0].leaf.device)
+        order = agreed_order(order, self.mesh, self.axes, self._slots[0].leaf.device)
         self._buckets = make_buckets([self._slots[index] for index in order], self.bucket_bytes)
 
     def _sum_now(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         total = local_of(gradient).clone(memory_format=torch.contiguous_format)
-        for axis in slot.axes:
-            record(
-                "all_reduce",
-                axis,
-                total.numel() * total.element_size(),
-                "backward",
-                function="data",
-                why="X->I",
-            )
-            dist.all_reduce(total, group=self.mesh.get_group(axis))
+        nbytes = total.numel() * total.element_size()
+        record("all_reduce", "+".join(slot.axes), nbytes, "backward", function="data", why="X->I")
+        dist.all_reduce(total, group=group_over(self.mesh, slot.axes))
         return with_local(gradient, total)
 
 
@@ -260,18 +254,39 @@ def _check(slot: Slot, gradient: torch.Tensor) -> None:
         )
 
 
-def partial_parameters(
-    model: nn.Module, mesh: DeviceMesh, axes: Axes
-) -> list[tuple[str, torch.Tensor, Axes]]:
-    """The parameters of `model` with those of `axes` on which their gradient is partial (state X)."""
+def partial_parameters(model: nn.Module, mesh: DeviceMesh) -> list[tuple[str, torch.Tensor, Axes]]:
+    """The parameters of `model` with the mesh axes on which their gradient is partial (state X)."""
     names = mesh.mesh_dim_names or ()
     found: list[tuple[str, torch.Tensor, Axes]] = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, MeshParameter):
             states = layout_of_dtensor(parameter).states
-            partial = tuple(a for a, s in zip(names, states, strict=True) if s == "X" and a in axes)
-            found.append((name, parameter, partial))
+            found.append((name, parameter, tuple(a for a, s in zip(names, states, strict=True) if s == "X")))
     return found
+
+
+def make_groups(mesh: DeviceMesh, states: Iterable[States]) -> None:
+    """Make the process groups over which gradients of parameters in these states are summed, on every rank alike.
+
+    A rank may hold only some of the parameters (a pipeline stage), and a group is made by all ranks together.
+    """
+    names = mesh.mesh_dim_names or ()
+    wanted = {
+        tuple(a for a, s, n in zip(names, own, mesh.shape, strict=True) if s == "X" and n > 1)
+        for own in states
+    }
+    # the order of buckets is agreed on over all of them
+    wanted.add(tuple(a for a in names if any(a in axes for axes in wanted)))
+    for axes in sorted(wanted):
+        if axes:
+            group_over(mesh, axes)
+
+
+def install_reduction(model: nn.Module, mesh: DeviceMesh) -> None:
+    """The one engine that sums gradients, over every axis on which a parameter of `model` is in state X."""
+    engine = DataReduction(mesh, partial_parameters(model, mesh), BUCKET_BYTES)
+    if engine.axes:
+        attach_reduction(model, engine)
 
 
 def reduction_of(model: nn.Module) -> DataReduction | None:

@@ -20,10 +20,6 @@ from meshwright_dtensor.strategy import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.states import State
 
 BUCKET_BYTES = 25 * 2**20
@@ -68,13 +64,3 @@ class Data(Strategy):
         """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
         rows = shape[0] if len(shape) else None
         return 0 if rows is not None and rows == batch_size and rows % degree == 0 else "I"
-
-    def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Install the engine that sums gradients over this axis, beside data-like axes attached before."""
-        from meshwright_parallel.engine import attach_reduction, partial_parameters, reduction_of
-        from meshwright_parallel.engine.reduction import DataReduction
-
-        before = reduction_of(model)
-        axes = (*(before.axes if before is not None else ()), self.axis)
-        engine = DataReduction(mesh, partial_parameters(model, mesh, axes), BUCKET_BYTES)
-        attach_reduction(model, engine)
