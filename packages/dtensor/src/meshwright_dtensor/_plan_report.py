@@ -27,6 +27,21 @@ def explain(plan: ParallelPlan, width: int = 110) -> str:
     if plan.context is not None:
         order = "zig-zag" if plan.context.balance == "zigzag" else "in chunks"
         console.print(Text(f"  context: attention by {plan.context.attention}, sequence {order}"))
+    if plan.zero is not None:
+        shared = (
+            "optimizer states",
+            "optimizer states, gradients",
+            "optimizer states, gradients, parameters",
+        )
+        console.print(
+            Text(f"  zero stage {plan.zero.stage}: ranks along zero share {shared[plan.zero.stage - 1]}")
+        )
+    if plan.precision is not None:
+        console.print(
+            Text(
+                f"  precision: computed in {plan.precision.parameters}, gradients added up in {plan.precision.reduce}"
+            )
+        )
     _parameters(plan, console)
     _activations(plan, console)
     _collectives(plan, console)

@@ -156,7 +156,7 @@ def _run(
             if type(t) is GlobalTensor:
                 locals_.append(t._local if states is None else local_in(t, states, site))
             elif states is None and type(t) is MeshParameter:
-                locals_.append(dtensor_local(t))
+                locals_.append(dtensor_local(t) if t._copy is None else t._copy.take())
             else:
                 locals_.append(_local_of(t, states, program, site))
     if program.takes_arguments:
@@ -234,7 +234,8 @@ def _make(
             locals_.append(t._local)
         elif isinstance(t, DTensor):
             layouts.append(layout_of_dtensor(t))
-            locals_.append(dtensor_local(t))
+            own = isinstance(t, MeshParameter) and t._copy is not None
+            locals_.append(parameter_local(t, layouts[-1].states) if own else dtensor_local(t))
         else:
             layouts.append(space.layout(space.replicated, t.shape, t.dtype))
             locals_.append(t)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, set_dtensor_parts, stock_call
 from meshwright_dtensor.collectives import NOWHERE, Site
+from meshwright_dtensor.copies import ComputeCopy, touch
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.layout import Layout, states_of, stored_placement
 from meshwright_dtensor.optimizing import mesh_value, optimizer_call
@@ -31,6 +32,7 @@ from meshwright_dtensor.permuted import (
 )
 from meshwright_dtensor.regions import take
 from meshwright_dtensor.space import Space
+from meshwright_dtensor.special import is_in_place
 from meshwright_dtensor.states import States
 
 Tensor = torch.Tensor
@@ -55,7 +57,24 @@ class MeshParameter(DTensor):
 
     _layout: Layout
     _key: tuple[str, Layout]
+    _copy: ComputeCopy | None = None
     _shown_gradient: DTensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of the stored value; while a model with compute copies runs, that of the copy."""
+        copy = self._copy
+        return self._layout.dtype if copy is None or not copy.computing else copy.layout.dtype
+
+    @property
+    def compute_layout(self) -> Layout:
+        """How the value that computations take lies over the mesh: that of the compute copy, if there is one."""
+        return self._layout if self._copy is None else self._copy.layout
+
+    def compute_with(self, copy: ComputeCopy | None) -> None:
+        """Let computations take `copy` instead of the stored part (None: the stored part again)."""
+        self._copy = copy
+        self._key = ("parameter", self.compute_layout)  # stands for it in the keys of programs
 
     @property
     def grad(self) -> DTensor | None:  # type: ignore[override]
@@ -98,6 +117,7 @@ class MeshParameter(DTensor):
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """``hook`` sees the gradient as a DTensor and may return another."""
+        self._refuse_hooks()
 
         def run(g: Tensor) -> Tensor | None:
             new = hook(tagged(dtensor_from(g, dtensor_spec(self)), self._layout))
@@ -107,7 +127,15 @@ class MeshParameter(DTensor):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """``hook`` is called with this parameter once its gradient has been accumulated in a backward pass."""
+        self._refuse_hooks()
         return dtensor_local(self).register_post_accumulate_grad_hook(lambda _leaf: hook(self))
+
+    def _refuse_hooks(self) -> None:
+        if self._copy is not None:
+            raise UnsupportedError(
+                "a gradient hook on a parameter that is sharded by zero or computed in another precision would never run: its "
+                "gradient is put together when the backward pass ends; read or change .grad after backward() instead"
+            )
 
     def copy_(self, other: Any, non_blocking: bool = False) -> MeshParameter:
         """Overwrite the value; a plain tensor is the global value (as in ``load_state_dict`` of a one-device checkpoint)."""
@@ -134,8 +162,15 @@ class MeshParameter(DTensor):
             raise UnsupportedError(
                 "to_local(grad_placements=...) on a mesh parameter; the gradient is that of this rank's part"
             )
-        local = parameter_local(self, self._layout.states)
-        return local.view_as(local)
+        if self._copy is None:
+            local = parameter_local(self, self._layout.states)
+            return local.view_as(local)
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise UnsupportedError(
+                "to_local() with a gradient, of a parameter that is sharded by zero or computed in another precision: no "
+                "gradient arrives at the stored part; use full_tensor(), or to_local() under torch.no_grad()"
+            )
+        return dtensor_local(self).detach()
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value on every rank (a collective call), connected to autograd."""
@@ -143,8 +178,16 @@ class MeshParameter(DTensor):
             raise UnsupportedError(
                 "full_tensor(grad_placements=...) on a mesh parameter; the gradient is that of the whole value"
             )
+        if self._copy is not None and not (torch.is_grad_enabled() and self.requires_grad):
+            return self._whole_stored()
         whole = parameter_local(self, self._layout.space.replicated)
-        return whole.view_as(whole)
+        return whole.view_as(whole) if whole.dtype == self._layout.dtype else whole.to(self._layout.dtype)
+
+    def _whole_stored(self) -> Tensor:
+        """The whole value as it is stored, in its own precision."""
+        layout, local = self._layout, dtensor_local(self).detach()
+        conversion = layout.space.conversion(layout.states, layout.space.replicated, layout.shape)
+        return local.view_as(local) if conversion is None else conversion.apply(local)
 
     @property
     def global_layout(self) -> Layout:
@@ -174,6 +217,14 @@ class MeshParameter(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
+        written = args[0] if args else None
+        if isinstance(written, MeshParameter) and written._copy is not None and _writes(func, name):
+            copy = written._copy
+            written.compute_with(None)  # a write is for the stored part
+            try:
+                return cls.__torch_function__(func, types, args, kwargs)
+            finally:
+                written.compute_with(copy)
         if getattr(func, "__module__", None) == nn.init.__name__:
             with torch.no_grad():  # its own no_grad comes after it has asked us
                 return _dispatcher()(cls, func, types, args, kwargs)
@@ -187,8 +238,14 @@ class MeshParameter(DTensor):
             result = elementwise(func, args, kwargs or {})
         else:
             result = optimizer_call(func, args, kwargs)
-        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
+        if name.startswith("_f") and name.endswith(
+            "_"
+        ):  # _foreach_add_, _fused_adamw_: they count no versions
+            touch(args[0] if args else tuple((kwargs or {}).values())[:1])
+        elif name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
             dtensor_local(args[0]).requires_grad = args[1]
+            if args[0]._copy is not None:
+                args[0]._copy.follow(args[1])
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshParameter:
@@ -199,6 +256,10 @@ class MeshParameter(DTensor):
         )
         memo[id(self)] = copy
         return copy
+
+
+def _writes(func: Callable[..., Any], name: str) -> bool:
+    return is_in_place(name) or getattr(func, "__module__", None) == nn.init.__name__
 
 
 @cache
@@ -253,7 +314,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
     set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
     parameter.__class__ = MeshParameter
     parameter._layout = space.layout(states, dtensor.shape, dtensor.dtype)
-    parameter._key = ("parameter", parameter._layout)  # stands for it in the keys of programs
+    parameter.compute_with(None)
     return parameter  # type: ignore[no-any-return]
 
 
@@ -265,8 +326,13 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:
-    """The layout of a mesh parameter, or of any DTensor with Replicate, Shard and Partial(sum) placements."""
-    if isinstance(dtensor, (MeshParameter, PermutedDTensor)):
+    """The layout in which computations take a DTensor with Replicate, Shard and Partial(sum) placements.
+
+    For a mesh parameter that is the layout of its compute copy, if it has one.
+    """
+    if isinstance(dtensor, MeshParameter):
+        return dtensor.compute_layout
+    if isinstance(dtensor, PermutedDTensor):
         return dtensor._layout
     space = Space.of(dtensor.device_mesh)
     return space.layout(states_of(dtensor.placements, dtensor.ndim, space.ndim), dtensor.shape, dtensor.dtype)
@@ -276,7 +342,7 @@ def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
     """The local tensor of a parameter (or any DTensor) in ``states``, connected to autograd."""
     layout = layout_of_dtensor(p)
     if isinstance(p, MeshParameter):
-        local = dtensor_local(p)
+        local = dtensor_local(p) if p._copy is None else p._copy.take()
     else:
         local = p.to_local()
     if states == layout.states:

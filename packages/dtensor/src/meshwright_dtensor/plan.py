@@ -126,6 +126,26 @@ class ActivationRule(_Model):
         )
 
 
+class ZeroRule(_Model):
+    """How the ranks along the mesh axis `zero` share one copy of the training state.
+
+    stage: 1 shares optimizer states, 2 gradients too, 3 parameters too (gathered for use, one block at a time).
+    """
+
+    stage: Literal[1, 2, 3]
+
+
+class PrecisionRule(_Model):
+    """In which precision a float32 model is computed; parameters and optimizer states stay float32.
+
+    parameters: dtype of the copies that forward and backward compute with, and of floating batch tensors.
+    reduce: dtype in which gradients are added up over ranks.
+    """
+
+    parameters: Literal["fp32", "bf16", "fp16"] = "fp32"
+    reduce: Literal["fp32"] = "fp32"
+
+
 class Prediction(_Model):
     """What the planner expects of one step.
 
@@ -192,6 +212,8 @@ class ParallelPlan(_Model):
 
     degrees: mesh axis -> degree, outermost axis first; their product is world_size.
     strategies: mesh axis -> name of the strategy that works on it.
+    zero: what the ranks along the axis "zero" share; needed where that axis has more than one rank.
+    precision: None computes in the dtype of the parameters.
     parameters: the first rule that matches a parameter's name places it; without one it is replicated.
     activations: target states by call; derivation fills in the rest.
     context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
@@ -204,6 +226,8 @@ class ParallelPlan(_Model):
     degrees: Annotated[dict[Axis, Positive], Frozen]
     strategies: Annotated[dict[Axis, Word], Frozen] = Field(default_factory=_FrozenDict)
     sequence_parallel: StrictBool = False
+    zero: ZeroRule | None = None
+    precision: PrecisionRule | None = None
     parameters: tuple[ParameterRule, ...] = ()
     activations: tuple[ActivationRule, ...] = ()
     context: ContextSharing | None = None
@@ -336,6 +360,8 @@ __all__ = [
     "ParallelPlan",
     "ParameterRule",
     "PlannedCollective",
+    "PrecisionRule",
     "Prediction",
     "Provenance",
+    "ZeroRule",
 ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
 
 DEGREES = ("pp", "dp", "cp", "ep", "tp")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "context_attention": ("all_gather", "ring", "all_to_all"),
@@ -29,8 +30,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 # Options of the API that nothing executes yet, with the value that asks for nothing and what would have to exist.
 _NOT_BUILT: Mapping[str, tuple[Any, str]] = {
-    "precision": (None, "mixed precision; cast the model (model.bfloat16()) before planning"),
-    "zero": (None, "a strategy that shards optimizer state over the data axis"),
     "sequence_parallel": (
         None,
         "a switch for it; the placement search shards the sequence where that is cheaper",
@@ -54,9 +53,13 @@ class PlanRequest:
         global_batch_size: rows of the global batch when the example batch has another number, else None.
         top_k: how many plans to return, best first.
         memory_limit: bytes per rank that a plan may use, or None for what the cluster has.
-        tp, pp, dp, cp, ep: degrees pinned by the user; None is searched.
+        tp, pp, cp, ep: degrees pinned by the user; None is searched.
+        dp: pins the data ranks: the product of the axes dp and zero.
         context_attention: "all_gather", "ring" or "all_to_all", pinned; None takes the cheapest.
         context_balance: "none" or "zigzag", pinned; None takes zig-zag for causal models whose sequence it divides.
+        zero: pins the ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
+        zero_degree: pins how many of the data ranks share one copy of the training state; by default all of them.
+        precision: "bf16", "fp16" or "fp32": dtype that a float32 model is computed in; None is its own.
         keep_user_sharding: respect placements that the user marked.
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """
@@ -77,6 +80,7 @@ class PlanRequest:
     context_attention: str | None = None
     context_balance: str | None = None
     zero: int | None = None
+    zero_degree: int | None = None
     sequence_parallel: bool | None = None
     microbatches: int | None = None
     schedule: str | None = None
@@ -86,8 +90,26 @@ class PlanRequest:
 
     @property
     def pins(self) -> dict[str, int]:
-        """The degrees that the user pinned, by axis."""
-        return {axis: getattr(self, axis) for axis in DEGREES if getattr(self, axis) is not None}
+        """The degrees that the user pinned, by axis; of dp and zero what follows for each of the two."""
+        pins = {axis: getattr(self, axis) for axis in DEGREES if getattr(self, axis) is not None}
+        data, shards = pins.pop("dp", None), self.zero_degree
+        if self.zero == 0:
+            shards = 1
+        elif self.zero is not None and shards is None:  # all data ranks share
+            pins["dp"] = 1
+            if data is not None:
+                pins["zero"] = data
+            return pins
+        if shards is not None:
+            pins["zero"] = shards
+        if data is not None:
+            pins["dp"] = data // (shards or 1)
+        return pins
+
+    @property
+    def shares(self) -> bool:
+        """Whether the user asks for shared training state."""
+        return bool(self.zero) or self.zero_degree is not None
 
     @property
     def options(self) -> dict[str, str]:
@@ -101,7 +123,7 @@ class PlanRequest:
             UsageError: for a number out of range, a degree on an axis that no installed strategy owns, or an option
                 that nothing executes yet.
         """
-        for name in ("world_size", "global_batch_size", "top_k", "memory_limit", *DEGREES):
+        for name in ("world_size", "global_batch_size", "top_k", "memory_limit", "zero_degree", *DEGREES):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -115,6 +137,23 @@ class PlanRequest:
                 close = did_you_mean(value, choices)
                 hint = f"; did you mean {close!r}?" if close else ""
                 raise UsageError(f"{name}={value!r} is unknown; give one of {', '.join(choices)}{hint}")
+        if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
+            raise UsageError(f"zero={self.zero!r} is no stage; give 1, 2 or 3, or 0 for none")
+        if self.zero_degree is not None and self.zero == 0 and self.zero_degree > 1:
+            raise UsageError(
+                f"zero_degree={self.zero_degree} with zero=0: nothing is shared; leave one of them out"
+            )
+        if self.zero_degree is not None and self.dp is not None and self.dp % self.zero_degree:
+            raise UsageError(
+                f"zero_degree={self.zero_degree} does not divide dp={self.dp}, the data ranks; give a divisor"
+            )
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise UsageError(f"precision={self.precision!r} is unknown; give one of {', '.join(PRECISIONS)}")
+        if self.shares and "zero" not in axes:
+            raise UsageError(
+                f"zero={self.zero!r}, zero_degree={self.zero_degree!r}: no installed strategy owns the axis 'zero'; "
+                "install a distribution that registers one (meshwright-parallel does), or leave them out"
+            )
         for name, (default, missing) in _NOT_BUILT.items():
             if getattr(self, name) != default:
                 raise UsageError(

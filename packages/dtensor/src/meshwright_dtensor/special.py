@@ -83,7 +83,18 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _leaf(t: Tensor) -> Tensor:
     if isinstance(t, GlobalTensor):
         return t._local
+    copy = getattr(t, "_copy", None)  # of a mesh parameter
+    if copy is not None:
+        return copy.leaf()  # type: ignore[no-any-return]
     return dtensor_local(t) if isinstance(t, DTensor) else t
+
+
+def _gradient_of(t: DTensor, g: Tensor) -> DTensor:
+    """What autograd captured at the leaf of a DTensor, as a DTensor like it."""
+    copy = getattr(t, "_copy", None)
+    if copy is not None:
+        g = copy.stored_gradient(g)
+    return dtensor_from(g, dtensor_spec(t))
 
 
 def _gradient_states(x: GlobalTensor) -> tuple[Any, ...]:
@@ -159,7 +170,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return tuple(
         wrap(g, t._layout.space.layout(_gradient_states(t), t._layout.shape, g.dtype))
         if isinstance(t, GlobalTensor) and g is not None
-        else dtensor_from(g, dtensor_spec(t))
+        else _gradient_of(t, g)
         if isinstance(t, DTensor) and g is not None
         else g
         for t, g in zip(inputs, found, strict=True)

@@ -6,6 +6,7 @@ how batch tensors and parameters lie on its axis and lets it attach its engine. 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,28 @@ class AttentionUse:
 
 
 @dataclass(frozen=True)
+class ParameterSize:
+    """One parameter, as the axes that do not gather leave it to one rank.
+
+    Args:
+        shape: of the local part, whole on the axes that gather.
+        taken: dims that an axis has cut.
+        itemsize: bytes of an element as it is stored, and of one as it is computed with.
+        trainable: it gets a gradient.
+    """
+
+    shape: tuple[int, ...]
+    taken: tuple[int, ...]
+    itemsize: tuple[int, int]
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
 class SearchRequest:
     """What a strategy may know of the model when it says which degrees are legal and what they cost.
 
@@ -99,6 +122,9 @@ class SearchRequest:
         attention: the attention calls.
         pins: degrees that the user pinned, by axis.
         options: keywords of `plan` that a strategy may know by name, those that were given.
+        forward_seconds: the same of the forward pass.
+        stage: what ranks that share training state share (see plan.ZeroRule), 0 where it is not decided.
+        units: parameters by unit (see units.parameter_units), the one outside of blocks last.
     """
 
     world_size: int
@@ -113,6 +139,9 @@ class SearchRequest:
     attention: tuple[AttentionUse, ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    forward_seconds: float = 0.0
+    stage: int = 0
+    units: tuple[tuple[ParameterSize, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +187,9 @@ class Strategy(ABC):
         placement_search: the planner's search decides the placements on this axis.
         locates: calls of every module are named in the communication log, not only those that the plan speaks of.
         gradient: "complete" - a replicated parameter's gradient is complete when autograd delivers it (state I);
-            "deferred" - autograd delivers each rank's part (state X) and the strategy's engine sums later.
+            "deferred" - autograd delivers each rank's part (state X) and the one engine of `parallelize` sums later.
+        gathers: parameters that are stored in shards on this axis are computed with whole: the engine gathers them.
+        optional: an axis of degree 1 is left out of plans.
     """
 
     name: ClassVar[str]
@@ -167,6 +198,8 @@ class Strategy(ABC):
     placement_search: ClassVar[bool] = False
     locates: ClassVar[bool] = False
     gradient: ClassVar[GradientKind] = "complete"
+    gathers: ClassVar[bool] = False
+    optional: ClassVar[bool] = False
 
     @abstractmethod
     def degrees(self, request: SearchRequest) -> Iterable[int]:
@@ -211,6 +244,12 @@ class Strategy(ABC):
             return "X"
         return placed
 
+    def state_beside(
+        self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int, others: Mapping[str, State]
+    ) -> State:
+        """As `parameter_state`, knowing the states on the `others` axes; asked of strategies that gather."""
+        return self.parameter_state(fqn, shape, plan, degree)
+
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Install the strategy's engine on a model whose parameters are already placed on `mesh`."""
         return None
@@ -219,6 +258,12 @@ class Strategy(ABC):
 def planned_state(plan: ParallelPlan, fqn: str, axis: str) -> State:
     """The state that `plan.parameters` gives to parameter `fqn` on `axis`: first matching rule, else "I"."""
     return plan.parameter_states(fqn).get(axis, "I")
+
+
+def rows_state(shape: Sequence[int], batch_size: int | None, degree: int) -> State:
+    """How the rows of a batch are shared: S(0) where dim 0 is the batch and the degree divides it, else "I"."""
+    rows = shape[0] if len(shape) else None
+    return 0 if rows is not None and rows == batch_size and rows % degree == 0 else "I"
 
 
 def divisors(number: int) -> list[int]:

@@ -32,8 +32,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The leaf at which autograd accumulates: the local tensor of a mesh parameter, any other tensor itself."""
-    return local_of(parameter) if isinstance(parameter, MeshParameter) else parameter
+    """The leaf at which autograd accumulates: the compute copy or local tensor of a mesh parameter, else the tensor itself."""
+    if not isinstance(parameter, MeshParameter):
+        return parameter
+    return local_of(parameter) if parameter._copy is None else parameter._copy.leaf()
 
 
 def add_in_place(tensors: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
@@ -56,6 +58,39 @@ def scale_in_place(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> Non
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), group in by_kind.items():
         torch._foreach_mul_(group, factor.to(device))
+
+
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """`to.copy_(value)` for each pair (to, value), with few kernels; without autograd."""
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [value.detach() for _, value in pairs])
+
+
+def count_write(tensors: Sequence[torch.Tensor]) -> None:
+    """Let autograd know that tensors were written to in a way that it did not see."""
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def versions(parameters: Sequence[DTensor]) -> list[int]:
+    """How often each parameter was written to, as a DTensor or as its local tensor, as far as torch counts that."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p._version + p._local_tensor._version for p in parameters]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Stands for the memory that a tensor lies in, as long as that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def backward_is_running() -> bool:
+    """Whether this code is called from a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saving_is_hooked() -> bool:
+    """Whether saved-tensor hooks are in force here."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
 
 
 def map_tensors(

@@ -37,7 +37,7 @@ from meshwright_parallel.checks import (
     resolve_strategies,
     stored_states,
 )
-from meshwright_parallel.engine import install_reduction, make_groups
+from meshwright_parallel.engine import install_copies, install_reduction, make_groups
 from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import lay_out_loaded_states, refuse_assignment
 from meshwright_parallel.registry import LivePlacements
@@ -77,7 +77,7 @@ def parallelize(
     if world_size > 1:
         check_alike(model, plan, device)
     mesh = build_mesh(plan)
-    make_groups(mesh, states.values())
+    make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
     placed = Placed(plan, mesh, strategies)
     _place_parameters(model, mesh, states, device)
     _place_buffers(model, device)
@@ -88,7 +88,7 @@ def parallelize(
     lay_out_loaded_states()
     for strategy in strategies:
         strategy.attach(model, mesh, plan)
-    install_reduction(model, mesh)
+    install_reduction(model, mesh, install_copies(model, mesh, plan, strategies))
     model.parallel_plan = plan  # type: ignore[assignment]
     LivePlacements.add(placed)
     return model

@@ -200,10 +200,18 @@ def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any)
 def _states(
     fqn: str, shape: tuple[int, ...], plan: ParallelPlan, strategies: Sequence[Strategy]
 ) -> tuple[State, ...]:
-    return tuple(
-        strategy.parameter_state(fqn, shape, plan, degree) if degree > 1 else "I"
-        for strategy, degree in zip(strategies, plan.degrees.values(), strict=True)
-    )
+    found: dict[str, State] = {}
+    for strategy in sorted(
+        strategies, key=lambda strategy: strategy.gathers
+    ):  # these see what the others leave
+        axis, degree = strategy.axis, plan.degree(strategy.axis)
+        if degree == 1:
+            found[axis] = "I"
+        elif strategy.gathers:
+            found[axis] = strategy.state_beside(fqn, shape, plan, degree, dict(found))
+        else:
+            found[axis] = strategy.parameter_state(fqn, shape, plan, degree)
+    return tuple(found[axis] for axis in plan.degrees)
 
 
 def _check_shape(fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: tuple[State, ...]) -> None:

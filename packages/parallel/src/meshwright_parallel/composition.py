@@ -86,12 +86,49 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
     return None
 
 
+def _zero_without_stage(here: Situation) -> Found | None:
+    return ("zero", None) if here.degree("zero") > 1 and here.plan.zero is None else None
+
+
+def _stage_without_zero(here: Situation) -> Found | None:
+    zero = here.plan.zero
+    return ("zero.stage", zero.stage) if zero is not None and "zero" not in here.plan.degrees else None
+
+
+def _low_precision_model(here: Situation) -> Found | None:
+    precision = here.plan.precision
+    if precision is None or precision.parameters == "fp32":
+        return None
+    for name, parameter in here.model.named_parameters():
+        if parameter.is_floating_point() and str(parameter.dtype) != "torch.float32":
+            return "precision.parameters", f"{precision.parameters} for {name!r} of {parameter.dtype}"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="a parameter sharded on one dim by zero and by another axis",
         broken=_two_axes_on_one_dim,
         reason="zero gathers its shards into what the other axis computes with, which needs a dim of its own",
         fix="leave zero out of that parameter's rule, so that a free dim is chosen",
+    ),
+    Rule(
+        name="an axis zero without a stage",
+        broken=_zero_without_stage,
+        reason="the ranks along zero must know what they share",
+        fix='set the field zero to {"stage": 1}, 2 or 3',
+    ),
+    Rule(
+        name="a stage without an axis zero",
+        broken=_stage_without_zero,
+        reason="there are no ranks that could share anything",
+        fix='give the mesh an axis "zero" (degrees), or remove the field',
+    ),
+    Rule(
+        name="mixed precision of a model that is not float32",
+        broken=_low_precision_model,
+        reason="the parameters are the float32 master weights of the copies that are computed with",
+        fix="build the model in float32, or leave precision out and compute in the model's own dtype",
     ),
 )
 """Everything that is refused. The first rule that is broken is reported."""

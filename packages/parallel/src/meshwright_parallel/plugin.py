@@ -17,6 +17,12 @@ def meshwright_strategies() -> Iterable[StrategySpec]:
         summary="ranks share the rows of the batch; gradients are summed in buckets during the backward pass",
     )
     yield StrategySpec(
+        name="zero",
+        axis="zero",
+        target="meshwright_parallel.strategies.zero:Zero",
+        summary="ranks share the rows of the batch, and one copy of optimizer states, gradients and parameters",
+    )
+    yield StrategySpec(
         name="context",
         axis="cp",
         target="meshwright_parallel.strategies.context:Context",

@@ -33,6 +33,7 @@ def plan(
     context_attention: str | None = None,
     context_balance: str | None = None,
     zero: int | None = None,
+    zero_degree: int | None = None,
     sequence_parallel: bool | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
@@ -52,10 +53,14 @@ def plan(
         global_batch_size: rows of the global batch, when the example has another number.
         top_k: return a list of at most this many plans, best first, when greater than 1.
         memory_limit: bytes that a plan may use on one rank; None takes what the cluster has.
-        tp, pp, dp, cp, ep: degrees to keep as given; None is searched.
+        tp, pp, cp, ep: degrees to keep as given; None is searched.
+        dp: data ranks to keep as given (the product of the axes dp and zero).
         context_attention: how ranks of cp share attention: "all_gather", "ring" or "all_to_all"; None takes the cheapest.
         context_balance: "zigzag" or "none"; None takes zig-zag for causal models.
-        precision, zero, sequence_parallel, microbatches, schedule, recompute, compile: refused, nothing executes
+        zero: ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
+        zero_degree: how many data ranks share one copy of the training state; all of them by default.
+        precision: "bf16", "fp16" or "fp32": what a float32 model is computed in.
+        sequence_parallel, microbatches, schedule, recompute, compile: refused, nothing executes
             them yet.
         keep_user_sharding: must be True.
 
@@ -85,6 +90,7 @@ def plan(
         context_attention=context_attention,
         context_balance=context_balance,
         zero=zero,
+        zero_degree=zero_degree,
         sequence_parallel=sequence_parallel,
         microbatches=microbatches,
         schedule=schedule,

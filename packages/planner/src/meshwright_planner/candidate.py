@@ -16,6 +16,7 @@ class Candidate:
 
     Args:
         degrees: mesh axis -> degree, outermost first.
+        stage: what ranks along the axis zero share, 0 where they share nothing.
         searched: the axis whose placements were searched, None when there is none.
         problem, placement: the search on that axis and its answer; None when no placement fits the memory.
         compute_seconds: of one step on one rank.
@@ -40,6 +41,7 @@ class Candidate:
     limit: int
     collectives: list[PlannedCollective] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    stage: int = 0
 
     @property
     def step_seconds(self) -> float:
@@ -71,7 +73,9 @@ class Candidate:
     @property
     def name(self) -> str:
         """ "dp 2 x tp 4"."""
-        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
+        stage = {"zero": f" (stage {self.stage})"} if self.stage else {}
+        parts = (f"{axis} {degree}{stage.get(axis, '')}" for axis, degree in self.degrees.items())
+        return " x ".join(parts) or "one rank"
 
 
 def human_bytes(size: float) -> str:

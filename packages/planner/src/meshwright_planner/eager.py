@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -20,7 +21,7 @@ from meshwright_planner.costs import OPTIMIZERS
 from meshwright_planner.infeasible import infeasible
 from meshwright_planner.legal import Rules
 from meshwright_planner.result import plan_of, reasons
-from meshwright_planner.search import Search, Setting, scaled
+from meshwright_planner.search import SHARED, Search, Setting, scaled
 
 
 class EagerPlanner(Planner):
@@ -41,7 +42,7 @@ class EagerPlanner(Planner):
         host = self._host or discover()
         setting = self._setting(model, batch, request, host)
         search = Search(setting, self._rules or _default_rules())
-        candidates = [search.evaluate(degrees) for degrees in search.combinations()]
+        candidates = _candidates(search, request)
         ranked = sorted(candidates, key=_rank)
         fitting = [c for c in ranked if not c.excess_bytes]
         if not fitting:
@@ -88,7 +89,31 @@ class EagerPlanner(Planner):
             limit=_limit(cluster, request),
             stored={},
             options=request.options,
+            stage=request.zero or 0,
+            shares=request.shares,
+            precision=request.precision,
         )
+
+
+def _candidates(search: Search, request: PlanRequest) -> list[Candidate]:
+    """Every combination of degrees, evaluated; ranks share training state where that is asked for, or nothing else fits."""
+    if request.shares:
+        stages = (request.zero,) if request.zero else (2, 3)
+        return _evaluated(search, stages)
+    found = [search.evaluate(degrees) for degrees in search.combinations()]
+    if request.zero is None and SHARED in search.setting.strategies and all(c.excess_bytes for c in found):
+        pins = {axis: degree for axis, degree in search.setting.pins.items() if axis != "dp"}
+        shared = search.variant(shares=True, pins=pins, data=request.dp)
+        found += [c for c in _evaluated(shared, (2, 3)) if c.stage]
+    return found
+
+
+def _evaluated(search: Search, stages: Iterable[int]) -> list[Candidate]:
+    return [
+        search.evaluate(degrees, stage)
+        for degrees in search.combinations()
+        for stage in (stages if degrees[SHARED] > 1 else (0,))
+    ]
 
 
 def installed(host: PluginHost) -> dict[str, Strategy]:

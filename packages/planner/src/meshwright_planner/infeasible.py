@@ -38,7 +38,7 @@ def _changes(search: Search) -> list[str]:
     setting = search.setting
     found = []
     if setting.pins:
-        without = _first_fit(search.variant(pins={}))
+        without = _first_fit(search.variant(pins={}, data=None))
         if without is not None:
             pins = ", ".join(f"{a}={d}" for a, d in setting.pins.items())
             found.append(f"without {pins}: {without.name} ({human_bytes(without.total_bytes)})")
@@ -46,7 +46,7 @@ def _changes(search: Search) -> list[str]:
     while factor <= MOST_RANKS:
         ranks = setting.world_size * factor
         # a degree that grows with the cluster must not be held down by its pin
-        fit = _first_fit(search.variant(world_size=ranks, pins={}))
+        fit = _first_fit(search.variant(world_size=ranks, pins={}, data=None))
         if fit is not None:
             found.append(f"world_size={ranks}: {fit.name} ({human_bytes(fit.total_bytes)})")
             break
@@ -70,9 +70,9 @@ def _more_memory(search: Search, closest: Candidate) -> list[str]:
     limit = closest.total_bytes
     raised = search.variant(limit=limit)
     # a placement was found for the limit as it is; a little room lets the search find one as small
-    if raised.evaluate(closest.degrees).excess_bytes:
+    if raised.evaluate(closest.degrees, closest.stage).excess_bytes:
         limit = math.ceil(1.02 * limit)
-        if search.variant(limit=limit).evaluate(closest.degrees).excess_bytes:
+        if search.variant(limit=limit).evaluate(closest.degrees, closest.stage).excess_bytes:
             return []
     return [f"memory_limit={limit} ({human_bytes(limit)} per rank): {closest.name}"]
 
@@ -84,7 +84,8 @@ def _first_fit(search: Search) -> Candidate | None:
     except UsageError:
         return None
     for degrees in reversed(combinations):
-        candidate = search.evaluate(degrees)
+        stage = search.setting.stage or (3 if degrees.get("zero", 1) > 1 else 0)
+        candidate = search.evaluate(degrees, stage)
         if not candidate.excess_bytes:
             return candidate
     return None

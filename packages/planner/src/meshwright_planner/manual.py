@@ -22,12 +22,13 @@ class ManualPlanner(EagerPlanner):
         Raises:
             UsageError: the degrees do not multiply to the world size.
         """
-        given = super().pins(request, strategies, world_size)
+        given = {axis: degree for axis, degree in request.pins.items() if axis in strategies}
         degrees = {axis: given.get(axis, 1) for axis in strategies}
-        if "dp" in strategies and "dp" not in given:
-            others = math.prod(d for axis, d in degrees.items() if axis != "dp")
+        filled = "zero" if request.zero and request.zero_degree is None else "dp"
+        if filled in strategies and filled not in given:
+            others = math.prod(d for axis, d in degrees.items() if axis != filled)
             if world_size % others == 0:
-                degrees["dp"] = world_size // others
+                degrees[filled] = world_size // others
         product = math.prod(degrees.values())
         if product != world_size:
             shown = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
+from meshwright_dtensor.precision import cast_buffers
 from meshwright_dtensor.trace import Recorder
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
@@ -82,13 +83,19 @@ def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return max([math.prod(shape), *(math.prod(s) for s in sizes)])
 
 
-def record(model: nn.Module, batch: Batch, composites: Mapping[Callable[..., Any], Any]) -> Tape:
+def record(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    dtype: torch.dtype | None = None,
+) -> Tape:
     """Run `model` once on tensors of `batch`'s shapes and return the tape; the model is left as it was.
 
     Args:
         model: any module; parameters may be on the meta device.
         batch: the arguments, real, fake or meta tensors; their values are not read unless the model looks at data.
         composites: torch function -> Composite, as in RuleBook.composites.
+        dtype: what floating parameters, persistent buffers and batch tensors are computed in; None leaves them.
 
     Raises:
         UsageError: the model does not take the batch.
@@ -97,9 +104,9 @@ def record(model: nn.Module, batch: Batch, composites: Mapping[Callable[..., Any
     check_signature(model, batch)
     start = time.perf_counter()
     try:
-        tape = _run_mixed(model, batch, composites)
+        tape = _run_mixed(model, batch, composites, dtype)
     except _torch.LOOKS_AT_DATA as error:
-        tape = _run_real(model, batch, composites, error)
+        tape = _run_real(model, batch, composites, error, dtype)
     tape.seconds = time.perf_counter() - start
     return tape
 
@@ -110,13 +117,24 @@ def _device_of(model: nn.Module) -> torch.device:
     return device
 
 
-def _run_mixed(model: nn.Module, batch: Batch, composites: Mapping[Callable[..., Any], Any]) -> Tape:
-    mode, device = _torch.fake_mode(), _device_of(model)
+def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
+    """In which dtype each tensor of the model or the batch is computed with."""
+    kept = {id(buffer) for buffer in model.buffers()} - cast_buffers(model)
+    return lambda t: t.dtype if dtype is None or id(t) in kept or not t.is_floating_point() else dtype
+
+
+def _run_mixed(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    dtype: torch.dtype | None,
+) -> Tape:
+    mode, device, computed = _torch.fake_mode(), _device_of(model), _dtypes(model, dtype)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if _readable(tensor):
             return tensor.detach().clone()
-        return _torch.fake_like(mode, tensor, device)
+        return _torch.fake_like(mode, tensor, device, computed(tensor))
 
     def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if _readable(tensor):
@@ -137,7 +155,11 @@ def _readable(tensor: torch.Tensor) -> bool:
 
 
 def _run_real(
-    model: nn.Module, batch: Batch, composites: Mapping[Callable[..., Any], Any], why: BaseException
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    why: BaseException,
+    dtype: torch.dtype | None,
 ) -> Tape:
     tensors = [*model.parameters(), *model.buffers(), *(t for _, t in batch.tensors())]
     unreal = [t for t in tensors if t.is_meta or _torch.is_fake(t)]
@@ -147,9 +169,12 @@ def _run_real(
             f"{type(model).__name__} looks at the data it computes ({_line(why)}), so it must run on real tensors, and "
             f"{size / 2**30:.1f} GiB of it has no values yet; plan with a smaller configuration of the same model"
         ) from None
-    generator = torch.Generator().manual_seed(0)
+    generator, computed = torch.Generator().manual_seed(0), _dtypes(model, dtype)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
+        return made(tensor).to(computed(tensor))
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_meta or _torch.is_fake(tensor)):
             return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
         new = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -42,8 +42,10 @@ def explain(plans: ParallelPlan | Sequence[ParallelPlan], width: int = 110) -> s
 
 
 def name_of(plan: ParallelPlan) -> str:
-    """ "dp 2 x tp 4"."""
-    return " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items()) or "one rank"
+    """ "dp 2 x zero 2 (stage 3) x tp 4"."""
+    stage = {} if plan.zero is None else {"zero": f" (stage {plan.zero.stage})"}
+    parts = (f"{axis} {degree}{stage.get(axis, '')}" for axis, degree in plan.degrees.items())
+    return " x ".join(parts) or "one rank"
 
 
 def _table(plans: Sequence[ParallelPlan]) -> Table:

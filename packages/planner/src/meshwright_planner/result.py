@@ -6,7 +6,14 @@ import importlib.metadata
 from collections.abc import Iterable, Sequence
 
 from meshwright_dtensor.fingerprint import fingerprint
-from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, Prediction, Provenance
+from meshwright_dtensor.plan import (
+    ParallelPlan,
+    PlannedCollective,
+    PrecisionRule,
+    Prediction,
+    Provenance,
+    ZeroRule,
+)
 from meshwright_planner.candidate import Candidate, human_bytes, human_seconds
 from meshwright_planner.search import Setting
 from meshwright_planner.writer import Writer
@@ -25,6 +32,8 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
         world_size=setting.world_size,
         degrees=dict(candidate.degrees),
         strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
+        zero=ZeroRule(stage=candidate.stage) if candidate.stage else None,  # type: ignore[arg-type]
+        precision=PrecisionRule(parameters=setting.precision) if setting.dtype is not None else None,  # type: ignore[arg-type]
         parameters=tuple(parameters),
         activations=tuple(activations),
         predicted=Prediction(

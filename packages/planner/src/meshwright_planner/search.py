@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import PlannedCollective
+from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Link, SearchRequest, Strategy
+from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy
+from meshwright_dtensor.units import parameter_units
 from meshwright_planner._torch import is_fake
 from meshwright_planner.attention import attention_uses
 from meshwright_planner.batch import Batch
@@ -27,6 +30,9 @@ from meshwright_planner.program import MemoryTerms
 from meshwright_planner.quotient import quotient
 from meshwright_planner.recording import record
 from meshwright_planner.tape import Tape
+
+SHARED = "zero"
+"""The axis along which ranks share training state."""
 
 PRICE = 1e-15
 """Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
@@ -46,6 +52,10 @@ class Setting:
         limit: bytes that one rank has.
         stored: parameter name -> state on the searched axis, fixed by the user.
         options: keywords that strategies know by name.
+        data: data ranks (the product of the axes dp and zero), fixed by the user.
+        stage: what ranks along zero share, fixed by the user; 0 where they share nothing.
+        shares: ranks are to share training state (the axis zero is searched).
+        precision: in which the model is computed, a name of plan.PrecisionRule; None is its own.
     """
 
     model: nn.Module
@@ -58,6 +68,15 @@ class Setting:
     limit: int
     stored: Mapping[str, State]
     options: Mapping[str, Any] = field(default_factory=dict)
+    data: int | None = None
+    stage: int = 0
+    shares: bool = False
+    precision: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the copies that are computed with; None is the parameters' own."""
+        return None if self.precision in (None, "fp32") else DTYPES[str(self.precision)]
 
 
 class Search:
@@ -81,6 +100,8 @@ class Search:
             axis: [d for d in strategy.degrees(request) if d == setting.pins.get(axis, d)]
             for axis, strategy in setting.strategies.items()
         }
+        if SHARED in legal and not setting.shares:
+            legal[SHARED] = [1]
         for axis, degree in setting.pins.items():
             if axis in legal and not legal[axis]:
                 options = ", ".join(map(str, setting.strategies[axis].degrees(request)))
@@ -88,7 +109,9 @@ class Search:
                     f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
                     f"{setting.batch.size}: strategy {setting.strategies[axis].name!r} allows {options}"
                 )
-        found = [c for c in _products(legal, setting.world_size) if self._one_search(c)]
+        found = [
+            c for c in _products(legal, setting.world_size) if self._one_search(c) and self._rows_divide(c)
+        ]
         if not found:
             shown = (
                 "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
@@ -98,6 +121,13 @@ class Search:
                 f"change the batch size, the pinned degrees or world_size"
             )
         return found
+
+    def _rows_divide(self, degrees: Mapping[str, int]) -> bool:
+        """Whether the axes that share the rows of the batch fit it together, and what the user says of them."""
+        data = degrees.get("dp", 1) * degrees.get(SHARED, 1)
+        if self.setting.data not in (None, data):
+            return False
+        return degrees.get(SHARED, 1) == 1 or self.setting.batch.size % self._batch_factor(degrees) == 0
 
     def _one_search(self, degrees: Mapping[str, int]) -> bool:
         searched = [a for a, d in degrees.items() if d > 1 and self.setting.strategies[a].placement_search]
@@ -116,9 +146,15 @@ class Search:
         )
 
     # ---- one combination
-    def evaluate(self, degrees: Mapping[str, int]) -> Candidate:
-        """The best candidate with these degrees; where nothing fits the memory, the one that needs least."""
-        setting = self.setting
+    def evaluate(self, degrees: Mapping[str, int], stage: int | None = None) -> Candidate:
+        """The best candidate with these degrees; where nothing fits the memory, the one that needs least.
+
+        `stage`: what ranks along zero share; None takes that of the setting.
+        """
+        setting = self.setting if stage is None else replace(self.setting, stage=stage)
+        if setting is not self.setting:
+            return self.variant(stage=stage).evaluate(degrees)
+        degrees = {axis: degrees.get(axis, 1) for axis in setting.strategies}
         tape = self.tape(degrees)
         axis = next((a for a, s in setting.strategies.items() if s.placement_search and degrees[a] > 1), None)
         degree = degrees[axis] if axis is not None else 1
@@ -141,17 +177,21 @@ class Search:
         key = tuple(self._local_shape(name, tuple(t.shape), degrees) for name, t in batch.tensors())
         if key not in self.tapes:
             local = batch.map(lambda name, t: self._local(name, t, degrees))
-            self.tapes[key] = record(self.setting.model, local, self.rules.composites)
+            self.tapes[key] = record(self.setting.model, local, self.rules.composites, self.setting.dtype)
         return self.tapes[key]
 
     def _local_shape(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> tuple[int, ...]:
-        local = list(shape)
+        local, sizes = list(shape), self.setting.batch.sizes
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] == 1:
                 continue
-            state = strategy.batch_state(name, shape, self.setting.batch.sizes, degrees[axis])
+            # an axis further in sees the rows that those further out have left
+            seen = (local[0], *shape[1:]) if local else ()
+            state = strategy.batch_state(name, seen, sizes, degrees[axis])
             if isinstance(state, int):
                 local[state] = -(-local[state] // degrees[axis])
+            if sizes.rows is not None:
+                sizes = BatchSize(max(1, sizes.rows // strategy.batch_factor(degrees[axis])), sizes.tokens)
         return tuple(local)
 
     def _local(self, name: str, tensor: torch.Tensor, degrees: Mapping[str, int]) -> torch.Tensor:
@@ -211,7 +251,10 @@ class Search:
         memory = memory_parts(setting.model, problem, placement, setting.optimizer)
         exposed = hidden = 0.0
         collectives: list[PlannedCollective] = []
-        request = replace(
+        shards = degrees.get(SHARED, 1)
+        if setting.dtype is not None and shards == 1:  # the copies that are computed with
+            memory["parameters"] += math.ceil(memory["parameters"] * setting.dtype.itemsize / 4)
+        common = replace(
             self._request(),
             batch_size=max(1, math.ceil(setting.batch.size / self._batch_factor(degrees))),
             parameter_bytes=memory["parameters"],
@@ -221,11 +264,17 @@ class Search:
             layers=max((len(g) for g in problem.quotient.groups), default=1),
             backward_seconds=placement.compute_seconds * 2 / 3,
             attention=attention_uses(tape, problem.costs, self.rules.composites.values()),
+            forward_seconds=placement.compute_seconds / 3,
+            stage=setting.stage,
+            units=self._units(problem, placement) if shards > 1 else (),
         )
+        # what ranks share is summed over the replicas of each shard
+        parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
         fields: dict[str, Any] = {}
         for name, strategy in setting.strategies.items():
             if degrees[name] <= 1:
                 continue
+            request = common if strategy.gathers else parted
             cost = strategy.cost(request, degrees[name], self._link(degrees, name))
             exposed += cost.exposed_seconds
             hidden += cost.overlapped_seconds
@@ -239,7 +288,8 @@ class Search:
                 for u in cost.collectives
             ]
         return Candidate(
-            degrees=dict(degrees),
+            degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
+            stage=setting.stage if shards > 1 else 0,
             searched=axis,
             problem=problem,
             placement=placement,
@@ -255,8 +305,27 @@ class Search:
             fields=fields,
         )
 
+    def _units(
+        self, problem: PlacementProblem, placement: Placement
+    ) -> tuple[tuple[ParameterSize, ...], ...]:
+        tape, degree = problem.tape, problem.costs.degree
+        used = self.setting.dtype
+
+        def size(name: str, p: torch.Tensor) -> ParameterSize:
+            value = tape.parameters.get(name)
+            state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
+            shape, taken = list(p.shape), []
+            if isinstance(state, int) and degree > 1:
+                shape[state] = -(-shape[state] // degree)
+                taken = [int(state)]
+            cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
+            return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
+
+        units = parameter_units(self.setting.model)
+        return tuple(tuple(size(name, p) for name, p in named) for _, _, named in units)
+
     def _batch_factor(self, degrees: Mapping[str, int]) -> int:
-        return math.prod(s.batch_factor(degrees[a]) for a, s in self.setting.strategies.items())
+        return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())
 
 
 def scaled(batch: Batch, rows: int) -> Batch:

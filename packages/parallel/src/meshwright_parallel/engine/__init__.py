@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright_parallel.engine.gathering import gathering_of
+from meshwright_parallel.engine.install import install_copies
 from meshwright_parallel.engine.reduction import (
     DataReduction,
     attach_reduction,
@@ -14,6 +16,8 @@ from meshwright_parallel.engine.reduction import (
 __all__ = [
     "DataReduction",
     "attach_reduction",
+    "gathering_of",
+    "install_copies",
     "install_reduction",
     "make_groups",
     "partial_parameters",

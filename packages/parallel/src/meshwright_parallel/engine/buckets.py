@@ -2,6 +2,9 @@
 
 A bucket is one flat buffer. Behind the gradients lies one flag per parameter, 1 where this rank had a gradient: after
 the sum, a flag above zero says that SOME rank had one, so ranks can never disagree on which gradients stay None.
+
+Gradients of parameters that are stored in shards lie in the buffer as one row per rank of the sharing axis; a
+reduce-scatter leaves each rank the sum of its row, which is then summed over the axes of replicas.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.commlog import record
 from meshwright_dtensor.mesh import group_over
 from meshwright_parallel._torch import local_of
+from meshwright_parallel.engine.shards import Shards
 
 Axes = tuple[str, ...]
 
@@ -27,7 +31,11 @@ class Slot:
     Attributes:
         name: fully qualified name, for messages.
         leaf: the tensor at which autograd accumulates: plain, or a stock DTensor.
-        axes: mesh axes over which its gradient is partial.
+        axes: mesh axes over which its gradient is partial, but for the one that shares it.
+        holder: the tensor whose `.grad` shows the sum: the leaf itself, or the stored part of which it is a copy.
+        shared: the axis along which the holder is a shard of the leaf, "" where there is none.
+        shards: how it is cut there.
+        unit: what is shared together: gradients of one unit and dtype make one bucket.
         index: its place among the slots of the engine.
         bucket, position, offset: number of its bucket, its place there, its first element there.
     """
@@ -35,6 +43,10 @@ class Slot:
     name: str
     leaf: torch.Tensor
     axes: Axes
+    holder: torch.Tensor
+    shared: str = ""
+    shards: Shards | None = None
+    unit: int = -1
     index: int = 0
     bucket: int = -1
     position: int = 0
@@ -42,27 +54,53 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's part."""
-        return local_of(self.leaf).numel()
+        """Elements of this rank's part in a row of the buffer."""
+        return local_of(self.leaf).numel() if self.shards is None else self.shards.size
+
+    @property
+    def copied(self) -> bool:
+        """Whether the gradient goes to another tensor than the one at which it arrives."""
+        return self.holder is not self.leaf
+
+    @property
+    def all_axes(self) -> Axes:
+        """The axes over which the gradient that arrives is partial."""
+        return (*self.axes, self.shared) if self.shared else self.axes
 
 
 @dataclass
 class Bucket:
-    """Slots reduced together, and the state of their reduction in the current backward pass."""
+    """Slots reduced together, and the state of their reduction in the current backward pass.
+
+    Attributes:
+        axes: summed over by an all-reduce.
+        shared, count: axis of the reduce-scatter and its ranks; "" and 1 where there is none.
+        dtype: of the sums, which is that of the holders.
+        keep: the buffer outlives the pass (whole gradients are not freed as soon as they are shared).
+    """
 
     axes: Axes
+    shared: str
+    count: int
     dtype: torch.dtype
     device: torch.device
+    keep: bool = False
     slots: list[Slot] = field(default_factory=list)
     numel: int = 0
     arrived: set[int] = field(default_factory=set)
-    flat: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    result: torch.Tensor | None = None
     work: dist.Work | None = None
 
     @property
     def complete(self) -> bool:
         """Whether every parameter has delivered its gradient on this rank."""
         return len(self.arrived) == len(self.slots)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row: gradients, then one flag per slot."""
+        return self.numel + len(self.slots)
 
     def add(self, slot: Slot) -> None:
         """Give a slot its place."""
@@ -71,40 +109,59 @@ class Bucket:
         self.numel += slot.numel
 
     def buffer(self) -> torch.Tensor:
-        """The flat buffer [numel + one flag per slot]; new in every pass, since gradients become views of it."""
-        if self.flat is None:
-            self.flat = torch.empty(self.numel + len(self.slots), dtype=self.dtype, device=self.device)
-        return self.flat
+        """The buffer [ranks that share, width]; new in every pass, where gradients become views of it."""
+        if self.rows is None:
+            self.rows = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
+        return self.rows
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """The part of the buffer that is this slot's gradient, with the strides a fresh gradient would have."""
-        local = local_of(slot.leaf)
+        """Where the sum of a slot's gradient lies in the end, with the strides a fresh gradient would have."""
+        row = self.buffer()[0] if self.result is None else self.result
+        if slot.shards is not None:
+            return slot.shards.in_row(row[slot.offset :])
+        local = local_of(slot.holder)
         if local.is_contiguous():
-            return self.buffer()[slot.offset : slot.offset + slot.numel].view(local.shape)
+            return row[slot.offset : slot.offset + slot.numel].view(local.shape)
         strides = torch.empty_like(local, device="meta").stride()  # dense, in the parameter's order of dims
-        return self.buffer().as_strided(local.shape, strides, slot.offset)
+        return row.as_strided(local.shape, strides, slot.offset)
 
-    def put(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        """Take this rank's part of a gradient in; returns where it lies now, and where its sum will lie."""
-        view = self.view(slot)
-        view.copy_(gradient)
+    def put(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Take this rank's part of a gradient in."""
+        if slot.shards is None:
+            self.view(slot).copy_(gradient)
+        else:
+            rows = self.buffer()[:, slot.offset : slot.offset + slot.numel]
+            for row, part in slot.shards.pairs(rows, gradient):
+                row.copy_(part)
         self.arrived.add(slot.position)
-        return view
 
     def launch(self, mesh: DeviceMesh) -> None:
-        """Start the one sum over all axes and return at once; what has not arrived counts as zero."""
-        flags = self.buffer()[self.numel :]
+        """Start the sum and return at once; what has not arrived counts as zero."""
+        rows = self.buffer()
+        flags = rows[:, self.numel :]
         flags.fill_(1)
         for slot in self.slots:
             if slot.position not in self.arrived:
-                self.view(slot).zero_()
-                flags[slot.position] = 0
-        flat = self.buffer()
-        axes = "+".join(self.axes)
-        record(
-            "all_reduce", axes, flat.numel() * flat.element_size(), "backward", function="data", why="X->I"
-        )
-        self.work = dist.all_reduce(flat, group=group_over(mesh, self.axes), async_op=True)
+                rows[:, slot.offset : slot.offset + slot.numel].zero_()
+                flags[:, slot.position] = 0
+        if self.shared:
+            self.result = torch.empty(self.width, dtype=self.dtype, device=self.device)
+            nbytes = rows.numel() * rows.element_size()
+            record("reduce_scatter", self.shared, nbytes, "backward", function="zero", why="X->S")
+            group = mesh.get_group(self.shared)
+            self.work = dist.reduce_scatter_single(self.result, rows.view(-1), group=group, async_op=True)
+        else:
+            self.work = self._sum(rows[0], mesh)
+
+    def advance(self, mesh: DeviceMesh) -> None:
+        """The second half of a launched sum: over the replicas of each shard. Call it in one order on all ranks."""
+        if self.shared and self.work is not None:
+            self.work.wait()
+            self.work = None
+            if not self.keep:
+                self.rows = None
+            assert self.result is not None
+            self.work = self._sum(self.result, mesh)
 
     def finish(self) -> list[Slot]:
         """Wait for the sum; returns the slots of which any rank had a gradient."""
@@ -112,36 +169,72 @@ class Bucket:
             self.work.wait()
         if self.complete:  # reading the flags would make an accelerator's host wait
             return self.slots
-        flags = self.buffer()[self.numel :].tolist()
+        row = self.buffer()[0] if self.result is None else self.result
+        flags = row[self.numel :].tolist()
         return [slot for slot in self.slots if flags[slot.position] > 0]
 
     def reset(self) -> None:
         """Forget the pass; a sum still in flight ends first, since its buffer goes."""
         if self.work is not None:
             self.work.wait()
-        self.flat, self.work = None, None
+        if not (self.keep and self.shared):
+            self.rows = None
+        self.result, self.work = None, None
         self.arrived.clear()
 
+    def _sum(self, row: torch.Tensor, mesh: DeviceMesh) -> dist.Work | None:
+        if not self.axes:
+            return None
+        nbytes = row.numel() * row.element_size()
+        record("all_reduce", "+".join(self.axes), nbytes, "backward", function="data", why="X->I")
+        return dist.all_reduce(row, group=group_over(mesh, self.axes), async_op=True)
 
-def make_buckets(slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
+
+@dataclass(frozen=True)
+class Filling:
+    """When a bucket is full.
+
+    Attributes:
+        nbytes: bytes of gradients at which a bucket is launched, where they are not shared: those have one per unit.
+        keep: see Bucket.
+    """
+
+    nbytes: int
+    keep: bool = False
+
+
+def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
     """Fill buckets with `slots` in the order given, and tell each slot its place.
 
-    A bucket holds one dtype, one device and one set of axes; the gradient that takes it to `bucket_bytes` closes it.
-    The buckets come in the order in which they fill up, which is the order of their launch.
+    A bucket holds one dtype, one device and one set of axes. The buckets come in the order in which they fill up, which
+    is the order of their launch.
     """
-    closed: list[Bucket] = []
-    filling: dict[tuple[Axes, torch.dtype, torch.device], Bucket] = {}
+    left: dict[tuple[object, ...], int] = {}
     for slot in slots:
-        key = (slot.axes, slot.leaf.dtype, slot.leaf.device)
-        bucket = filling.setdefault(key, Bucket(*key))
+        left[_key(slot)] = left.get(_key(slot), 0) + 1
+    closed: list[Bucket] = []
+    opened: dict[tuple[object, ...], Bucket] = {}
+    for slot in slots:
+        key = _key(slot)
+        bucket = opened.get(key)
+        if bucket is None:
+            count = 1 if slot.shards is None else slot.shards.count
+            holder = slot.holder
+            bucket = Bucket(slot.axes, slot.shared, count, holder.dtype, holder.device, filling.keep)
+            opened[key] = bucket
         bucket.add(slot)
-        if bucket.numel * slot.leaf.dtype.itemsize >= bucket_bytes:
-            closed.append(filling.pop(key))
-    closed.extend(filling.values())
+        left[key] -= 1
+        full = not bucket.shared and bucket.numel * bucket.dtype.itemsize >= filling.nbytes
+        if full or not left[key]:
+            closed.append(opened.pop(key))
     for number, bucket in enumerate(closed):
         for slot in bucket.slots:
             slot.bucket = number
     return closed
+
+
+def _key(slot: Slot) -> tuple[object, ...]:
+    return (slot.axes, slot.shared, slot.unit if slot.shared else -1, slot.holder.dtype, slot.holder.device)
 
 
 def agreed_order(order: Sequence[int], mesh: DeviceMesh, axes: Axes, device: torch.device) -> list[int]:

@@ -34,7 +34,8 @@ from meshwright_parallel._torch import (
     local_of,
     with_local,
 )
-from meshwright_parallel.engine.buckets import Axes, Bucket, Slot, agreed_order, make_buckets
+from meshwright_parallel.engine.buckets import Axes, Bucket, Filling, Slot, agreed_order, make_buckets
+from meshwright_parallel.engine.copies import Copy, copy_of
 from meshwright_parallel.strategies.data import BUCKET_BYTES
 
 _ATTRIBUTE = "_meshwright_reduction"
@@ -48,20 +49,24 @@ class DataReduction:
         mesh: the device mesh.
         parameters: (name, leaf tensor, axes on which its gradient is partial); DTensors or plain tensors, in
             registration order and alike on every rank. Those without axes are left alone.
-        bucket_bytes: size at which a bucket is launched; 25 MiB by default.
+        bucket_bytes: size at which a bucket is launched, 25 MiB by default, or how buckets are filled.
     """
 
-    def __init__(self, mesh: DeviceMesh, parameters: Parameters, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, parameters: Parameters, bucket_bytes: int | Filling = BUCKET_BYTES
+    ) -> None:
         self.mesh = mesh
-        self.bucket_bytes = bucket_bytes
+        self.filling = Filling(bucket_bytes) if isinstance(bucket_bytes, int) else bucket_bytes
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         once = {
             id(p): (name, p, tuple(a for a in partial if sizes[a] > 1)) for name, p, partial in parameters
         }
-        self._parameters = [entry for entry in once.values() if entry[2]]
-        self.axes = tuple(a for a in sizes if any(a in partial for _, _, partial in self._parameters))
+        self._parameters = [entry for entry in once.values() if entry[2] or copy_of(entry[1]) is not None]
+        used = {axis for name, p, partial in self._parameters for axis in _slot(name, p, partial).all_axes}
+        self.axes = tuple(a for a in sizes if a in used)
         self._handles: list[RemovableHandle] = []
         self._slots: list[Slot] = []
+        self._copies: list[Copy | None] = []
         self._buckets: list[Bucket] = []
         self._leaves: list[tuple[torch.Tensor, bool]] = []
         self._ordered = False
@@ -74,8 +79,16 @@ class DataReduction:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataReduction:
         """For a copied model: an engine of its own, on the copies of the parameters."""
+        for one in map(copy_of, (p for _, p, _ in self._parameters)):
+            if one is not None:
+                copy.deepcopy(one.unit.engine, memo)  # gives the copies of the parameters theirs
         copies = [(name, copy.deepcopy(p, memo), partial) for name, p, partial in self._parameters]
-        return DataReduction(self.mesh, copies, self.bucket_bytes)
+        return DataReduction(self.mesh, copies, self.filling)
+
+    @property
+    def needed(self) -> bool:
+        """Whether any parameter has a gradient to be summed or taken elsewhere."""
+        return bool(self._parameters)
 
     def refresh(self) -> None:
         """Follow changes of `requires_grad` and of storage; called before every forward, it costs microseconds.
@@ -108,11 +121,12 @@ class DataReduction:
         self.remove()
         self._forget_pass()
         self._leaves = [(leaf_of(p), p.requires_grad) for _, p, _ in self._parameters]
-        self._slots = [Slot(name, leaf_of(p), axes) for name, p, axes in self._parameters if p.requires_grad]
+        self._slots = [_slot(name, p, axes) for name, p, axes in self._parameters if p.requires_grad]
+        self._copies = [copy_of(p) for _, p, _ in self._parameters if p.requires_grad]
         for index, slot in enumerate(self._slots):
             slot.index = index
         # what is registered last is usually ready first; the first pass tells the true order
-        self._buckets = make_buckets(self._slots[::-1], self.bucket_bytes)
+        self._buckets = make_buckets(self._slots[::-1], self.filling)
         self._ordered = False
         for slot in self._slots:
             self._handles.append(slot.leaf.register_hook(self._before(slot)))
@@ -134,8 +148,9 @@ class DataReduction:
             if index in self._priors:  # twice in one pass (reentrant checkpointing): settle the first
                 self._finish()
                 self._enter()
-            prior = self._priors[index] = leaf.grad
-            if prior is not None:
+            # what a pass that was given up has left at a copy counts for nothing
+            self._priors[index] = None if slot.copied else leaf.grad
+            if leaf.grad is not None:
                 leaf.grad = None  # so that accumulation leaves the increment alone here
             return None
 
@@ -146,15 +161,28 @@ class DataReduction:
         if increment is None:
             return
         _check(slot, increment)
-        view = self._buckets[slot.bucket].put(slot, local_of(increment))
-        prior = self._priors[slot.index]
-        # without a prior the sum arrives where the gradient lies, and nothing is left to do
-        leaf.grad = with_local(leaf, view) if prior is None else prior
+        bucket = self._buckets[slot.bucket]
+        bucket.put(slot, local_of(increment))
+        if slot.copied:
+            leaf.grad = None
+        else:
+            prior = self._priors[slot.index]
+            # without a prior the sum arrives where the gradient lies, and nothing is left to do
+            leaf.grad = with_local(leaf, bucket.view(slot)) if prior is None else prior
         self._ready.append(slot.index)
+        copy = self._copies[slot.index]
+        if copy is not None:
+            copy.gradient_taken()
         # buckets start in one fixed order, so that ranks never pair different tensors
         while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
-            self._buckets[self._launched].launch(self.mesh)
-            self._launched += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        """Start the next bucket, and what is left of the one before it."""
+        self._buckets[self._launched].launch(self.mesh)
+        if self._launched:
+            self._buckets[self._launched - 1].advance(self.mesh)
+        self._launched += 1
 
     # ------------------------------------------------------------------------------------ one backward pass
     def _enter(self) -> None:
@@ -177,28 +205,32 @@ class DataReduction:
             return
         ready = set(self._ready)
         for index, prior in self._priors.items():
-            if index in ready or self._slots[index].leaf.grad is None:
-                self._slots[index].leaf.grad = prior
+            slot = self._slots[index]
+            if slot.copied or index in ready or slot.leaf.grad is None:
+                slot.leaf.grad = prior
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Sum what is left, add it to what was there, and be as before the pass."""
-        for bucket in self._buckets[self._launched :]:
-            bucket.launch(self.mesh)
+        while self._launched < len(self._buckets):
+            self._launch_next()
+        if self._buckets:
+            self._buckets[-1].advance(self.mesh)
         ready, priors = self._ready, self._priors
         for bucket in self._buckets:
             before, increments = [], []
             for slot in bucket.finish():
-                prior = priors.get(
-                    slot.index, slot.leaf.grad
-                )  # a rank that did not take part may have one too
+                # a rank that did not take part may have a gradient from before too
+                prior = slot.holder.grad if slot.copied else priors.get(slot.index, slot.leaf.grad)
                 if prior is not None:
                     before.append(local_of(prior))
                     increments.append(bucket.view(slot))
-                elif slot.index not in priors:
-                    slot.leaf.grad = with_local(slot.leaf, bucket.view(slot))
+                elif slot.copied or slot.index not in priors:
+                    slot.holder.grad = with_local(slot.holder, bucket.view(slot))
             add_in_place(before, increments)
         self._forget_pass()
+        for gathering in {id(c.unit.engine): c.unit.engine for c in self._copies if c is not None}.values():
+            gathering.after_backward()
         if not self._ordered:
             self._reorder(ready)
 
@@ -214,15 +246,27 @@ class DataReduction:
         """After the first pass: fill the buckets in the order in which gradients came, unused ones last."""
         self._ordered = True
         order = list(dict.fromkeys([*ready, *reversed(range(len(self._slots)))]))
-        order = agreed_order(order, self.mesh, self.axes, self._slots[0].leaf.device)
-        self._buckets = make_buckets([self._slots[index] for index in order], self.bucket_bytes)
+        if self.axes:
+            order = agreed_order(order, self.mesh, self.axes, self._slots[0].leaf.device)
+        self._buckets = make_buckets([self._slots[index] for index in order], self.filling)
 
     def _sum_now(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         total = local_of(gradient).clone(memory_format=torch.contiguous_format)
         nbytes = total.numel() * total.element_size()
-        record("all_reduce", "+".join(slot.axes), nbytes, "backward", function="data", why="X->I")
-        dist.all_reduce(total, group=group_over(self.mesh, slot.axes))
+        axes = tuple(axis for axis in self.axes if axis in slot.all_axes)
+        if axes:
+            record("all_reduce", "+".join(axes), nbytes, "backward", function="data", why="X->I")
+            dist.all_reduce(total, group=group_over(self.mesh, axes))
         return with_local(gradient, total)
+
+
+def _slot(name: str, parameter: torch.Tensor, axes: Axes) -> Slot:
+    copy = copy_of(parameter)
+    if copy is None:
+        leaf = leaf_of(parameter)
+        return Slot(name, leaf, axes, leaf)
+    rest = tuple(axis for axis in axes if axis != copy.axis)
+    return Slot(name, copy.leaf(), rest, local_of(parameter), copy.axis, copy.shards, copy.unit.index)
 
 
 def _after(engine: DataReduction, index: int) -> Callable[[torch.Tensor], None]:
@@ -265,27 +309,30 @@ def partial_parameters(model: nn.Module, mesh: DeviceMesh) -> list[tuple[str, to
     return found
 
 
-def make_groups(mesh: DeviceMesh, states: Iterable[States]) -> None:
+def make_groups(mesh: DeviceMesh, states: Iterable[States], gathers: Iterable[str] = ()) -> None:
     """Make the process groups over which gradients of parameters in these states are summed, on every rank alike.
 
-    A rank may hold only some of the parameters (a pipeline stage), and a group is made by all ranks together.
+    `gathers`: axes along which ranks share gradients. A rank may hold only some of the parameters (a pipeline stage), and
+    a group is made by all ranks together.
     """
     names = mesh.mesh_dim_names or ()
-    wanted = {
-        tuple(a for a, s, n in zip(names, own, mesh.shape, strict=True) if s == "X" and n > 1)
-        for own in states
-    }
-    # the order of buckets is agreed on over all of them
-    wanted.add(tuple(a for a in names if any(a in axes for axes in wanted)))
+    real = {a for a, n in zip(names, mesh.shape, strict=True) if n > 1}
+    wanted = {tuple(a for a, s in zip(names, own, strict=True) if s == "X" and a in real) for own in states}
+    # the order of buckets is agreed on over all of them, and over what shares gradients
+    shared = real & set(gathers)
+    wanted.add(tuple(a for a in names if a in shared or any(a in axes for axes in wanted)))
     for axes in sorted(wanted):
         if axes:
             group_over(mesh, axes)
 
 
-def install_reduction(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The one engine that sums gradients, over every axis on which a parameter of `model` is in state X."""
-    engine = DataReduction(mesh, partial_parameters(model, mesh), BUCKET_BYTES)
-    if engine.axes:
+def install_reduction(model: nn.Module, mesh: DeviceMesh, filling: Filling | int = BUCKET_BYTES) -> None:
+    """The one engine that sums gradients, over every axis on which a parameter of `model` is in state X.
+
+    It also takes the gradients of compute copies to the stored parts.
+    """
+    engine = DataReduction(mesh, partial_parameters(model, mesh), filling)
+    if engine.needed:
         attach_reduction(model, engine)
 
 

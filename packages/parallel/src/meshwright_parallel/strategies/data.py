@@ -17,6 +17,7 @@ from meshwright_dtensor.strategy import (
     Strategy,
     StrategyCost,
     divisors,
+    rows_state,
 )
 
 if TYPE_CHECKING:
@@ -62,5 +63,4 @@ class Data(Strategy):
 
     def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
         """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
-        rows = shape[0] if len(shape) else None
-        return 0 if rows is not None and rows == batch_size and rows % degree == 0 else "I"
+        return rows_state(shape, batch_size, degree)

@@ -1,0 +1,62 @@
+"""Compute copies: what a mesh parameter is computed with, where that is not its stored part.
+
+A parameter may be stored in shards (ZeRO) or in another precision (fp32 master weights) than it is computed with. Its
+compute copy is a plain leaf tensor with a layout of its own; an engine fills it, and takes the gradients that arrive at it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.layout import Layout
+
+
+class ComputeCopy(ABC):
+    """The compute copy of one mesh parameter.
+
+    Attributes:
+        layout: how the copy lies over the mesh, and its dtype.
+        touched: how often the parameter was written to by functions that torch's version counters do not see.
+    """
+
+    __slots__ = ("layout", "touched")
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.touched = 0
+
+    @property
+    @abstractmethod
+    def computing(self) -> bool:
+        """Whether a forward is running, in which `parameter.dtype` is that of the copy."""
+
+    @abstractmethod
+    def take(self) -> torch.Tensor:
+        """The copy, up to date and connected to autograd; a collective call where it has to be gathered."""
+
+    @abstractmethod
+    def leaf(self) -> torch.Tensor:
+        """The tensor at which autograd accumulates, as it is."""
+
+    @abstractmethod
+    def stored_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part, in the stored layout and dtype, of a complete gradient of the copy."""
+
+    @abstractmethod
+    def follow(self, requires_grad: bool) -> None:
+        """Take over the parameter's `requires_grad`."""
+
+
+def touch(values: object) -> None:
+    """Note a write to every parameter among the arguments of a function (lists are looked into)."""
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            touch(value)
+        return
+    copy = getattr(values, "_copy", None)
+    if isinstance(copy, ComputeCopy):
+        copy.touched += 1

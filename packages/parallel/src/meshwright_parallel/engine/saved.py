@@ -1,0 +1,63 @@
+"""What autograd saves while gathered parameters are used: not their memory, but where to gather it again.
+
+Without this, the graph would keep every gathered buffer until the backward pass.  A saved tensor that lies in the buffer
+of a unit is remembered as a view into it; reading it gathers the unit on demand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshwright_parallel._torch import storage_key
+
+if TYPE_CHECKING:
+    from meshwright_parallel.engine.copies import Unit
+    from meshwright_parallel.engine.gathering import Gathering
+
+
+@dataclass(slots=True)
+class SavedView:
+    """A view into the buffer of a unit, without the memory."""
+
+    unit: Unit
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedTensors:
+    """The pair of hooks, installed around a forward."""
+
+    def __init__(self, engine: Gathering) -> None:
+        self.engine = engine
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """A saved tensor as what is kept of it."""
+        unit = self.engine.storages.get(storage_key(tensor))
+        if unit is None or tensor.dtype != unit.dtype:
+            return tensor, tensor._version  # torch checks versions only where there are no hooks
+        return SavedView(unit, unit.version, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """What was saved."""
+        if type(kept) is tuple:
+            tensor, version = kept
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
+                )
+            return tensor  # type: ignore[no-any-return]
+        unit = kept.unit
+        self.engine.backward_reaches(unit)
+        if unit.version != kept.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a parameter of {unit.name or 'the model'!r} was changed between forward and backward"
+            )
+        return unit.buffer.as_strided(kept.shape, kept.stride, kept.offset)  # type: ignore[no-any-return]

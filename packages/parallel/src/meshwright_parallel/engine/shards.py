@@ -1,0 +1,88 @@
+"""Geometry of a parameter that is cut along one dim into the rows of a flat buffer, one row per rank.
+
+    whole [.., L, ..]  <->  rows [n, size]      size = elements of the largest shard (torch.chunk sizes)
+
+All memory is walked in the parameter's own order of dims, so that a transposed parameter is copied as fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright_dtensor.boxes import dense_strides, dim_order_of
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How one tensor of local shape `shape` (whole on the axis) is cut along `dim` over `count` ranks.
+
+    Attributes:
+        order: dims from the outermost in memory to the innermost.
+        rank: this rank's place on the axis.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    count: int
+    rank: int
+    order: tuple[int, ...]
+
+    @staticmethod
+    def of(local: torch.Tensor, shape: Sequence[int], dim: int, count: int, rank: int) -> Shards:
+        """The cut whose part on this rank is `local`."""
+        return Shards(tuple(shape), dim, count, rank, dim_order_of(local))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the whole in the parameter's own order of dims, without holes."""
+        return dense_strides(self.shape, self.order)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def chunk(self) -> int:
+        """Length of the cut dim in the largest shard."""
+        return -(-self.shape[self.dim] // self.count)
+
+    @property
+    def size(self) -> int:
+        """Elements of a row: those of the largest shard."""
+        return self.numel // self.shape[self.dim] * self.chunk
+
+    @property
+    def even(self) -> bool:
+        """Whether all shards are equal."""
+        return self.chunk * self.count == self.shape[self.dim]
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the shard of the rank at this place."""
+        start = min(rank * self.chunk, self.shape[self.dim])
+        length = min(self.chunk, self.shape[self.dim] - start)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def part(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """The view of `whole` that is the shard of a rank (this one by default)."""
+        place = self.rank if rank is None else rank
+        return whole.narrow(self.dim, place * self.chunk, self.shard_shape(place)[self.dim])
+
+    def in_row(self, row: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """The view of the first elements of a 1-D `row` that is the shard of a rank (this one by default)."""
+        shape = self.shard_shape(self.rank if rank is None else rank)
+        return row.as_strided(shape, dense_strides(shape, self.order), row.storage_offset())
+
+    def pairs(self, rows: torch.Tensor, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views (in `rows` [n, size], in `whole`) that hold the same elements: copy one into the other."""
+        if not self.even:
+            return [(self.in_row(rows[r], r), self.part(whole, r)) for r in range(self.count)]
+        shape = self.shard_shape(0)
+        strides = (rows.stride(0), *dense_strides(shape, self.order))
+        cut = rows.as_strided((self.count, *shape), strides, rows.storage_offset())
+        parts = whole.unflatten(self.dim, (self.count, self.chunk)).movedim(self.dim, 0)
+        return [(cut, parts)]

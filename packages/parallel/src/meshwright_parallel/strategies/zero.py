@@ -1,0 +1,185 @@
+"""ZeRO: ranks that compute on different rows share one copy of optimizer states, gradients and parameters.
+
+Each parameter is stored in shards along the axis `zero`, so whatever an optimizer makes of it is sharded too.  To compute,
+the shards are gathered (`meshwright_parallel.engine.gathering`); gradients are reduce-scattered to the shards.  With an
+axis `dp` outside of it, states are shared inside and replicated across ("hybrid").
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    GradientKind,
+    Link,
+    ParameterSize,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    divisors,
+    planned_state,
+    rows_state,
+)
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.states import State
+
+UNEVEN = 4096
+"""Elements from which a parameter is cut unevenly where no dim divides; a smaller one is kept whole."""
+
+
+class Zero(Strategy):
+    """Batch inputs are S(0); a parameter is cut along its largest free dim, or whole with a partial gradient."""
+
+    name: ClassVar[str] = "zero"
+    axis: ClassVar[str] = "zero"
+    order: ClassVar[int] = 15
+    gradient: ClassVar[GradientKind] = "deferred"
+    gathers: ClassVar[bool] = True
+    optional: ClassVar[bool] = True
+
+    def degrees(self, request: SearchRequest) -> Iterable[int]:
+        """Divisors of the world size that divide the batch."""
+        return [d for d in divisors(request.world_size) if request.batch_size % d == 0]
+
+    def batch_factor(self, degree: int) -> int:
+        """The local batch is a `degree`-th of the batch."""
+        return degree
+
+    def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
+        """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
+        return rows_state(shape, batch_size, degree)
+
+    def state_beside(
+        self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int, others: Mapping[str, State]
+    ) -> State:
+        """What the plan says; else the first dim that no other axis cuts and that divides: the further out, the longer
+        the runs of memory that are copied.
+
+        Where none divides, a large parameter is cut unevenly along its largest dim and a small one stays whole (state X).
+        """
+        said = planned_state(plan, fqn, self.axis)
+        if isinstance(said, int):
+            return said
+        if degree <= 1 or plan.zero is None:
+            return "X"
+        return _state(tuple(shape), {int(s) for s in others.values() if isinstance(s, int)}, degree)
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        """All-gathers before use, reduce-scatters of gradients behind the backward pass, and what is left of memory.
+
+        A unit is gathered while the one before it computes, so what is exposed is the first, or what the pass cannot hide.
+        Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks.
+        """
+        units = [_Unit.of(unit, degree) for unit in request.units]
+        blocks, whole = units[:-1], sum(unit.stored for unit in units)
+        if degree <= 1 or not whole:
+            return StrategyCost()
+        again = blocks[:-1] if request.stage == 3 else []
+        uses = [
+            *(
+                CollectiveUse("all_gather", u.gathered, 1, "forward", "parameters")
+                for u in units
+                if u.gathered
+            ),
+            *(
+                CollectiveUse("all_gather", u.gathered, 1, "backward", "parameters")
+                for u in again
+                if u.gathered
+            ),
+            *(
+                CollectiveUse("reduce_scatter", u.shared, 1, "backward", "gradients")
+                for u in units
+                if u.shared
+            ),
+        ]
+        left = sum(unit.left for unit in units)
+        if left:
+            uses.append(CollectiveUse("all_reduce", left, 1, "backward", "gradients that are not cut"))
+        exposed = total = 0.0
+        for phase, seconds in (("forward", request.forward_seconds), ("backward", request.backward_seconds)):
+            each = [link.seconds(use.kind, use.nbytes, degree) for use in uses if use.phase == phase]
+            if each:
+                edge = each[0] if phase == "forward" else each[-1]
+                exposed += max(edge, sum(each) - seconds)
+                total += sum(each)
+        shards = sum(unit.kept for unit in units)
+        largest = max((unit.computed for unit in blocks), default=0)
+        held = (
+            2 * largest + units[-1].computed if request.stage == 3 else sum(unit.computed for unit in units)
+        )
+        buffers = sum if request.stage == 1 else max
+        trained = sum(unit.trained for unit in units)
+        gradients = sum(unit.trained_kept for unit in units) + buffers(unit.shared for unit in units)
+        return StrategyCost(
+            exposed_seconds=exposed,
+            overlapped_seconds=total - exposed,
+            parameters=(shards + held) / whole,
+            gradients=gradients / trained if trained else 1.0,
+            optimizer=sum(unit.trained_kept for unit in units) / trained if trained else 1.0,
+            collectives=tuple(_counted(uses)),
+        )
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Bytes of one unit: stored whole, kept by one rank, computed with; whole and kept of what is trained; and moved."""
+
+    stored: int
+    kept: int
+    computed: int
+    trained: int
+    trained_kept: int
+    gathered: int
+    shared: int
+    left: int
+
+    @staticmethod
+    def of(unit: Sequence[ParameterSize], degree: int) -> _Unit:
+        stored = kept = computed = trained = trained_kept = gathered = shared = left = 0
+        for p in unit:
+            state = _state(p.shape, set(p.taken), degree)
+            own, used = p.itemsize
+            row = p.numel
+            if isinstance(state, int):
+                row = p.numel // p.shape[state] * -(-p.shape[state] // degree)
+                gathered += row * degree * used
+            stored += p.numel * own
+            kept += row * own
+            computed += p.numel * used if isinstance(state, int) or own != used else 0
+            if p.trainable:
+                trained += p.numel * own
+                trained_kept += row * own
+                # a flag for each parameter travels along
+                if isinstance(state, int):
+                    shared += (row + 1) * degree * own
+                else:
+                    left += (row + 1) * own
+        return _Unit(stored, kept, computed, trained, trained_kept, gathered, shared, left)
+
+
+def _counted(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
+    """Equal ones as one."""
+    count = Counter(uses)
+    return [replace(use, count=number) for use, number in count.items()]
+
+
+def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:
+    """How a parameter is stored: see `Zero.state_beside`."""
+    free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] >= degree]
+    even = [dim for dim in free if shape[dim] % degree == 0]
+    if even:
+        return even[0]
+    # torch.chunk sizes must leave a row to every rank
+    full = [dim for dim in free if -(-shape[dim] // -(-shape[dim] // degree)) == degree]
+    if math.prod(shape) >= UNEVEN and full:
+        return max(full, key=lambda dim: (shape[dim], -dim))
+    return "X"
