@@ -11,6 +11,7 @@ import pytest
 import meshwright as mw
 
 OWNERS = {
+    "GradScaler": "meshwright_parallel",
     "ParallelPlan": "meshwright_dtensor",
     "auto_parallelize": "meshwright_parallel",
     "clip_grad_norm_": "meshwright_parallel",

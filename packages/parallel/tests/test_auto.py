@@ -74,7 +74,7 @@ def planned(rank: int, world_size: int) -> Any:
     with pytest.raises(PluginError, match="did you mean 'toy'"):
         auto_parallelize(make(), batch_of(), planner="tyo", plugins=host)
     with pytest.raises(UsageError, match="precision"):
-        auto_parallelize(make(), batch_of(), planner="toy", precision="bf16", plugins=host)
+        auto_parallelize(make(), batch_of(), planner="toy", precision="int3", plugins=host)
     with pytest.raises(UsageError, match="axis 'pp'"):
         auto_parallelize(make(), batch_of(), planner="toy", pp=2, plugins=host)
     with pytest.raises(TypeError):

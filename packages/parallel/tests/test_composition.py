@@ -20,7 +20,7 @@ def refused(plan: ParallelPlan, states: dict[str, States]) -> PlanError:
 
 
 def test_a_dim_belongs_to_one_axis() -> None:
-    plan = ParallelPlan(world_size=4, degrees={"zero": 2, "tp": 2})
+    plan = ParallelPlan(world_size=4, degrees={"zero": 2, "tp": 2}, zero={"stage": 2})
     error = refused(plan, {"w": (0, 0)})
     assert error.value == "S(0)"
     assert "w" in error.field

@@ -12,6 +12,7 @@ from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy import Link, SearchRequest, Strategy, divisors
 from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
 from meshwright_parallel.strategies.tensor import Tensor
+from meshwright_parallel.strategies.zero import Zero
 
 LINK = Link("wire", latency_s=1e-5, bandwidth_Bps=1e9)
 
@@ -80,7 +81,7 @@ def test_registered_through_the_entry_point() -> None:
     host = discover()
     assert not host.problems
     found = host.strategies()
-    for name, axis, target in (("data", "dp", Data), ("tensor", "tp", Tensor)):
+    for name, axis, target in (("data", "dp", Data), ("zero", "zero", Zero), ("tensor", "tp", Tensor)):
         assert found[name].record.axis == axis
         assert found[name].distribution == "meshwright-parallel"
         strategy = found[name].load()()
@@ -92,6 +93,7 @@ def test_registered_through_the_entry_point() -> None:
 def test_nothing_here_imports_torch() -> None:
     code = (
         "import sys, meshwright_parallel, meshwright_parallel.plugin, meshwright_parallel.strategies.data, "
-        "meshwright_parallel.strategies.context, meshwright_parallel.strategies.tensor; assert 'torch' not in sys.modules"
+        "meshwright_parallel.strategies.context, meshwright_parallel.strategies.tensor, "
+        "meshwright_parallel.strategies.zero; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor.global_tensor import distribute as distribute
     from meshwright_dtensor.mesh import init as init
     from meshwright_dtensor.plan import ParallelPlan as ParallelPlan
+    from meshwright_parallel import GradScaler as GradScaler
     from meshwright_parallel import auto_parallelize as auto_parallelize
     from meshwright_parallel import clip_grad_norm_ as clip_grad_norm_
     from meshwright_parallel import get_total_norm as get_total_norm
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 # name -> (module, attribute); None means the module itself.
 _EXPORTS: dict[str, tuple[str, str | None]] = {
+    "GradScaler": ("meshwright_parallel", "GradScaler"),
     "ParallelPlan": ("meshwright_dtensor.plan", "ParallelPlan"),
     "auto_parallelize": ("meshwright_parallel", "auto_parallelize"),
     "clip_grad_norm_": ("meshwright_parallel", "clip_grad_norm_"),

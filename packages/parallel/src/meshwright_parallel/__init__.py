@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from meshwright_parallel.clip import get_total_norm as get_total_norm
     from meshwright_parallel.loader import shard_loader as shard_loader
     from meshwright_parallel.report import VerificationReport as VerificationReport
+    from meshwright_parallel.scaler import GradScaler as GradScaler
     from meshwright_parallel.verification import verify as verify
 
 # name -> module of this package that defines it
 _EXPORTS = MappingProxyType(
     {
+        "GradScaler": "scaler",
         "VerificationReport": "report",
         "auto_parallelize": "auto",
         "clip_grad_norm_": "clip",

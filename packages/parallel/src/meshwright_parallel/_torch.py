@@ -60,6 +60,20 @@ def scale_in_place(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> Non
         torch._foreach_mul_(group, factor.to(device))
 
 
+def unscale_in_place(
+    tensors: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """Multiply by `inverse`; a 0-dim tensor like `found_inf` that is 1 where an element was inf or nan."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), group in by_kind.items():
+        here = found_inf.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, here, inverse.to(device))
+        found_inf = torch.maximum(found_inf, here.to(found_inf.device))
+    return found_inf
+
+
 def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """`to.copy_(value)` for each pair (to, value), with few kernels; without autograd."""
     if pairs:

@@ -26,6 +26,7 @@ from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.permuted import install_true_order
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.precision import DTYPES, cast_buffers
 from meshwright_dtensor.regions import region_of
 from meshwright_dtensor.runtime import install_targets
 from meshwright_dtensor.states import State
@@ -80,7 +81,7 @@ def parallelize(
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
     placed = Placed(plan, mesh, strategies)
     _place_parameters(model, mesh, states, device)
-    _place_buffers(model, device)
+    _place_buffers(model, device, plan)
     install_true_order(model)
     install_targets(model, mesh, plan, everywhere=any(strategy.locates for strategy in strategies))
     install_inputs(model, placed)
@@ -140,11 +141,14 @@ def _sharded(
     )
 
 
-def _place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers stay plain and whole on every rank, in ordinary memory of the mesh's device."""
+def _place_buffers(model: nn.Module, device: torch.device, plan: ParallelPlan) -> None:
+    """Buffers stay plain and whole on every rank, in ordinary memory of the mesh's device, in the plan's precision."""
+    dtype = torch.float32 if plan.precision is None else DTYPES[plan.precision.parameters]
+    cast = cast_buffers(model) if dtype != torch.float32 else set()
     new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         for name, old in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(old) not in new:
-                new[id(old)] = (old, local_values(old, whole_box(tuple(old.shape))).to(device))
+                value = local_values(old, whole_box(tuple(old.shape))).to(device)
+                new[id(old)] = (old, value.to(dtype) if id(old) in cast else value)
             setattr(module, name, new[id(old)][1])

@@ -79,7 +79,7 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
                 axis not in ("zero", "dp")
                 and isinstance(own, int)
                 and isinstance(state, int)
-                and own == state
+                and int(own) == int(state)
             ):
                 if here.degree(axis) > 1:
                     return f"parameters ({name}).zero", format_state(own)

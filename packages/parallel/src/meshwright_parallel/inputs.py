@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.global_tensor import GlobalTensor, distribute
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Strategy
 from meshwright_parallel._torch import map_tensors
@@ -43,8 +44,11 @@ class Placed:
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments with every plain tensor distributed; tensors that are placed already stay."""
         size = size_of(args, kwargs)
+        dtype = None if self.plan.precision is None else DTYPES[self.plan.precision.parameters]
 
         def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if dtype is not None and tensor.dtype == torch.float32:
+                tensor = tensor.to(dtype)  # the model is computed in it
             if isinstance(tensor, (GlobalTensor, DTensor)):
                 return tensor
             return distribute(tensor, self.mesh, self.input_states(name, tensor.shape, size))

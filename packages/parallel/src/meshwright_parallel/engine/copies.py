@@ -199,7 +199,7 @@ class Unit:
                 self.engine.storages[storage_key(self.buffer)] = self
             pairs = []
             for copy, start in zip(self.copies, self._rows, strict=True):
-                whole = copy.leaf().detach()
+                whole = copy.leaf().data  # whose version count is its own: only real changes count
                 if copy.shards is None:
                     pairs.append((whole, local_of(copy.parameter)))
                 else:

@@ -103,9 +103,13 @@ class Gathering:
             self._end()
         elif self.frees:
             for unit in units:
-                # the last unit of a forward is the first of the backward pass
-                if unit.index in self._after[0] or not (self._learnt and torch.is_grad_enabled()):
+                if not (self._learnt and torch.is_grad_enabled() and self._is_last(unit)):
                     unit.drop()
+
+    def _is_last(self, unit: Unit) -> bool:
+        """Whether no block comes after it: the last of a forward is the first of the backward pass."""
+        following = self._after[0].get(unit.index)
+        return following is None or self.units[following].outside
 
     def _begin(self) -> None:
         for unit in self.units:

@@ -38,6 +38,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """A saved tensor as what is kept of it."""
+        if type(tensor) is not torch.Tensor:  # a wrapper that a checkpoint keeps
+            return tensor, None
         unit = self.engine.storages.get(storage_key(tensor))
         if unit is None or tensor.dtype != unit.dtype:
             return tensor, tensor._version  # torch checks versions only where there are no hooks
@@ -47,7 +49,7 @@ class SavedTensors:
         """What was saved."""
         if type(kept) is tuple:
             tensor, version = kept
-            if tensor._version != version:
+            if version is not None and tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
