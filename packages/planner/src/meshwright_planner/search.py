@@ -34,6 +34,9 @@ from meshwright_planner.tape import Tape
 SHARED = "zero"
 """The axis along which ranks share training state."""
 
+SUMS = "dp"
+"""The axis whose strategy costs the sum of gradients, over every axis that defers it."""
+
 PRICE = 1e-15
 """Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
 
@@ -271,11 +274,20 @@ class Search:
         # what ranks share is summed over the replicas of each shard
         parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
         fields: dict[str, Any] = {}
+        summed = [
+            axis
+            for axis, s in setting.strategies.items()
+            if s.gradient == "deferred" and not s.gathers and degrees[axis] > 1
+        ]
         for name, strategy in setting.strategies.items():
-            if degrees[name] <= 1:
+            if degrees[name] <= 1 and not (name == SUMS and summed):
                 continue
+            axes, degree, link = name, degrees[name], self._link(degrees, name)
+            if name == SUMS and summed:  # one sum over all axes on which gradients are partial
+                axes, degree = "+".join(summed), math.prod(degrees[axis] for axis in summed)
+                link = self._link(degrees, summed[0])
             request = common if strategy.gathers else parted
-            cost = strategy.cost(request, degrees[name], self._link(degrees, name))
+            cost = strategy.cost(request, degree, link)
             exposed += cost.exposed_seconds
             hidden += cost.overlapped_seconds
             fields.update(cost.fields)
@@ -283,7 +295,7 @@ class Search:
                 memory[part] = math.ceil(memory[part] * getattr(cost, part))
             collectives += [
                 PlannedCollective(
-                    axis=name, kind=u.kind, nbytes=u.nbytes, count=u.count, phase=u.phase, why=u.why
+                    axis=axes, kind=u.kind, nbytes=u.nbytes, count=u.count, phase=u.phase, why=u.why
                 )
                 for u in cost.collectives
             ]

@@ -139,15 +139,8 @@ class Context(Strategy):
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Tell the core how attention is shared on this axis."""
         from meshwright_dtensor.context import share_attention
-        from meshwright_parallel.engine import attach_reduction, partial_parameters, reduction_of
-        from meshwright_parallel.engine.reduction import DataReduction
-        from meshwright_parallel.strategies.data import BUCKET_BYTES
 
         share_attention(mesh, self.axis, "all_gather" if plan.context is None else plan.context.attention)
-        before = reduction_of(model)
-        axes = (*(before.axes if before is not None else ()), self.axis)
-        engine = DataReduction(mesh, partial_parameters(model, mesh, axes), BUCKET_BYTES)
-        attach_reduction(model, engine)
 
 
 def _possible(form: str, request: SearchRequest, degree: int) -> bool:
