@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from meshwright_dtensor.errors import UsageError, VerificationError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import VerificationReport, verify
-from meshwright_parallel.comparison import compare
+from meshwright_parallel.comparison import compare, one_rounding_away
 from meshwright_parallel.engine import reduction_of
 from meshwright_parallel.report import Comparison
 
@@ -278,3 +278,12 @@ def test_states_are_measured_by_their_key() -> None:
     expected = {"a/exp_avg": torch.tensor([1e-4]), "a/step": torch.tensor(2.0)}
     found = {"a/exp_avg": torch.tensor([2e-4]), "a/step": torch.tensor(2.0)}
     assert [c.ok for c in compare(0, "state", expected, found, None)] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_neighbour_is_one_rounding_away_in_every_dtype(dtype: torch.dtype) -> None:
+    values = torch.linspace(1.0, 1.5, 64, dtype=dtype)
+    near = values.clone()
+    one_rounding_away([near])
+    moved = (near - values).abs() / torch.finfo(dtype).eps
+    assert moved.count_nonzero() > 60 and moved.max() <= 2

@@ -120,7 +120,8 @@ def one_rounding_away(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if _rounds(parameter):
             up = torch.randint(0, 2, tuple(parameter.shape), generator=generator).to(parameter.device)
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1))
+            # in the parameter's own dtype: an integer tensor times a number is float32, which knows no float64 rounding
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1).to(parameter.dtype))
 
 
 def farthest_move(before: Tensors, after: Tensors) -> dict[str, float]:
