@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from zoo import bert, bert_batch, gpt2, llama
+from zoo import CASES, bert, bert_batch, gpt2, llama
 
 import meshwright as mw
+from meshwright_dtensor.commlog import CommEvent, communication
 from meshwright_dtensor.plan import ContextSharing, ParallelPlan
+from meshwright_dtensor.rules.composites import sdpa_blocks, sdpa_ring
 from meshwright_dtensor.testing import RankPool
 
 TOKENS = 16  # divides into two chunks for each of up to 8 ranks
@@ -53,9 +56,9 @@ def plan_of(degrees: dict[str, int], form: str, balance: str) -> ParallelPlan:
 
 
 def verified(rank: int, world_size: int, name: str, plan_json: str) -> tuple[bool, str]:
-    """Three steps under a plan against the same on one device, dropout and all."""
+    """Three steps under a plan against the same on one device, with dropout and clipped gradients."""
     make, batch = MODELS[name]
-    report = mw.verify(make, batch(), ParallelPlan.from_json(plan_json), steps=3)
+    report = mw.verify(make, batch(), ParallelPlan.from_json(plan_json), steps=3, max_norm=0.5)
     return report.ok, report.render()
 
 
@@ -85,3 +88,200 @@ def test_four_ranks_train_as_one_device(
     name: str, degrees: dict[str, int], form: str, balance: str, rank_pool: RankPool
 ) -> None:
     check(rank_pool, name, plan_of(degrees, form, balance))
+
+
+def applied(
+    name: str, plan: ParallelPlan, tokens: int = TOKENS
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    batch = causal_batch(tokens=tokens)
+    return mw.parallelize(MODELS[name][0](), plan, batch=batch), batch
+
+
+def kept(rank: int, world_size: int, form: str, balance: str, padded: bool) -> int:
+    """Bytes of activations that autograd holds on this rank after the forward pass of a Llama."""
+    plan = plan_of({"cp": world_size}, form, balance)
+    model, batch = applied("llama", plan, tokens=64)
+    if padded:
+        batch["attention_mask"] = (torch.arange(64) < 50).long().expand(2, 64).contiguous()
+    model.eval()  # dropout is drawn whole
+    own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(**batch).loss
+    assert loss.requires_grad
+    return sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("form", "padded"), [("all_gather", False), ("ring", False), ("all_to_all", False), ("ring", True)]
+)
+def test_activations_shrink_with_the_ranks(form: str, padded: bool, rank_pool: RankPool) -> None:
+    one, two, four = (max(rank_pool.run(n, kept, form, "zigzag", padded)) for n in (1, 2, 4))
+    assert one / two == pytest.approx(2, rel=0.1)
+    assert one / four == pytest.approx(4, rel=0.15)
+
+
+def step_log(rank: int, world_size: int, name: str, plan_json: str) -> list[CommEvent]:
+    plan = ParallelPlan.from_json(plan_json)
+    model, batch = applied(name, plan)
+    model(**batch).loss.backward()
+    with communication() as log:
+        model(**batch).loss.backward()
+    return log.events
+
+
+@pytest.mark.parametrize(("name", "balance"), [("llama", "zigzag"), ("gpt2", "none")])
+def test_only_attention_moves_activations_and_says_where(
+    name: str, balance: str, rank_pool: RankPool
+) -> None:
+    events = rank_pool.run(2, step_log, name, plan_of({"cp": 2}, "ring", balance).to_json())[0]
+    attention = [e for e in events if e.function == "scaled_dot_product_attention"]
+    assert {e.kind for e in attention} == {"send_recv"}
+    assert len({e.module for e in attention}) == 2
+    assert all("att" in e.module and "next rank" in e.why for e in attention)
+    # the rest: integers (labels are shifted), one pair of loss and count, and gradients of parameters
+    rest = [e for e in events if e not in attention and e.function != "data"]
+    assert sum(e.nbytes for e in rest) < 5 * 8 * 2 * TOKENS, rest
+
+
+def worked(rank: int, world_size: int, balance: str) -> int:
+    """(query, key) pairs that this rank attends to in the forward pass."""
+    count = 0
+    original = sdpa_ring.blocks
+
+    def counting(*args: Any) -> list[sdpa_blocks.Block]:
+        nonlocal count
+        found = original(*args)
+        count += sum(block.count for block in found)
+        return found
+
+    sdpa_ring.blocks = counting
+    try:
+        model, batch = applied("llama", plan_of({"cp": world_size}, "ring", balance))
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        sdpa_ring.blocks = original
+    return count
+
+
+def test_zigzag_gives_every_rank_the_same_work(rank_pool: RankPool) -> None:
+    zigzag, chunks = (rank_pool.run(4, worked, balance) for balance in ("zigzag", "none"))
+    layers = 2
+    assert sum(zigzag) == sum(chunks) == layers * TOKENS * (TOKENS + 1) // 2
+    assert len(set(zigzag)) == 1
+    assert max(chunks) > 1.7 * zigzag[0]
+
+
+def planned(
+    rank: int, world_size: int, form: str, degrees: dict[str, int]
+) -> tuple[ParallelPlan, list[CommEvent], bool, str]:
+    """What the planner makes of pinned degrees, what a step executes, and whether it is that of one device."""
+    batch = causal_batch()
+    torch.manual_seed(3)
+    plan = mw.plan(grouped_llama(), batch, world_size=world_size, context_attention=form, **degrees)
+    assert isinstance(plan, ParallelPlan)
+    events = step_log(rank, world_size, "llama", plan.to_json())
+    return plan, events, *verified(rank, world_size, "llama", plan.to_json())
+
+
+@pytest.mark.parametrize(
+    ("form", "degrees"),
+    [
+        ("all_gather", {"cp": 2, "tp": 1, "dp": 1}),
+        ("ring", {"cp": 2, "tp": 2, "dp": 1}),
+        ("all_to_all", {"cp": 2, "tp": 1, "dp": 1}),
+    ],
+)
+def test_planned_is_executed(form: str, degrees: dict[str, int], rank_pool: RankPool) -> None:
+    ranks = degrees["cp"] * degrees["tp"]
+    plan, events, ok, text = rank_pool.run(ranks, planned, form, degrees)[0]
+    assert ok, text
+    assert plan.context == ContextSharing(attention=form, balance="zigzag")
+    expected: dict[tuple[str, str], tuple[int, int]] = {}
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for c in plan.collectives:
+        if (
+            c.axis == "cp" and c.kind != "all_reduce"
+        ):  # gradients are summed in buckets, with those of data ranks
+            count, nbytes = expected.get((c.kind, c.phase), (0, 0))
+            expected[c.kind, c.phase] = count + c.count, nbytes + c.count * c.nbytes
+    for e in events:
+        if e.axis == "cp" and e.function == "scaled_dot_product_attention":
+            count, nbytes = found.get((e.kind, e.phase), (0, 0))
+            found[e.kind, e.phase] = count + 1, nbytes + e.nbytes
+    assert found == expected
+
+
+def refused(rank: int, world_size: int, balance: str, tokens: int) -> str:
+    plan = plan_of({"cp": world_size}, "ring", balance)
+    with pytest.raises(mw.errors.UsageError) as error:
+        applied("llama", plan, tokens=tokens)
+    return str(error.value)
+
+
+def test_a_length_that_does_not_divide_is_refused_before_anything_runs(rank_pool: RankPool) -> None:
+    text = rank_pool.run(2, refused, "zigzag", 14)[0]
+    assert "14 tokens" in text and "multiple of 4" in text and ("12" in text or "16" in text)
+    assert "15 tokens" in rank_pool.run(2, refused, "none", 15)[0]
+
+
+def looped(rank: int, world_size: int) -> list[float]:
+    """Losses of an epoch over a sharded loader, with rows and tokens divided."""
+    data = causal_batch(rows=8)
+    rows = [{key: value[i] for key, value in data.items()} for i in range(8)]
+    model, _ = applied("llama", plan_of({"dp": 2, "cp": 2}, "ring", "zigzag"))
+    model.eval()
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    return [model(**batch).loss.item() for batch in mw.shard_loader(loader)]
+
+
+def test_a_sharded_loader_feeds_rows_and_tokens(rank_pool: RankPool) -> None:
+    found = rank_pool.run(4, looped)
+    torch.manual_seed(3)
+    model = grouped_llama().eval()
+    data = causal_batch(rows=8)
+    expected = [model(**{key: value[i : i + 4] for key, value in data.items()}).loss.item() for i in (0, 4)]
+    assert all(losses == pytest.approx(expected, rel=1e-6) for losses in found)
+
+
+def test_the_search_shares_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long row on two ranks that cannot hold it: only the sequence can be divided; short rows are left alone."""
+    from meshwright_parallel.strategies import context
+
+    monkeypatch.setattr(context, "LEAST_TOKENS", 128)
+    ids = torch.zeros(1, 512, dtype=torch.long)
+    model = llama(max_position_embeddings=512, num_attention_heads=4, num_key_value_heads=1)
+    batch = {"input_ids": ids, "labels": ids}
+    plans = mw.plan(model, batch, world_size=2, tp=1, top_k=4)
+    assert isinstance(plans, list)
+    assert plans[0].degrees["cp"] == 2
+    assert plans[0].context is not None
+    assert plans[0].context.balance == "zigzag"
+    with pytest.raises(mw.errors.UsageError, match="no combination"):
+        mw.plan(model, {key: value[:, :64] for key, value in batch.items()}, world_size=2, tp=1)
+
+
+def test_encoder_and_decoder_of_different_lengths(rank_pool: RankPool) -> None:
+    ok, text = rank_pool.run(2, verified_case, "t5", plan_of({"cp": 2}, "ring", "none").to_json())[0]
+    assert ok, text
+
+
+def verified_case(rank: int, world_size: int, name: str, plan_json: str) -> tuple[bool, str]:
+    case = CASES[name]
+    report = mw.verify(case.model, case.batch(), ParallelPlan.from_json(plan_json), steps=2)
+    return report.ok, report.render()
+
+
+@pytest.mark.parametrize("name", ["llama-eager", "qwen3", "mixtral"])
+def test_other_models(name: str, rank_pool: RankPool) -> None:
+    ok, text = rank_pool.run(2, verified_case, name, plan_of({"cp": 2}, "all_gather", "zigzag").to_json())[0]
+    assert ok, text

@@ -100,6 +100,34 @@ def test_every_case_is_that_of_one_device(form: str, rank_pool: RankPool) -> Non
         assert worst < 1e-5, name
 
 
+def halved(rank: int, world_size: int, form: str) -> tuple[float, float]:
+    """Error of bfloat16 attention against float64, shared and on one device: the larger of output and gradients."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    share_attention(mesh, "cp", form)
+    torch.manual_seed(3)
+    inputs = floats(*[(1, 4, 32, 8)] * 3)
+    results = []
+    for kind in ("exact", "shared", "one"):
+        dtype = torch.float64 if kind == "exact" else torch.bfloat16
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+        given = [distribute(x, mesh, [2]) for x in leaves] if kind == "shared" else leaves
+        out = F.scaled_dot_product_attention(*given, is_causal=True)
+        out.sum().backward()
+        whole = out.full_tensor() if kind == "shared" else out
+        results.append([t.double() for t in (whole.detach(), *(x.grad for x in leaves))])
+    exact, shared, one = results
+    errors = [[float((a - b).abs().max()) for a, b in zip(r, exact, strict=True)] for r in (shared, one)]
+    return max(errors[0]), max(errors[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_is_merged_in_float32(form: str, rank_pool: RankPool) -> None:
+    shared, one = rank_pool.run(4, halved, form)[0]
+    assert (
+        shared <= 2.5 * one
+    )  # kernels round what each block gives to a gradient, and the sum is rounded once more
+
+
 @pytest.mark.parametrize("sizes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_four_ranks(sizes: dict[str, int], rank_pool: RankPool) -> None:
     for form, name in itertools.product(FORMS, ("causal", "mask", "bias", "dropout causal gqa")):

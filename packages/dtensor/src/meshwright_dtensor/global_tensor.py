@@ -280,7 +280,8 @@ def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
         if kept is not None and kept[0] == local._version and kept[1] == grad:
             return kept[2]
     result = conversion.apply(local, site)
-    if conversion.keep and not local.is_inference():
+    # every layer cuts the same mask: one copy, which all of them keep for their backward passes
+    if (conversion.keep or not local.is_floating_point()) and not local.is_inference():
         if memo is None:
             memo = t._memo = {}
         memo[conversion] = (local._version, grad, result)

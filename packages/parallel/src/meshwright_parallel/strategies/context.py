@@ -118,12 +118,14 @@ class Context(Strategy):
             UsageError: the sequence cannot be divided as the plan says.
         """
         length = size.tokens
+        if len(shape) < 2:
+            return "I"
         if length is None:
             raise UsageError(
                 f"batch tensor {name!r} of shape {tuple(shape)}: the batch has no sequence (ids of [rows, tokens], or "
                 f"embeddings of [rows, tokens, features]) that cp={degree} could divide; leave cp out"
             )
-        if len(shape) < 2 or shape[1] != length:
+        if shape[1] != length:
             return "I"
         paired = plan is not None and plan.context is not None and plan.context.balance == "zigzag"
         unit = degree * (2 if paired else 1)
