@@ -11,7 +11,7 @@ from zoo import CASES, bert, bert_batch, gpt2, llama
 
 import meshwright as mw
 from meshwright_dtensor.commlog import CommEvent, communication
-from meshwright_dtensor.plan import ContextSharing, ParallelPlan
+from meshwright_dtensor.plan import ActivationRule, ContextSharing, ParallelPlan
 from meshwright_dtensor.rules.composites import sdpa_blocks, sdpa_ring
 from meshwright_dtensor.testing import RankPool
 
@@ -88,6 +88,20 @@ def test_four_ranks_train_as_one_device(
     name: str, degrees: dict[str, int], form: str, balance: str, rank_pool: RankPool
 ) -> None:
     check(rank_pool, name, plan_of(degrees, form, balance))
+
+
+def test_tokens_divided_twice(rank_pool: RankPool) -> None:
+    """Sequence parallelism on tp inside the part of cp: the hidden state is sharded on its tokens by both axes."""
+    rules = tuple(
+        ActivationRule(module=f"model.layers.*.{norm}", function="pow", inputs=({"tp": "S(1)"},))
+        for norm in ("input_layernorm", "post_attention_layernorm")
+    )
+    check(rank_pool, "llama", plan_of({"cp": 2, "tp": 2}, "ring", "zigzag").replace(activations=rules))
+
+
+def test_training_state_divided_over_zero_beside_cp(rank_pool: RankPool) -> None:
+    plan = plan_of({"zero": 2, "cp": 2}, "all_gather", "zigzag")
+    check(rank_pool, "gpt2", plan.replace(zero={"stage": 2}))
 
 
 def applied(

@@ -73,6 +73,9 @@ def test_the_cheapest_form_is_taken() -> None:
     odd = replace(USE, heads=6)
     fields = Context().cost(replace(REQUEST, attention=(odd,)), 4, LINK).fields
     assert fields["context"]["attention"] != "all_to_all"
+    pinned = replace(REQUEST, attention=(odd,), options={"context_attention": "all_to_all"})
+    with pytest.raises(UsageError, match=r"6 heads .* cp=4; pin cp to a divisor of 6"):
+        Context().cost(pinned, 4, LINK)
 
 
 def test_zigzag_where_it_helps() -> None:

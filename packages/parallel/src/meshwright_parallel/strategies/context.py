@@ -68,11 +68,20 @@ class Context(Strategy):
 
         The planner records a rank's part of the sequence, where queries meet the keys of that part only: the rest of the
         work, `degree` - 1 times as much, is added here, on the rank that has most of it.
+
+        Raises:
+            UsageError: the form that is pinned needs heads that the degree divides.
         """
         if degree <= 1:
             return StrategyCost()
         balance = self._balance(request, degree)
         pinned = request.options.get("context_attention")
+        if pinned is not None and not _possible(pinned, request, degree):
+            heads = next(use.heads for use in request.attention if use.heads % degree)
+            raise UsageError(
+                f"context_attention={pinned!r}: attention over {heads} heads (a rank's, as other axes leave them) cannot be "
+                f"spread over cp={degree}; pin cp to a divisor of {heads}, or use 'ring' or 'all_gather'"
+            )
         ways = [
             self._way(form, balance, request, degree, link)
             for form in FORMS
