@@ -108,9 +108,11 @@ class Search:
         for axis, degree in setting.pins.items():
             if axis in legal and not legal[axis]:
                 options = ", ".join(map(str, setting.strategies[axis].degrees(request)))
+                length = setting.batch.sequence_length
+                rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
                 raise UsageError(
                     f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
-                    f"{setting.batch.size}: strategy {setting.strategies[axis].name!r} allows {options}"
+                    f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}"
                 )
         found = [
             c for c in _products(legal, setting.world_size) if self._one_search(c) and self._rows_divide(c)
