@@ -10,6 +10,7 @@ import torch
 from zoo import CASES, bert, bert_batch, gpt2, llama
 
 import meshwright as mw
+from meshwright import cli
 from meshwright_dtensor.commlog import CommEvent, communication
 from meshwright_dtensor.plan import ActivationRule, ContextSharing, ParallelPlan
 from meshwright_dtensor.rules.composites import sdpa_blocks, sdpa_ring
@@ -265,6 +266,27 @@ def test_a_sharded_loader_feeds_rows_and_tokens(rank_pool: RankPool) -> None:
     data = causal_batch(rows=8)
     expected = [model(**{key: value[i : i + 4] for key, value in data.items()}).loss.item() for i in (0, 4)]
     assert all(losses == pytest.approx(expected, rel=1e-6) for losses in found)
+
+
+def test_the_command_line_pins_degree_and_form(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "plan",
+        "--model",
+        "llama",
+        "--world-size",
+        "2",
+        "--sequence-length",
+        "16",
+        "--batch-size",
+        "1",
+        "--json",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*asked, "--cp", "2", "--context-attention", "ring"])
+    assert ended.value.code == 0
+    plan = ParallelPlan.from_json(capsys.readouterr().out)
+    assert plan.degrees["cp"] == 2
+    assert plan.context == ContextSharing(attention="ring", balance="zigzag")
 
 
 def test_the_search_shares_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
