@@ -28,6 +28,7 @@ _EXPORTS = MappingProxyType(
         "PlannedCollective": "plan",
         "Prediction": "plan",
         "Provenance": "plan",
+        "RecomputeRule": "plan",
         # plugins
         "PluginHost": "plugins",
         "discover": "plugins",

@@ -21,6 +21,7 @@ def diff(old: ParallelPlan, new: ParallelPlan) -> list[str]:
 
 # lists whose entries have a name of their own: where they moved to does not hide what changed in them
 _KEYS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "recompute": lambda rule: json.dumps(rule["pattern"]),
     "parameters": lambda rule: json.dumps(rule["pattern"]),
     "activations": lambda rule: f"{json.dumps(rule['module'])} {rule['function']} #{rule['occurrence']}",
 }

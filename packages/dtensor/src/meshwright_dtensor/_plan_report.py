@@ -42,6 +42,8 @@ def explain(plan: ParallelPlan, width: int = 110) -> str:
                 f"  precision: computed in {plan.precision.parameters}, gradients added up in {plan.precision.reduce}"
             )
         )
+    for recomputed in plan.recompute:
+        console.print(Text(f"  recomputed: {recomputed.pattern} ({recomputed.policy})"))
     _parameters(plan, console)
     _activations(plan, console)
     _collectives(plan, console)

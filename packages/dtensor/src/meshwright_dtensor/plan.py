@@ -196,6 +196,21 @@ class ContextSharing(_Model):
     balance: Literal["none", "zigzag"] = "none"
 
 
+class RecomputeRule(_Model):
+    """Modules whose activations are not kept for the backward pass but computed again in it.
+
+    pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost is taken.
+    policy: "full" computes everything again; "selective" keeps the results of matmuls, convolutions and attention.
+    """
+
+    pattern: Word
+    policy: Literal["full", "selective"] = "full"
+
+    def matches(self, module: str) -> bool:
+        """Whether the rule speaks of this module."""
+        return fnmatchcase(module, self.pattern)
+
+
 class Provenance(_Model):
     """Where a plan comes from. `created` (ISO 8601) does not count for equality; `notes` are the planner's reasons."""
 
@@ -217,6 +232,7 @@ class ParallelPlan(_Model):
     parameters: the first rule that matches a parameter's name places it; without one it is replicated.
     activations: target states by call; derivation fills in the rest.
     context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
+    recompute: modules whose activations are computed again in the backward pass; the first rule that matches counts.
 
     Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
     """
@@ -231,6 +247,7 @@ class ParallelPlan(_Model):
     parameters: tuple[ParameterRule, ...] = ()
     activations: tuple[ActivationRule, ...] = ()
     context: ContextSharing | None = None
+    recompute: tuple[RecomputeRule, ...] = ()
     predicted: Prediction | None = None
     collectives: tuple[PlannedCollective, ...] = ()
     provenance: Provenance = Field(default_factory=Provenance)
@@ -363,5 +380,6 @@ __all__ = [
     "PrecisionRule",
     "Prediction",
     "Provenance",
+    "RecomputeRule",
     "ZeroRule",
 ]

@@ -36,7 +36,6 @@ _NOT_BUILT: Mapping[str, tuple[Any, str]] = {
     ),
     "microbatches": (None, "a pipeline schedule"),
     "schedule": (None, "a pipeline schedule"),
-    "recompute": (None, "recomputation of activations"),
     "compile": (None, "compiled regions"),
 }
 
@@ -60,6 +59,7 @@ class PlanRequest:
         zero: pins the ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
         zero_degree: pins how many of the data ranks share one copy of the training state; by default all of them.
         precision: "bf16", "fp16" or "fp32": dtype that a float32 model is computed in; None is its own.
+        recompute: "full" or "selective" for every repeated block, or a pattern of module names (recomputed in full).
         keep_user_sharding: respect placements that the user marked.
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """
@@ -84,7 +84,7 @@ class PlanRequest:
     sequence_parallel: bool | None = None
     microbatches: int | None = None
     schedule: str | None = None
-    recompute: str | bool | None = None
+    recompute: str | None = None
     compile: str | bool | None = None
     keep_user_sharding: bool = True
 
@@ -153,6 +153,11 @@ class PlanRequest:
             raise UsageError(
                 f"zero={self.zero!r}, zero_degree={self.zero_degree!r}: no installed strategy owns the axis 'zero'; "
                 "install a distribution that registers one (meshwright-parallel does), or leave them out"
+            )
+        if self.recompute is not None and (not isinstance(self.recompute, str) or not self.recompute):
+            raise UsageError(
+                f"recompute={self.recompute!r} is none of 'full', 'selective' and a pattern of module names; give one, or "
+                "leave it out to keep all activations"
             )
         for name, (default, missing) in _NOT_BUILT.items():
             if getattr(self, name) != default:

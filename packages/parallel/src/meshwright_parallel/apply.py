@@ -41,6 +41,7 @@ from meshwright_parallel.checks import (
 from meshwright_parallel.engine import install_copies, install_reduction, make_groups
 from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import lay_out_loaded_states, refuse_assignment
+from meshwright_parallel.recompute import install_recompute, recomputed_modules
 from meshwright_parallel.registry import LivePlacements
 
 
@@ -74,6 +75,7 @@ def parallelize(
     strategies = resolve_strategies(plan, host, world_size)
     states = stored_states(model, plan, strategies)
     check_plan(model, plan, strategies, batch, states)
+    recomputed_modules(model, plan)
     check_optimizers(model)
     if world_size > 1:
         check_alike(model, plan, device)
@@ -83,6 +85,7 @@ def parallelize(
     _place_parameters(model, mesh, states, device)
     _place_buffers(model, device, plan)
     install_true_order(model)
+    install_recompute(model, plan, device)
     install_targets(model, mesh, plan, everywhere=any(strategy.locates for strategy in strategies))
     install_inputs(model, placed)
     refuse_assignment(model)

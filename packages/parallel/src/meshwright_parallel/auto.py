@@ -42,7 +42,7 @@ def auto_parallelize(
     sequence_parallel: bool | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
-    recompute: str | bool | None = None,
+    recompute: str | None = None,
     compile: str | bool | None = None,
     keep_user_sharding: bool = True,
     plugins: PluginHost | None = None,

@@ -37,7 +37,7 @@ def plan(
     sequence_parallel: bool | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
-    recompute: str | bool | None = None,
+    recompute: str | None = None,
     compile: str | bool | None = None,
     keep_user_sharding: bool = True,
 ) -> ParallelPlan | list[ParallelPlan]:
@@ -60,7 +60,8 @@ def plan(
         zero: ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
         zero_degree: how many data ranks share one copy of the training state; all of them by default.
         precision: "bf16", "fp16" or "fp32": what a float32 model is computed in.
-        sequence_parallel, microbatches, schedule, recompute, compile: refused, nothing executes
+        recompute: "full" or "selective" for every repeated block, or a pattern of module names.
+        sequence_parallel, microbatches, schedule, compile: refused, nothing executes
             them yet.
         keep_user_sharding: must be True.
 

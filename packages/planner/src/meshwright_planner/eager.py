@@ -20,6 +20,7 @@ from meshwright_planner.clusters import cluster_of
 from meshwright_planner.costs import OPTIMIZERS
 from meshwright_planner.infeasible import infeasible
 from meshwright_planner.legal import Rules
+from meshwright_planner.recompute import recompute_rules
 from meshwright_planner.result import plan_of, reasons
 from meshwright_planner.search import SHARED, Search, Setting, scaled
 
@@ -92,6 +93,7 @@ class EagerPlanner(Planner):
             stage=request.zero or 0,
             shares=request.shares,
             precision=request.precision,
+            recompute=recompute_rules(model, request.recompute),
         )
 
 

@@ -36,6 +36,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
         precision=PrecisionRule(parameters=setting.precision) if setting.dtype is not None else None,  # type: ignore[arg-type]
         parameters=tuple(parameters),
         activations=tuple(activations),
+        recompute=setting.recompute,
         predicted=Prediction(
             step_seconds=candidate.step_seconds,
             compute_seconds=candidate.compute_seconds,

@@ -13,7 +13,7 @@ from torch import nn
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import PlannedCollective
+from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy
@@ -59,6 +59,7 @@ class Setting:
         stage: what ranks along zero share, fixed by the user; 0 where they share nothing.
         shares: ranks are to share training state (the axis zero is searched).
         precision: in which the model is computed, a name of plan.PrecisionRule; None is its own.
+        recompute: modules whose activations are not kept.
     """
 
     model: nn.Module
@@ -80,6 +81,8 @@ class Setting:
     def dtype(self) -> torch.dtype | None:
         """Of the copies that are computed with; None is the parameters' own."""
         return None if self.precision in (None, "fp32") else DTYPES[str(self.precision)]
+
+    recompute: tuple[RecomputeRule, ...] = ()
 
 
 class Search:

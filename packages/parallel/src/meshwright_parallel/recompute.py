@@ -1,0 +1,154 @@
+"""Recomputation: chosen modules keep their inputs only, and run again when the backward pass needs what they computed.
+
+The module runs under the hooks that it always has, so that targets of the plan, random numbers, buffers and collectives
+of the second run are those of the first, on every rank alike. Torch's non-reentrant checkpointing does the book-keeping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase as NORMS
+from torch.utils import _pytree as pytree
+
+from meshwright_dtensor.errors import PlanError, UnsupportedError
+from meshwright_dtensor.global_tensor import GlobalTensor, wrap
+from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
+from meshwright_dtensor.runtime import FRAMES, Frame
+from meshwright_parallel._torch_checkpoint import Region, recomputed_region
+
+_ATTRIBUTE = "_meshwright_recompute"
+
+
+def recomputed_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, RecomputeRule]:
+    """Name -> rule of the modules that are recomputed: of nested ones the outermost, and never the model itself.
+
+    Raises:
+        PlanError: a rule matches no module.
+    """
+    chosen: dict[str, RecomputeRule] = {}
+    used: set[RecomputeRule] = set()
+    for name, _ in model.named_modules():
+        rule = next((r for r in plan.recompute if name and r.matches(name)), None)
+        if rule is None:
+            continue
+        used.add(rule)
+        if not any(name.startswith(f"{outer}.") for outer in chosen):
+            chosen[name] = rule
+    for index, rule in enumerate(plan.recompute):
+        if rule not in used and not any(rule.matches(name) for name in chosen):
+            what = f"no module of this {type(model).__name__} matches"
+            raise PlanError(f"recompute[{index}].pattern", rule.pattern, what)
+    return chosen
+
+
+def install_recompute(model: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
+    """Recompute what `plan.recompute` names; call it before other hooks are put on the modules."""
+    for name, rule in recomputed_modules(model, plan).items():
+        module = model.get_submodule(name)
+        module.__dict__[_ATTRIBUTE] = _Recomputed(device, rule.policy == "selective")
+        module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_end, always_call=True)
+
+
+class _Recomputed:
+    """The running calls of one module, and whether the one that runs is itself a second run."""
+
+    def __init__(self, device: torch.device, selective: bool) -> None:
+        self.device, self.selective = device, selective
+        self.again = False
+        self.running: list[tuple[Region, _Call] | None] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
+        return _Recomputed(self.device, self.selective)
+
+
+class _Call:
+    """One call of a module: what it takes to run it once more."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.versions = [_version(x) for x in self.leaves]
+        self.before = {
+            (part, name): (buffer, _version(buffer), buffer.clone())
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+        }
+
+    def finished(self) -> None:
+        """Keep only those buffers that the call has written to."""
+        self.before = {
+            (part, name): entry
+            for (part, name), entry in self.before.items()
+            # torch writes running statistics without counting it
+            if isinstance(part, NORMS)
+            or part._buffers.get(name) is not entry[0]
+            or _version(entry[0]) != entry[1]
+        }
+
+    def run(self) -> None:
+        """Run the module once more, on what it was given then."""
+        if any(_version(x) != version for x, version in zip(self.leaves, self.versions, strict=True)):
+            raise UnsupportedError(
+                f"an input of a recomputed {type(self.module).__name__} was modified in place after the module had run; use "
+                "the out-of-place form, or take the module out of plan.recompute"
+            )
+        # new wrappers: what was gathered for the first run is not kept alive, and not found by the second
+        leaves = [wrap(x._local, x._layout) if type(x) is GlobalTensor else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        state = self.module.__dict__[_ATTRIBUTE]
+        state.again, before = True, state.again
+        FRAMES.stack.append(Frame("", {}))  # whatever runs around a backward pass is not the caller
+        depth = len(FRAMES.stack)
+        try:
+            with self._buffers():
+                self.module(*args, **kwargs)
+        finally:
+            del FRAMES.stack[depth - 1 :]
+            state.again = before
+
+    @contextlib.contextmanager
+    def _buffers(self) -> Iterator[None]:
+        """The buffers that the first run changed, as they were before it; what the second makes of them is dropped."""
+        now = {(part, name): part._buffers[name] for part, name in self.before}
+        for (part, name), (_, _, old) in self.before.items():
+            part._buffers[name] = old.clone()
+        try:
+            yield
+        finally:
+            for (part, name), buffer in now.items():
+                part._buffers[name] = buffer
+
+
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    state: _Recomputed = module.__dict__[_ATTRIBUTE]
+    if state.again or not torch.is_grad_enabled():
+        state.running.append(None)
+        return
+    call = _Call(module, args, kwargs)
+    region = recomputed_region(call.run, state.device, state.selective)
+    state.running.append((region, call))
+    next(region)
+
+
+def _end(module: nn.Module, args: Any, output: Any) -> None:
+    state: _Recomputed = module.__dict__[_ATTRIBUTE]
+    running = state.running.pop() if state.running else None
+    if running is None:
+        return
+    region, call = running
+    call.finished()
+    with contextlib.suppress(StopIteration):
+        next(region)
+
+
+def _version(x: Any) -> int:
+    local = x._local if isinstance(x, GlobalTensor) else x
+    if not isinstance(local, torch.Tensor) or local.is_inference():
+        return 0
+    return local._version
