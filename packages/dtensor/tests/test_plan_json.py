@@ -246,6 +246,7 @@ def test_the_text_is_readable() -> None:
         '  "activations": [\n'
         '    {"module": "layers.*", "function": "linear", "occurrence": 0, "inputs": [{"tp": "S(2)"}, null]}\n'
         "  ],\n"
+        '  "recompute": [],\n'
         '  "predicted": {\n'
         '    "step_seconds": 0.25,\n'
         '    "compute_seconds": 0.125,\n'

@@ -200,7 +200,7 @@ def test_memory_limit_changes_the_winner() -> None:
     "option",
     [{"pp": 2}, {"cp": 2}, {"ep": 4}, {"zero": 1}, {"sequence_parallel": True}, {"microbatches": 4}, {"schedule": "1f1b"},
      {"recompute": True}, {"compile": True}, {"precision": "int3"}, {"zero": 4},
-     {"zero_degree": 2}, {"keep_user_sharding": False}, {"tp": 0},
+     {"zero_degree": 2}, {"tp": 0},
      {"world_size": -1}, {"tp": 3, "world_size": 4}, {"optimizer": "adamx"}, {"tp": True}],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_by_name(option: dict[str, Any]) -> None:

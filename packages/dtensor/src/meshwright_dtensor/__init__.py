@@ -49,6 +49,7 @@ _EXPORTS = MappingProxyType(
         "distribute": "global_tensor",
         "from_local": "global_tensor",
         "init": "mesh",
+        "mark_sharding": "marks",
         "like_parameter": "permuted",
     }
 )

@@ -60,7 +60,7 @@ class PlanRequest:
         zero_degree: pins how many of the data ranks share one copy of the training state; by default all of them.
         precision: "bf16", "fp16" or "fp32": dtype that a float32 model is computed in; None is its own.
         recompute: "full" or "selective" for every repeated block, or a pattern of module names (recomputed in full).
-        keep_user_sharding: respect placements that the user marked.
+        keep_user_sharding: respect placements that the user marked (`mark_sharding`); False searches freely.
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """
 
@@ -164,10 +164,6 @@ class PlanRequest:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r}: nothing executes it yet, it needs {missing}; leave it out"
                 )
-        if not self.keep_user_sharding:
-            raise UsageError(
-                "keep_user_sharding=False: placements that a user marked are always kept; leave it out"
-            )
         for axis, degree in self.pins.items():
             if degree > 1 and axis not in axes:
                 known = ", ".join(sorted(axes)) or "none"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor import errors as errors
     from meshwright_dtensor.deferred import deferred_init as deferred_init
     from meshwright_dtensor.global_tensor import distribute as distribute
+    from meshwright_dtensor.marks import mark_sharding as mark_sharding
     from meshwright_dtensor.mesh import init as init
     from meshwright_dtensor.plan import ParallelPlan as ParallelPlan
     from meshwright_parallel import GradScaler as GradScaler
@@ -39,6 +40,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "distribute": ("meshwright_dtensor.global_tensor", "distribute"),
     "errors": ("meshwright_dtensor.errors", None),
     "init": ("meshwright_dtensor.mesh", "init"),
+    "mark_sharding": ("meshwright_dtensor.marks", "mark_sharding"),
     "parallelize": ("meshwright_parallel", "parallelize"),
     "plan": ("meshwright_planner", "plan"),
     "shard_loader": ("meshwright_parallel", "shard_loader"),

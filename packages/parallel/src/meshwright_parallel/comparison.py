@@ -78,14 +78,14 @@ def compare(
         if sample is None:
             continue
         limit = TOLERANCES.get(sample.dtype, 0.0) if tolerance is None else tolerance
-        difference, note = _difference(want, got)
+        difference, note = apart(want, got)
         bound = reach.get(name)
         if bound is None and want is not None:
             bound = _noise(want, neighbour.get(name), largest[_family(kind, name)])
         if bound is not None and not note:
             note = "no measure" if name in reach else "rounding noise only"
         dtype = str(sample.dtype).removeprefix("torch.")
-        results.append(Comparison(step, kind, name, dtype, difference, _magnitude(want), limit, note, bound))
+        results.append(Comparison(step, kind, name, dtype, difference, magnitude(want), limit, note, bound))
     return results
 
 
@@ -93,10 +93,10 @@ def _noise(want: torch.Tensor, near: torch.Tensor | None, largest: float) -> flo
     """How large a tensor may be that is nothing but rounding noise on one device; None for all others."""
     if near is None or not _rounds(want) or near.shape != want.shape:
         return None
-    noise = max(_magnitude(want), _magnitude(near))
+    noise = max(magnitude(want), magnitude(near))
     if noise > NOISE_ROUNDINGS * torch.finfo(want.dtype).eps * largest:
         return None
-    spread, _ = _difference(want, near)
+    spread, _ = apart(want, near)
     return NOISE_REACH * noise if NOISE_SPREAD * noise < spread < math.inf else None
 
 
@@ -109,7 +109,7 @@ def _largest(kind: Kind, tensors: Tensors) -> dict[str, float]:
     largest: dict[str, float] = {}
     for name, tensor in tensors.items():
         family = _family(kind, name)
-        largest[family] = max(largest.get(family, 0.0), _magnitude(tensor))
+        largest[family] = max(largest.get(family, 0.0), magnitude(tensor))
     return largest
 
 
@@ -127,7 +127,7 @@ def one_rounding_away(parameters: Iterable[torch.Tensor]) -> None:
 def farthest_move(before: Tensors, after: Tensors) -> dict[str, float]:
     """Name -> largest change of any element."""
     return {
-        name: _magnitude(new - old)
+        name: magnitude(new - old)
         for name, old in before.items()
         if old is not None and (new := after[name]) is not None
     }
@@ -164,14 +164,15 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
-def _magnitude(tensor: torch.Tensor | None) -> float:
+def magnitude(tensor: torch.Tensor | None) -> float:
+    """The largest finite magnitude of any element, 0 of none."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
     finite = torch.nan_to_num(_wide(tensor.detach()), nan=0.0, posinf=0.0, neginf=0.0)
     return float(finite.abs().max().item())
 
 
-def _difference(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[float, str]:
+def apart(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[float, str]:
     """Largest absolute difference, or infinity and what is wrong."""
     if want is None or got is None:
         if want is got:

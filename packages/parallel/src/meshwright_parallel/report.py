@@ -58,6 +58,37 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """The first place at which the parallel run differs from one device.
+
+    Attributes:
+        phase: "forward": the value of the call differs, and those before it do not. "backward": all values agree; the
+            gradient of the call's result differs, and those that the backward pass computed before it do not, so that
+            what reads the result sends a wrong gradient back.
+        module: full name of the module whose forward makes the call; "" is the model.
+        function: the torch function.
+        occurrence: which call of that function in the module's forward, from 0.
+        relative: largest difference, relative to the largest value on one device.
+        layout: how the result lies over the mesh.
+        inputs: how the tensors given to the call lie.
+    """
+
+    phase: Literal["forward", "backward"]
+    module: str
+    function: str
+    occurrence: int
+    relative: float
+    layout: str
+    inputs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"{self.function} #{self.occurrence} in module {self.module or '(model)'!r}"
+        what = "the value of" if self.phase == "forward" else "the gradient that comes back to the result of"
+        given = f" from {'; '.join(self.inputs)}" if self.inputs else ""
+        return f"{what} {where} differs first, by {self.relative:.1e}: {self.layout}{given}"
+
+
+@dataclass(frozen=True)
 class VerificationReport:
     """A parallel run against a run on one device, the same on every rank.
 
@@ -67,6 +98,7 @@ class VerificationReport:
         steps: how many were run.
         losses: per step (one device, parallel).
         comparisons: every tensor of every step.
+        fault: where something differs, the first call of the first step whose value or gradient does, if one was found.
     """
 
     model: str
@@ -74,6 +106,7 @@ class VerificationReport:
     steps: int
     losses: tuple[tuple[float, float], ...]
     comparisons: tuple[Comparison, ...]
+    fault: Fault | None = None
 
     @property
     def ok(self) -> bool:
@@ -98,7 +131,7 @@ class VerificationReport:
             raise VerificationError(
                 f"{len(bad)} of {len(self.comparisons)} tensors differ from one device; worst: {first.kind} {first.name!r} "
                 f"in step {first.step}, {first.note or f'relative difference {first.relative:.1e}'} "
-                f"(tolerance {first.tolerance:.0e})"
+                f"(tolerance {first.tolerance:.0e})" + (f"; {self.fault}" if self.fault else "")
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,6 +145,7 @@ class VerificationReport:
             "tensors": len(self.comparisons),
             "no_measure": sum(not c.measured for c in self.comparisons),
             "failures": len(self.failures),
+            "fault": None if self.fault is None else {k: _plain(v) for k, v in asdict(self.fault).items()},
             "worst": {kind: self._entry(kind) for kind in dict.fromkeys(c.kind for c in self.comparisons)},
             "comparisons": [_entry(c) for c in self.comparisons],
         }
@@ -158,6 +192,8 @@ class VerificationReport:
             "the same as one device" if self.ok else f"DIFFERENT: {len(self.failures)} tensors",
             highlight=False,
         )
+        if self.fault is not None:
+            console.print(str(self.fault), highlight=False, markup=False)
         return text.getvalue()
 
     def _entry(self, kind: Kind) -> dict[str, Any]:

@@ -13,6 +13,7 @@ to its own largest value. Two things cannot be compared so, and are reported apa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +36,7 @@ from meshwright_parallel.comparison import (
     one_rounding_away,
     whole,
 )
+from meshwright_parallel.locating import locate
 from meshwright_parallel.report import Comparison, Kind, VerificationReport
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -78,7 +80,8 @@ def verify(
     """Run `steps` training steps under `plan` and on one device, and compare all that a step computes.
 
     Args:
-        make_model: builds the model; called three times, after the same seed (deferred_init() inside it is welcome).
+        make_model: builds the model; called three times, twice more where something differs, after the same seed
+            (deferred_init() inside it is welcome).
         batch: what the model is called with (a dict of keywords, a tuple of arguments or a tensor), the same on
             every rank and in every step.
         plan: the plan to check; its world size is that of the job.
@@ -138,13 +141,26 @@ def verify(
             comparisons += pair("parameter", reach=reach if adaptive else {})
             comparisons += pair("buffer")
             comparisons += pair("state")
-    return VerificationReport(
-        model=type(reference).__name__,
-        degrees=dict(plan.degrees),
-        steps=steps,
-        losses=tuple(losses),
-        comparisons=tuple(agreed(comparisons)),
-    )
+        report = VerificationReport(
+            model=type(reference).__name__,
+            degrees=dict(plan.degrees),
+            steps=steps,
+            losses=tuple(losses),
+            comparisons=tuple(agreed(comparisons)),
+        )
+        if report.ok or not any(c.step >= 0 for c in report.failures):
+            return report
+        fresh = []
+        for _ in range(2):
+            torch.manual_seed(seed)
+            fresh.append(make_model())
+        parallelize(fresh[1], plan, batch=batch, plugins=plugins)
+
+        def forward(model: nn.Module) -> torch.Tensor:
+            output = model(*args, **kwargs)
+            return _loss_of(output) if loss is None else loss(output)
+
+        return replace(report, fault=locate(fresh[0], fresh[1], forward, seed + 1, tolerance))
 
 
 def _compare_runs(

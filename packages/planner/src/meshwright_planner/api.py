@@ -63,7 +63,7 @@ def plan(
         recompute: "full" or "selective" for every repeated block, or a pattern of module names.
         sequence_parallel, microbatches, schedule, compile: refused, nothing executes
             them yet.
-        keep_user_sharding: must be True.
+        keep_user_sharding: keep parameters where `mark_sharding` put them, and plan around that; False searches freely.
 
     Returns:
         The best plan, or with top_k > 1 a list, best first.

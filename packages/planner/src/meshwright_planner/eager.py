@@ -20,6 +20,7 @@ from meshwright_planner.clusters import cluster_of
 from meshwright_planner.costs import OPTIMIZERS
 from meshwright_planner.infeasible import infeasible
 from meshwright_planner.legal import Rules
+from meshwright_planner.marks import marked
 from meshwright_planner.recompute import recompute_rules
 from meshwright_planner.result import plan_of, reasons
 from meshwright_planner.search import SHARED, Search, Setting, scaled
@@ -79,6 +80,7 @@ class EagerPlanner(Planner):
         if request.global_batch_size is not None and request.global_batch_size != example.size:
             example = scaled(example, request.global_batch_size)
         cluster = cluster_of(request.cluster, host)
+        axes = [axis for axis, strategy in strategies.items() if strategy.placement_search]
         return Setting(
             model=model,
             batch=example,
@@ -88,7 +90,7 @@ class EagerPlanner(Planner):
             pins=self.pins(request, strategies, world_size),
             world_size=world_size,
             limit=_limit(cluster, request),
-            stored={},
+            stored=marked(model, axes) if request.keep_user_sharding else {},
             options=request.options,
             stage=request.zero or 0,
             shares=request.shares,

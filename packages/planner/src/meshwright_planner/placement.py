@@ -26,6 +26,7 @@ import numpy as np
 from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_planner.costs import Collective, backward_move, convertible, forward_move
 from meshwright_planner.legal import Legality, Option
+from meshwright_planner.marks import pinned
 from meshwright_planner.program import Conversion, Event, MemoryTerms, Phase, Program, User
 from meshwright_planner.tape import Saved
 
@@ -78,7 +79,7 @@ class PlacementProblem:
     def __init__(self, legality: Legality, pins: Mapping[str, State] | None = None) -> None:
         self.legality = legality
         self.tape, self.quotient, self.costs = legality.tape, legality.quotient, legality.costs
-        self.pins = dict(pins or {})
+        self.pins = pinned(legality, dict(pins or {}))
         self.options = {k: legality.options(k) for k in self.quotient.nodes}
         self._maker = {
             self.quotient.value(r.i): k for k in self.quotient.nodes for r in self.tape.nodes[k].outs
@@ -133,7 +134,7 @@ class PlacementProblem:
         axis).  A parameter that the user placed is gathered where it must be.
         """
         name = self.tape.values[value].name or ""
-        return name.startswith("param:") and name.removeprefix("param:") not in self.pins
+        return name.startswith("param:") and self.quotient.value(value) not in self.pins
 
     def kept_bytes(self, item: Saved) -> int:
         """Bytes of a saved tensor on the cluster.
@@ -218,7 +219,7 @@ class _Build:
             name = self.tape.values[value].name or ""
             states: list[State] = ["I"]
             if name.startswith("param:"):
-                pin = self.problem.pins.get(name.removeprefix("param:"))
+                pin = self.problem.pins.get(value)
                 states = self.problem.legality.parameter_states(value) if pin is None else [pin]
                 if pin is None and value in self.divided:
                     states = [s for s in states if is_shard(s)]

@@ -1,0 +1,62 @@
+"""A few marked parameters: the planner keeps to them and arranges the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from planner_models import DGX_H100, LAPTOP_CPU, Mlp, Transformer, eager, tokens
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.marks import mark_sharding
+from meshwright_dtensor.planning import PlanRequest
+
+
+def placed(model: nn.Module, batch: Any, cluster: Cluster = LAPTOP_CPU, **options: Any) -> dict[str, str]:
+    """Pattern -> state on tp, at tp 2."""
+    request = PlanRequest(cluster=cluster, world_size=2, tp=2, dp=1, **options)
+    return {rule.pattern: rule.placement["tp"] for rule in eager().plan(model, batch, request)[0].parameters}
+
+
+def test_one_mark_turns_the_whole_mlp() -> None:
+    model, batch = Mlp(), (torch.randn(8, 64),)
+    free = placed(model, batch)
+    assert free == {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}
+    assert mark_sharding(model.up.weight, {"tp": Shard(-1)}) is model.up.weight
+    # the rows of `up` are summed up: its bias is whole, and `down` stays divided by what it reads
+    assert placed(model, batch) == {"up.weight": "S(1)", "down.weight": "S(1)"}
+    assert placed(model, batch, keep_user_sharding=False) == free
+
+
+def test_a_mark_on_one_layer_speaks_for_its_copies() -> None:
+    model, batch = Transformer(layers=2, hidden=128), tokens(rows=4)
+    free = placed(model, batch, DGX_H100)
+    assert free["layers.*.attention.q.weight"] == "S(0)" and free["layers.*.attention.o.weight"] == "S(1)"
+    mark_sharding(model.layers[1].attention.q.weight, {"tp": Replicate()})
+    mark_sharding(model.layers[0].mlp.up.weight, {"tp": Shard(0)})
+    found = placed(model, batch, DGX_H100)
+    assert "layers.*.attention.q.weight" not in found
+    for name in ("mlp.up.weight", "mlp.up.bias", "mlp.down.weight"):
+        assert found[f"layers.*.{name}"] == free[f"layers.*.{name}"]
+    mark_sharding(model.layers[0].attention.q.weight, {"tp": Shard(0)})
+    with pytest.raises(UsageError, match="mark them alike"):
+        placed(model, batch, DGX_H100)
+
+
+def test_marks_that_cannot_be_had() -> None:
+    model, batch = Mlp(), (torch.randn(8, 64),)
+    with pytest.raises(UnsupportedError, match="2-D"):
+        mark_sharding(model.up.weight, {"tp": Shard(2)})
+    with pytest.raises(UsageError, match="Replicate"):
+        mark_sharding(model.up.weight, {"tp": Partial()})
+    mark_sharding(model.up.weight, {"dp": Shard(0)})
+    with pytest.raises(UsageError, match=r"axis 'dp', where placements are not searched"):
+        placed(model, batch)
+    odd = Mlp(inner=63)
+    mark_sharding(odd.up.weight, {"tp": Shard(0)})
+    with pytest.raises(UsageError, match="cannot"):
+        placed(odd, batch)
