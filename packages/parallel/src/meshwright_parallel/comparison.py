@@ -114,14 +114,15 @@ def _largest(kind: Kind, tensors: Tensors) -> dict[str, float]:
 
 
 @torch.no_grad()
-def one_rounding_away(parameters: Iterable[torch.Tensor]) -> None:
-    """Scale every element up or down by one rounding, in place."""
+def one_rounding_away(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    """Scale every element up or down by one rounding, in place: of its own dtype, or of `dtype`."""
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters:
         if _rounds(parameter):
             up = torch.randint(0, 2, tuple(parameter.shape), generator=generator).to(parameter.device)
             # in the parameter's own dtype: an integer tensor times a number is float32, which knows no float64 rounding
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * up - 1).to(parameter.dtype))
+            eps = torch.finfo(dtype or parameter.dtype).eps
+            parameter.mul_(1 + eps * (2 * up - 1).to(parameter.dtype))
 
 
 def farthest_move(before: Tensors, after: Tensors) -> dict[str, float]:

@@ -25,10 +25,12 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh import init
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.precision import DTYPES
 from meshwright_parallel.agreement import generator_kept
 from meshwright_parallel.apply import parallelize
 from meshwright_parallel.comparison import (
     NOISE_REACH,
+    TOLERANCES,
     Tensors,
     agreed,
     compare,
@@ -36,6 +38,7 @@ from meshwright_parallel.comparison import (
     one_rounding_away,
     whole,
 )
+from meshwright_parallel.half import HalfTwin
 from meshwright_parallel.locating import locate
 from meshwright_parallel.report import Comparison, Kind, VerificationReport
 
@@ -112,8 +115,14 @@ def verify(
         parallel = parallelize(make_model(), plan, batch=batch, plugins=plugins)
         torch.manual_seed(seed)
         neighbour = make_model()
-        one_rounding_away(neighbour.parameters())
-        one, many, near = _Run(reference, optimizer), _Run(parallel, optimizer), _Run(neighbour, optimizer)
+        half = None if plan.precision is None else DTYPES[plan.precision.parameters]
+        if half == torch.float32:
+            half = None
+        if half is not None and tolerance is None:
+            tolerance = TOLERANCES[half]
+        one_rounding_away(neighbour.parameters(), half)
+        one, near = _Run(reference, optimizer, half), _Run(neighbour, optimizer, half)
+        many = _Run(parallel, optimizer)
         if adaptive is None:
             adaptive = isinstance(one.optimizer, ADAPTIVE)
         comparisons: list[Comparison] = []
@@ -180,8 +189,11 @@ def _compare_runs(
 class _Run:
     """One model in training, and what can be compared of it."""
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerFactory) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerFactory, half: torch.dtype | None = None
+    ) -> None:
         self.model = model
+        self.twin = None if half is None else HalfTwin(model, half)
         self.optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
         self.names = {id(p): name for name, p in model.named_parameters()}
 
@@ -196,9 +208,13 @@ class _Run:
         from meshwright_parallel.clip import clip_grad_norm_
 
         self.optimizer.zero_grad()
-        output = self.model(*args, **kwargs)
+        if self.twin is not None:
+            args, kwargs = self.twin.inputs(args, kwargs)
+        output = (self.model if self.twin is None else self.twin.model)(*args, **kwargs)
         value = _loss_of(output) if loss is None else loss(output)
         value.backward()
+        if self.twin is not None:
+            self.twin.hand_over()
         if max_norm is not None:
             clip_grad_norm_(self.model.parameters(), max_norm)
         plain = whole(value)
@@ -226,7 +242,7 @@ class _Run:
         return dict(self.model.named_parameters())
 
     def buffers(self) -> Tensors:
-        return dict(self.model.named_buffers())
+        return dict((self.model if self.twin is None else self.twin.model).named_buffers())
 
     def state(self) -> Tensors:
         """The tensors that the optimizer keeps per parameter."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PINNED = ("dp", "tp", "pp", "cp", "ep")
+PINNED = ("dp", "tp", "pp", "cp", "ep", "zero")
 
 
 def model_options(function: F) -> F:
@@ -41,9 +41,38 @@ def model_options(function: F) -> F:
     return function
 
 
-def plan_options(function: F) -> F:
-    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --context-attention, --memory-limit."""
+def sharing_options(function: F) -> F:
+    """--zero, --zero-degree, --precision."""
     for option in (
+        click.option(
+            "--precision",
+            type=click.Choice(["fp32", "bf16", "fp16"]),
+            default=None,
+            help="What a float32 model is computed in; its parameters stay float32. [default: their own]",
+        ),
+        click.option(
+            "--zero-degree",
+            type=int,
+            default=None,
+            help="How many data ranks share one copy of the training state. [default: all of them]",
+        ),
+        click.option(
+            "--zero",
+            type=click.IntRange(0, 3),
+            default=None,
+            help="ZeRO stage; 0 for none. [default: what memory asks for]",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def plan_options(function: F) -> F:
+    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --context-attention, --memory-limit,
+    and those of `sharing_options`.
+    """
+    for option in (
+        sharing_options,
         click.option(
             "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB or 512MiB."
         ),
@@ -112,6 +141,9 @@ def plan_request(
     top_k: int = 1,
     cp: int | None = None,
     context_attention: str | None = None,
+    zero: int | None = None,
+    zero_degree: int | None = None,
+    precision: str | None = None,
 ) -> PlanRequest:
     """What the options of `plan_options` ask for."""
     pins = parse_degrees((*degrees, *(() if cp is None else (f"cp={cp}",))), host)
@@ -128,6 +160,9 @@ def plan_request(
         cp=pins.get("cp"),
         ep=pins.get("ep"),
         context_attention=context_attention,
+        zero=zero,
+        zero_degree=pins.get("zero", zero_degree),
+        precision=precision,
     )
 
 
@@ -155,6 +190,9 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
         ep=request.ep,
         context_attention=request.context_attention,
         context_balance=request.context_balance,
+        zero=request.zero,
+        zero_degree=request.zero_degree,
+        precision=request.precision,
     )
     plan: Any = applied.parallel_plan
     return applied, plan

@@ -38,6 +38,9 @@ def command(
     degrees: tuple[str, ...],
     cp: int | None,
     context_attention: str | None,
+    zero: int | None,
+    zero_degree: int | None,
+    precision: str | None,
     memory_limit: str | None,
     world_size: int | None,
     top_k: int,
@@ -54,6 +57,9 @@ def command(
         memory_limit=memory_limit,
         cp=cp,
         context_attention=context_attention,
+        zero=zero,
+        zero_degree=zero_degree,
+        precision=precision,
         world_size=ranks.world_size() if world_size is None else world_size,
         top_k=max(top_k, COMPARED) if top_k >= 1 else top_k,  # refused below 1
     )

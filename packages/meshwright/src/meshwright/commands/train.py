@@ -8,6 +8,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
+from meshwright.commands.options import sharing_options
 
 MODELS = ("gpt2", "llama", "bert", "vit")
 
@@ -24,6 +25,7 @@ MODELS = ("gpt2", "llama", "bert", "vit")
 @click.option("--dp", type=int, default=None, help="Pin the data-parallel degree.")
 @click.option("--cp", type=int, default=None, help="Pin the context-parallel degree.")
 @click.option("--tp", type=int, default=None, help="Pin the tensor-parallel degree.")
+@sharing_options
 @click.option(
     "--plan", type=click.Path(path_type=Path), default=None, help="Apply this plan instead of planning."
 )
@@ -55,6 +57,9 @@ def command(
     dp: int | None,
     cp: int | None,
     tp: int | None,
+    zero: int | None,
+    zero_degree: int | None,
+    precision: str | None,
     plan: Path | None,
     text: Path | None,
     batch_size: int,
@@ -67,7 +72,8 @@ def command(
 ) -> int:
     """Train an unmodified model in parallel, beside one device, and compare the loss of every step.
 
-    Exit code 4 when they part by more than 5e-6 at any step.
+    Exit code 4 when they part by more than 5e-6 at any step; by more than 5e-2 in half precision, beside one device in
+    float32.
     """
     loaded = None
     if plan is not None:
@@ -88,6 +94,9 @@ def command(
         model=model,
         steps=steps,
         degrees=degrees,
+        zero=zero,
+        zero_degree=zero_degree,
+        precision=precision,
         text=text,
         plan=plan,
         batch_size=batch_size,

@@ -75,6 +75,9 @@ def command(
     degrees: tuple[str, ...],
     cp: int | None,
     context_attention: str | None,
+    zero: int | None,
+    zero_degree: int | None,
+    precision: str | None,
     memory_limit: str | None,
     plan_file: Path | None,
     world_size: int | None,
@@ -89,9 +92,11 @@ def command(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
-    if plan_file is not None and (degrees or cp is not None or context_attention is not None):
+    pinned = (cp, context_attention, zero, zero_degree, precision)
+    if plan_file is not None and (degrees or any(value is not None for value in pinned)):
         raise UsageError(
-            f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp and --context-attention, or the plan"
+            f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp, --context-attention, --zero, "
+            "--zero-degree and --precision, or the plan"
         )
     plan = None
     if plan_file is not None:
@@ -111,6 +116,9 @@ def command(
         memory_limit=memory_limit,
         cp=cp,
         context_attention=context_attention,
+        zero=zero,
+        zero_degree=zero_degree,
+        precision=precision,
         world_size=size,
     )
     if size > 1 and not ranks.is_rank():

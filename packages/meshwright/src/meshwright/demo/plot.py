@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.demo.train import TOLERANCE, Outcome
+from meshwright.demo.train import Outcome
 
 
 def draw(outcome: Outcome, path: Path) -> None:
@@ -27,7 +27,8 @@ def draw(outcome: Outcome, path: Path) -> None:
     upper.legend()
     floor = 1e-8  # a difference of zero has no logarithm
     lower.semilogy(steps, [max(step.difference, floor) for step in outcome.steps], ".-", linewidth=0.8)
-    lower.axhline(TOLERANCE, color="tab:red", linewidth=0.8, linestyle="--", label=f"allowed: {TOLERANCE:g}")
+    allowed = outcome.tolerance
+    lower.axhline(allowed, color="tab:red", linewidth=0.8, linestyle="--", label=f"allowed: {allowed:g}")
     lower.set_ylabel("|difference|")
     lower.set_xlabel("step")
     lower.legend()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.demo.plot import draw
-from meshwright.demo.train import TOLERANCE, Options, Outcome, Step
+from meshwright.demo.train import Options, Outcome, Step
 
 
 class Report:
@@ -21,6 +21,7 @@ class Report:
         """out: folder of plan.json, losses.json and losses.png. as_json: JSON to stdout, everything else to stderr."""
         self.out = out
         self.as_json = as_json
+        self.tolerance = 0.0
         # One line of JSON must be the whole of stdout, so the rest moves over.
         self.console = Console(stderr=as_json, highlight=False)
         self.progress = Progress(
@@ -35,6 +36,7 @@ class Report:
 
     def planned(self, plan: Any, outcome: Outcome, options: Options) -> None:
         """Explain the plan and head the table of steps."""
+        self.tolerance = outcome.tolerance
         self.out.mkdir(parents=True, exist_ok=True)
         plan.save(self.out / "plan.json")
         self.console.print(plan.explain(), markup=False, soft_wrap=True)
@@ -49,7 +51,7 @@ class Report:
 
     def stepped(self, step: Step) -> None:
         """Print one step."""
-        mark = "" if step.difference <= TOLERANCE else "   [red]parted[/red]"
+        mark = "" if step.difference <= self.tolerance else "   [red]parted[/red]"
         self.progress.console.print(
             f"  {step.step + 1:4d}  {step.parallel:12.6f}  {step.single:12.6f}   {step.difference:10.1e}   "
             f"{step.parallel_seconds:17.2f}  {step.single_seconds:4.2f}{mark}",
@@ -82,5 +84,5 @@ def verdict(outcome: Outcome) -> str:
     curve = f"loss {first.parallel:.3f} -> {last.parallel:.3f}"
     size = f"largest difference {worst.difference:.1e} at step {worst.step + 1}"
     if outcome.passed:
-        return f"PASS: {run}: {curve}, the same as one device: {size} (allowed {TOLERANCE:g})"
-    return f"FAIL: {run}: {curve}, parted from one device: {size} (allowed {TOLERANCE:g})"
+        return f"PASS: {run}: {curve}, the same as one device: {size} (allowed {outcome.tolerance:g})"
+    return f"FAIL: {run}: {curve}, parted from one device: {size} (allowed {outcome.tolerance:g})"

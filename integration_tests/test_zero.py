@@ -1,0 +1,93 @@
+"""Shared training state and mixed precision, from the planner to the executed collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from test_planner_models import build, example
+
+import meshwright as mw
+from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import verify
+
+NAMES = {("zero", "all_gather"), ("zero", "reduce_scatter")}
+
+
+def second_step(rank: int, world_size: int, options: dict[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Planned and executed collectives of parameters and gradients on the axis zero, of the second step."""
+    batch, model = example(), build("gpt2")
+    mw.auto_parallelize(model, batch, cluster="laptop-cpu", **options)
+    for _ in range(2):  # the first learns in which order units are used
+        with communication() as log:
+            model(**batch).loss.backward()
+    executed, planned = Counter[Any](), Counter[Any]()
+    for event in log.events:
+        if event.function == "zero":
+            executed[event.phase, event.kind, event.nbytes] += 1
+    for c in model.parallel_plan.collectives:
+        if (c.axis, c.kind) in NAMES:
+            planned[c.phase, c.kind, c.nbytes] += c.count
+    return dict(planned), dict(executed)
+
+
+@pytest.mark.parametrize("options", [{"zero": 2}, {"zero": 3, "precision": "bf16"}])
+def test_what_is_planned_is_executed(rank_pool: RankPool, options: dict[str, Any]) -> None:
+    for planned, executed in rank_pool.run(2, second_step, {"tp": 1, **options}):
+        assert planned == executed and len(planned) >= 3
+
+
+def planned(**options: Any) -> Any:
+    return mw.plan(build("gpt2"), example(8), cluster="laptop-cpu", world_size=4, **options)
+
+
+def test_pins_and_degrees() -> None:
+    assert dict(planned(zero=2, tp=1).degrees) == {"dp": 1, "zero": 4, "tp": 1}
+    hybrid = planned(zero=3, zero_degree=2, dp=4)
+    assert dict(hybrid.degrees) == {"dp": 2, "zero": 2, "tp": 1}
+    assert hybrid.zero.stage == 3 and hybrid.strategies["zero"] == "zero"
+    assert "zero stage 3" in hybrid.explain()
+    assert dict(planned(zero=1, dp=2).degrees) == {"dp": 1, "zero": 2, "tp": 2}
+    none = planned(zero=0, dp=4)
+    assert "zero" not in none.degrees and none.zero is None
+
+
+def test_it_is_taken_up_where_nothing_else_fits() -> None:
+    plain, shared = planned(dp=4), [planned(dp=4, zero=stage) for stage in (1, 2, 3)]
+    needed = [plan.predicted.total_bytes for plan in (plain, *shared)]
+    assert needed == sorted(needed, reverse=True) and "zero" not in plain.degrees
+    tight = planned(dp=4, memory_limit=needed[3])
+    assert tight.zero.stage == 3 and tight.predicted.total_bytes <= needed[3]
+    assert planned(dp=4, memory_limit=needed[2]).zero is not None
+    with pytest.raises(InfeasibleError):
+        planned(dp=4, memory_limit=needed[3] // 2)
+
+
+def test_precision_is_planned() -> None:
+    full, half = planned(dp=4, tp=1), planned(dp=4, tp=1, precision="bf16")
+    assert half.precision.parameters == "bf16" and full.precision is None
+    assert half.predicted.memory_bytes["activations"] < 0.75 * full.predicted.memory_bytes["activations"]
+    assert half.predicted.memory_bytes["parameters"] == pytest.approx(
+        1.5 * full.predicted.memory_bytes["parameters"], rel=1e-3
+    )
+
+
+def verified(rank: int, world_size: int, plan: Any) -> Any:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    report = verify(lambda: build("llama"), example(), plan, optimizer=sgd, max_norm=1.0)
+    return report.ok, report.render()
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero": 3, "zero_degree": 2, "dp": 2}, {"zero": 2, "precision": "bf16", "dp": 4}]
+)
+def test_verified(rank_pool: RankPool, options: dict[str, Any]) -> None:
+    plan = mw.plan(build("llama"), example(), cluster="laptop-cpu", world_size=4, **options)
+    for ok, text in rank_pool.run(4, verified, plan):
+        assert ok, text
