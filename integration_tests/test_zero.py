@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from test_planner_models import build, example
 
 import meshwright as mw
@@ -81,17 +80,12 @@ def test_precision_is_planned() -> None:
 
 
 def verified(rank: int, world_size: int, plan: Any) -> Any:
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-    report = verify(lambda: build("llama"), example(), plan, optimizer=sgd, max_norm=1.0)
+    report = verify(lambda: build("llama"), example(), plan)
     return report.ok, report.render()
 
 
-@pytest.mark.parametrize(
-    "options", [{"zero": 3, "zero_degree": 2, "dp": 2}, {"zero": 2, "precision": "bf16", "dp": 4}]
-)
+@pytest.mark.parametrize("options", [{"zero": 3, "zero_degree": 2}, {"zero": 2, "precision": "bf16"}])
 def test_verified(rank_pool: RankPool, options: dict[str, Any]) -> None:
-    plan = mw.plan(build("llama"), example(), cluster="laptop-cpu", world_size=4, **options)
+    plan = mw.plan(build("llama"), example(), cluster="laptop-cpu", world_size=4, dp=4, **options)
     for ok, text in rank_pool.run(4, verified, plan):
         assert ok, text
