@@ -10,12 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from .catalogue import architectures
 from .layouts import LAYOUTS
+from .store import append, load
 from .sweep import Row, sweep
 from .table import page, tally, terminal
 
@@ -30,16 +32,25 @@ def main() -> int:
     parser.add_argument(
         "--write", type=Path, help="where the page goes; by default docs/architectures.md, if all is run"
     )
+    parser.add_argument(
+        "--store", type=Path, help="a file of results: what it holds is not run again, what is run is added"
+    )
     arguments = parser.parse_args()
     layouts = arguments.layout or list(LAYOUTS)
     chosen = [
         a for a in architectures() if not arguments.only or any(part in a.name for part in arguments.only)
     ]
     console, start = Console(), time.monotonic()
+    known = load([arguments.store] if arguments.store else [])
+    todo = [a for a in chosen if a.name not in known or not _complete(known[a.name], layouts)]
     rows: list[Row] = []
-    for row in sweep(chosen, layouts):
+    for row in sweep(todo, layouts) if todo else ():
         rows.append(row)
-        console.print(_progress(row, len(rows), len(chosen)), highlight=False, markup=False, soft_wrap=True)
+        if arguments.store:
+            append(arguments.store, row)
+        console.print(_progress(row, len(rows), len(todo)), highlight=False, markup=False, soft_wrap=True)
+    known |= {row.architecture.name: row for row in rows}
+    rows = [known[each.name] for each in chosen]
     console.print(terminal(rows, layouts))
     console.print(f"{dict(tally(rows))} in {time.monotonic() - start:.0f} s")
     path = arguments.write
@@ -49,6 +60,10 @@ def main() -> int:
         path.write_text(page(rows, layouts))
         console.print(f"wrote {path}")
     return 0 if all(verdict.passed for row in rows for verdict in row.verdicts.values()) else 1
+
+
+def _complete(row: Row, layouts: Sequence[str]) -> bool:
+    return bool(row.unbuildable) or all(layout in row.verdicts for layout in layouts)
 
 
 def _progress(row: Row, place: int, total: int) -> str:

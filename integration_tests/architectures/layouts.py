@@ -10,6 +10,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "tp2": MappingProxyType({"dp": 1, "tp": 2}),
         "dp2 x tp2": MappingProxyType({"dp": 2, "tp": 2}),
+        "zero3 x 2": MappingProxyType({"dp": 2, "tp": 1, "zero": 3}),
     }
 )
 

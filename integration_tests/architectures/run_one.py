@@ -93,7 +93,8 @@ def run_one(
         neighbour=dict(near.named_buffers()),
     )
     parameters = list(model.parameters())
-    sharded = sum(p.to_local().shape != p.shape for p in parameters)
+    with torch.no_grad():
+        sharded = sum(p.to_local().shape != p.shape for p in parameters)
     noise = frozenset[str]()
     if dtype == torch.float64:
         noise = _beyond_recognition("gradient", gradients, neighbour) | _beyond_recognition(

@@ -41,7 +41,7 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "meshwright"))
         + f"; Python {platform.python_version()}, CPU, gloo.",
         "",
-        "| layout | passed | of which in float64 | of |",
+        "| layout | passed | of which by float64 | run |",
         "|---|---|---|---|",
         *(
             f"| {layout} | {_passed(ran, layout)} | {_exact(ran, layout)} | {len(ran)} |"
@@ -62,7 +62,7 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
         lines += [f"## {title}", "", _head(layouts)]
         lines += [_line(row, layouts) for row in ran if row.architecture.task == task]
         lines.append("")
-    failures = [(row, layout) for row in ran for layout in layouts if not row.verdicts[layout].passed]
+    failures = _failures(ran, layouts)
     if failures:
         lines += [
             "## What fails, and why",
@@ -70,8 +70,7 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
             "| architecture | layout | what | reason |",
             "|---|---|---|---|",
         ]
-        for row, layout in failures:
-            verdict = row.verdicts[layout]
+        for row, layout, verdict in failures:
             lines.append(f"| {row.architecture.name} | {layout} | {verdict.kind} | {_cell(verdict.reason)} |")
         lines.append("")
     lines += [
@@ -94,15 +93,12 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
 def terminal(rows: Sequence[Row], layouts: Sequence[str]) -> Table:
     """What did not pass, and the counts."""
     ran = [row for row in rows if not row.unbuildable]
-    counts = ", ".join(f"{layout}: {_passed(ran, layout)} of {len(ran)}" for layout in layouts)
+    counts = ", ".join(f"{layout}: {_passed(ran, layout)} of {_run(ran, layout)}" for layout in layouts)
     table = Table(title=f"passed {counts}; not counted: {len(rows) - len(ran)}")
     for column in ("architecture", "layout", "what", "reason"):
         table.add_column(column, overflow="fold")
-    for row in ran:
-        for layout in layouts:
-            verdict = row.verdicts[layout]
-            if not verdict.passed:
-                table.add_row(row.architecture.name, layout, verdict.kind, verdict.reason)
+    for row, layout, verdict in _failures(ran, layouts):
+        table.add_row(row.architecture.name, layout, verdict.kind, verdict.reason)
     return table
 
 
@@ -111,12 +107,22 @@ def tally(rows: Sequence[Row]) -> Counter[str]:
     return Counter(verdict.kind for row in rows for verdict in row.verdicts.values())
 
 
+def _failures(rows: Sequence[Row], layouts: Sequence[str]) -> list[tuple[Row, str, Verdict]]:
+    pairs = [(row, layout) for row in rows for layout in layouts if layout in row.verdicts]
+    return [(row, layout, row.verdicts[layout]) for row, layout in pairs if not row.verdicts[layout].passed]
+
+
+def _run(rows: Sequence[Row], layout: str) -> int:
+    return sum(layout in row.verdicts for row in rows)
+
+
 def _passed(rows: Sequence[Row], layout: str) -> int:
-    return sum(row.verdicts[layout].passed for row in rows)
+    return sum(row.verdicts[layout].passed for row in rows if layout in row.verdicts)
 
 
 def _exact(rows: Sequence[Row], layout: str) -> int:
-    return sum(not math.isnan(row.verdicts[layout].float64) and row.verdicts[layout].passed for row in rows)
+    verdicts = [row.verdicts[layout] for row in rows if layout in row.verdicts]
+    return sum(verdict.passed and not math.isnan(verdict.float64) for verdict in verdicts)
 
 
 def _head(layouts: Sequence[str]) -> str:
@@ -124,15 +130,18 @@ def _head(layouts: Sequence[str]) -> str:
 
 
 def _line(row: Row, layouts: Sequence[str]) -> str:
-    verdicts = [row.verdicts[layout] for layout in layouts]
+    verdicts = [row.verdicts[layout] for layout in layouts if layout in row.verdicts]
     worst = max((v.worst for v in verdicts if not math.isnan(v.worst)), default=math.nan)
     noise = max(v.noise for v in verdicts)
     first = row.verdicts.get(next(iter(LAYOUTS)), verdicts[0])
-    cells = [row.architecture.name, *(_mark(v) for v in verdicts), f"{worst:.1e}", str(noise), _share(first)]
+    marks = (_mark(row.verdicts.get(layout)) for layout in layouts)
+    cells = [row.architecture.name, *marks, f"{worst:.1e}", str(noise), _share(first)]
     return f"| {' | '.join(cells)} |"
 
 
-def _mark(verdict: Verdict) -> str:
+def _mark(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not run"
     if verdict.passed:
         return "ok" if math.isnan(verdict.float64) else f"ok, float64 {verdict.float64:.0e}"
     return f"**{verdict.kind}**"
