@@ -44,7 +44,7 @@ def page(rows: Sequence[Row], layouts: Sequence[str]) -> str:
         "| layout | passed | of which by float64 | run |",
         "|---|---|---|---|",
         *(
-            f"| {layout} | {_passed(ran, layout)} | {_exact(ran, layout)} | {len(ran)} |"
+            f"| {layout} | {_passed(ran, layout)} | {_exact(ran, layout)} | {_run(ran, layout)} |"
             for layout in layouts
         ),
         "",
