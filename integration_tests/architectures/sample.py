@@ -11,7 +11,7 @@ CAUSAL = (
     "BambaForCausalLM BitNetForCausalLM BloomForCausalLM CohereForCausalLM DbrxForCausalLM DeepseekV3ForCausalLM "
     "ErnieForCausalLM FalconForCausalLM Gemma3ForConditionalGeneration GPTNeoXForCausalLM GPTJForCausalLM "
     "GraniteMoeForCausalLM JambaForCausalLM MambaForCausalLM Olmo2ForCausalLM Phi3ForCausalLM Qwen3MoeForCausalLM "
-    "ReformerModelWithLMHead RwkvForCausalLM XLNetLMHeadModel"
+    "RwkvForCausalLM ReformerModelWithLMHead XLNetLMHeadModel"
 )
 MASKED = (
     "AlbertForMaskedLM BigBirdForMaskedLM DebertaV2ForMaskedLM FNetForMaskedLM MobileBertForMaskedLM "
