@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from meshwright_dtensor.rules.base import NodeView, Strategy
+from meshwright_dtensor.rules.lift import Known
 from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States, is_shard
 from meshwright_dtensor.trace import Ref
 from meshwright_planner.batchdim import batch_dims
 from meshwright_planner.costs import AxisCosts, Collective, work_of
+from meshwright_planner.domains import Domains
 from meshwright_planner.quotient import Quotient
 from meshwright_planner.tape import Tape
 
@@ -28,6 +31,9 @@ class Rules(Protocol):
 
     def strategies(self, view: NodeView) -> list[Strategy]:
         """Raw rows over R, P and dims."""
+
+    def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
+        """`rows`, and what they are for inputs and outputs in runs."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,26 @@ def balanced(size: int, degree: int) -> bool:
 class Legality:
     """Options by node, for one tape on one axis; asks the rules once per representative node."""
 
-    def __init__(self, tape: Tape, quotient: Quotient, rules: Rules, costs: AxisCosts, rows: int = 1) -> None:
-        """`rows`: size of the batch that the tape was recorded with; the axis must not split it."""
+    def __init__(
+        self,
+        tape: Tape,
+        quotient: Quotient,
+        rules: Rules,
+        costs: AxisCosts,
+        rows: int = 1,
+        pins: Mapping[str, State] | None = None,
+    ) -> None:
+        """`rows`: size of the batch that the tape was recorded with; the axis must not split it.  `pins`: how the user stores
+        parameters.
+        """
         self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
         self._batch = batch_dims(tape, quotient.nodes, rules.strategies, costs.degree, rows)
+        pinned = {
+            quotient.value(tape.parameters[name]): state
+            for name, state in (pins or {}).items()
+            if isinstance(state, Runs) and name in tape.parameters
+        }
+        self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
         self._composites = {c.name: c for c in rules.composites.values()}
 
     def options(self, index: int) -> list[Option]:
@@ -71,7 +93,7 @@ class Legality:
             flops = float(composite.flops(view))
         work = work_of(node, tape.values, tape.grad, flops)
         # what no input or parameter takes part in is computed alike on every rank, outside the runtime
-        rows = refine(view, self.rules.strategies(view), self._grad)
+        rows = refine(view, self._domains.rows(index), self._grad)
         if node.call is None or not node.ins or self.costs.degree == 1:
             rows = rows[:1]
         result: dict[tuple[States, States], Option] = {}
@@ -92,7 +114,8 @@ class Legality:
     def parameter_states(self, value: int) -> list[State]:
         """The states in which a parameter may be stored."""
         shape = self.tape.values[value].shape
-        return ["I", *(d for d, size in enumerate(shape) if size and balanced(size, self.costs.degree))]
+        plain = (d for d, size in enumerate(shape) if size and balanced(size, self.costs.degree))
+        return ["I", *plain, *self._domains.of(self.quotient.value(value))]
 
     def parameter_choices(self, value: int) -> int:
         """In how many ways a value can be stored sharded; 0 for what is no parameter."""

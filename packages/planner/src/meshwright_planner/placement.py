@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_planner.costs import Collective, backward_move, convertible, forward_move
 from meshwright_planner.legal import Legality, Option
@@ -231,7 +232,7 @@ class _Build:
             columns = []
             for state in states:
                 nbytes = total * self.costs.share(state) if name.startswith("param:") else 0.0
-                tie = 0.0 if state == "I" else TIE * (1 + int(state))
+                tie = 0.0 if state == "I" else TIE * (1 + int(state) + isinstance(state, Runs) / 2)
                 column = self.program.variable(nbytes * self.memory.price + tie, integer=True, memory=nbytes)
                 columns.append(column)
                 self.producers[value][state].append(column)

@@ -219,8 +219,9 @@ class Search:
         key = (id(tape), degree, link)
         if key not in self._problems:
             costs = AxisCosts(self.setting.cluster, link, degree)
-            legality = Legality(tape, quotient(tape), self.rules, costs, tape.rows)
-            self._problems[key] = PlacementProblem(legality, self.setting.stored if degree > 1 else {})
+            pins = self.setting.stored if degree > 1 else {}
+            legality = Legality(tape, quotient(tape), self.rules, costs, tape.rows, pins)
+            self._problems[key] = PlacementProblem(legality, pins)
         return self._problems[key]
 
     def _place(self, problem: PlacementProblem) -> Placement:

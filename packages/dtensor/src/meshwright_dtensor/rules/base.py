@@ -168,8 +168,8 @@ def _fits(view: NodeView, ins: States, outs: States) -> bool:
         return False  # one tensor passed twice lies in one state
     sizes = set()
     for state, shape in zip(ins + outs, view.in_shapes + view.out_shapes, strict=True):
-        if type(state) is int:
-            if not 0 <= state < len(shape) or 0 in shape or not shardable(shape[state], view.n):
+        if isinstance(state, int):
+            if not 0 <= state < len(shape) or not shardable(shape[state], view.n):
                 return False
             sizes.add(shape[state])
     return len(sizes) <= 1 or all(
