@@ -70,10 +70,14 @@ class CommLog:
 @contextlib.contextmanager
 def communication() -> Iterator[CommLog]:
     """Collect the collectives performed inside."""
+    from meshwright_dtensor.runtime import named_modules_watched
+
     log = CommLog()
+    watching = named_modules_watched() if not CommLog._active else contextlib.nullcontext()
     CommLog._active = (*CommLog._active, log)
     try:
-        yield log
+        with watching:
+            yield log
     finally:
         CommLog._active = tuple(other for other in CommLog._active if other is not log)
 

@@ -26,6 +26,7 @@ from meshwright_dtensor.global_tensor import DetachedView
 from meshwright_dtensor.regions import Region, local_shape_of, region_of
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
 from meshwright_dtensor.runs import Runs
+from meshwright_dtensor.runtime import here
 from meshwright_dtensor.states import State, States
 from meshwright_dtensor.trace import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
 
@@ -402,7 +403,7 @@ def context(space: Space, node: Node, values: Sequence[Value], choice: Choice, k
         out_shapes=tuple(values[r.i].shape for r in node.outs),
         attention={space.axes.index(name): form for name, form in space.attention.items()},
         record=lambda kind, axis, nbytes, phase: record(
-            kind, space.axes[axis], nbytes, phase, function=node.name
+            kind, space.axes[axis], nbytes, phase, here(node.name).module, node.name, f"inside {node.name}"
         ),
     )
 

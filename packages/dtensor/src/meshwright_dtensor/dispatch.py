@@ -129,7 +129,7 @@ def dispatch(
         space.remember(frozen, program)
     site = NOWHERE
     if CommLog._active:
-        site = Site(stack[-1].module if stack else "", function_name(func))
+        site = Site(stack[-1].where if stack else "", function_name(func))
     return _run(program, args, kwargs, tensors, site)
 
 

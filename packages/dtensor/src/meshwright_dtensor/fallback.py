@@ -16,8 +16,10 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from meshwright_dtensor._torch import pytree
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.functions import runs_on_shards
 from meshwright_dtensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
+from meshwright_dtensor.runtime import here
 from meshwright_dtensor.special import VIEWS
 from meshwright_dtensor.trace import function_name
 
@@ -152,10 +154,14 @@ def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if cls is CheckpointFunction:
         function, preserve, *rest = args
         return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve)
+    if runs_on_shards(cls, args, kwargs):
+        layout = next(a for a in args if isinstance(a, GlobalTensor))._layout
+        return wrap(cls.apply(*[a._local if isinstance(a, GlobalTensor) else a for a in args]), layout)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (GlobalTensor, DTensor))]
     first = tensors[0]
     space = first._layout.space if isinstance(first, GlobalTensor) else layout_of_dtensor(first).space
-    full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
+    site = here(getattr(cls, "__name__", "Function"))
+    full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
     # a Function may save its input by identity or write to it: never hand it storage that others hold
     aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}
     full_args = tuple(x.view_as(x) if isinstance(x, Tensor) and id(x) in aliased else x for x in full_args)

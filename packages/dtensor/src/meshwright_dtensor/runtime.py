@@ -6,17 +6,21 @@ the dispatcher asks for the target of each call.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor.collectives import NOWHERE, Site
+from meshwright_dtensor.commlog import CommLog
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.states import State, States, parse_state
 from meshwright_dtensor.trace import function_name
@@ -52,10 +56,11 @@ class Target:
 class Frame:
     """A module whose forward is running."""
 
-    __slots__ = ("module", "rules", "counts")
+    __slots__ = ("module", "rules", "counts", "where")
 
-    def __init__(self, module: str, rules: Mapping[str, Mapping[int, Target]]) -> None:
-        self.module, self.rules = module, rules
+    def __init__(self, module: str, rules: Mapping[str, Mapping[int, Target]], where: str = "") -> None:
+        """`where`: what reports call the module, where it has no name of its own (the model itself)."""
+        self.module, self.rules, self.where = module, rules, where or module
         self.counts: Counter[str] = Counter()
 
     def target(self, func: Callable[..., Any]) -> Target | None:
@@ -84,6 +89,44 @@ class Frames(threading.local):
 
 FRAMES = Frames()
 """Torch functions carry no context, so whose forward is running has to be known per thread."""
+
+_NAME = "_meshwright_name"
+
+
+def here(function: str) -> Site:
+    """Where in the model the running code is, for reports."""
+    if not CommLog.listening():
+        return NOWHERE
+    frame = FRAMES.current()
+    return Site("" if frame is None else frame.where, function)
+
+
+@contextlib.contextmanager
+def named_modules_watched() -> Iterator[None]:
+    """Inside, every module of a parallel model tells when its forward runs: reports say where, at a price per call."""
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        name = module.__dict__.get(_NAME)
+        if name is not None:
+            FRAMES.stack.append(Frame(name, {}, _shown(module, name)))
+
+    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+        if _NAME in module.__dict__ and FRAMES.stack:
+            FRAMES.stack.pop()
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _shown(module: nn.Module, name: str) -> str:
+    return name or f"({type(module).__name__})"
 
 
 def install_targets(
@@ -117,26 +160,32 @@ def install_targets(
         for name in matched:
             rules.setdefault(name, {}).setdefault(rule.function, {}).setdefault(rule.occurrence, target)
     if everywhere:
-        for name in names:
-            rules.setdefault(name, {})
+        rules.setdefault("", {})
     return hook_frames(model, rules)
 
 
 def hook_frames(model: nn.Module, rules: Mapping[str, Mapping[str, Mapping[int, Target]]]) -> list[Any]:
-    """Hooks that push and pop a frame for every module in ``rules`` and for the children of those."""
+    """Hooks that push and pop a frame for every module in ``rules`` and for all modules inside of those.
+
+    A call counts for the innermost module whose forward is running, so what is inside needs frames to be told apart.  The
+    other modules are given their names, for reports.
+    """
     handles: list[Any] = []
+    inside: set[str] = set()
     for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        if name in rules or (name and parent in rules):
+        if name in rules or (name and ("" in rules or name.rpartition(".")[0] in inside)):
+            inside.add(name)
             handles += _hook(module, name, rules.get(name, {}))
+        else:
+            module.__dict__[_NAME] = name
     return handles
 
 
 def _hook(module: nn.Module, name: str, rules: Mapping[str, Mapping[int, Target]]) -> list[Any]:
-    stack_of = FRAMES
+    stack_of, shown = FRAMES, _shown(module, name)
 
     def enter(_module: nn.Module, _args: Any) -> None:
-        stack_of.stack.append(Frame(name, rules))
+        stack_of.stack.append(Frame(name, rules, shown))
 
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
         if stack_of.stack:

@@ -71,6 +71,7 @@ class Space:
         self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._conversions: dict[tuple[Any, ...], Conversion | None] = {}
         self.programs: OrderedDict[Any, Program | Replicated] = OrderedDict()
+        self.functions: dict[Any, bool] = {}
         self._rulebook: RuleBook | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
