@@ -198,7 +198,7 @@ def test_memory_limit_changes_the_winner() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [{"pp": 2}, {"cp": 2}, {"ep": 4}, {"zero": 1}, {"sequence_parallel": True}, {"microbatches": 4}, {"schedule": "1f1b"},
+    [{"pp": 2}, {"cp": 2}, {"ep": 4}, {"zero": 1}, {"microbatches": 4}, {"schedule": "1f1b"},
      {"recompute": True}, {"compile": True}, {"precision": "int3"}, {"zero": 4},
      {"zero_degree": 2}, {"tp": 0},
      {"world_size": -1}, {"tp": 3, "world_size": 4}, {"optimizer": "adamx"}, {"tp": True}],

@@ -30,10 +30,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 # Options of the API that nothing executes yet, with the value that asks for nothing and what would have to exist.
 _NOT_BUILT: Mapping[str, tuple[Any, str]] = {
-    "sequence_parallel": (
-        None,
-        "a switch for it; the placement search shards the sequence where that is cheaper",
-    ),
     "microbatches": (None, "a pipeline schedule"),
     "schedule": (None, "a pipeline schedule"),
     "compile": (None, "compiled regions"),
@@ -60,6 +56,8 @@ class PlanRequest:
         zero_degree: pins how many of the data ranks share one copy of the training state; by default all of them.
         precision: "bf16", "fp16" or "fp32": dtype that a float32 model is computed in; None is its own.
         recompute: "full" or "selective" for every repeated block, or a pattern of module names (recomputed in full).
+        sequence_parallel: True has tp split the sequence between blocks (norms, dropout, residual), False forbids it,
+            None takes what is cheaper.
         keep_user_sharding: respect placements that the user marked (`mark_sharding`); False searches freely.
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """

@@ -61,7 +61,8 @@ def plan(
         zero_degree: how many data ranks share one copy of the training state; all of them by default.
         precision: "bf16", "fp16" or "fp32": what a float32 model is computed in.
         recompute: "full" or "selective" for every repeated block, or a pattern of module names.
-        sequence_parallel, microbatches, schedule, compile: refused, nothing executes
+        sequence_parallel: True has tp split the sequence between blocks, False forbids it, None takes what is cheaper.
+        microbatches, schedule, compile: refused, nothing executes
             them yet.
         keep_user_sharding: keep parameters where `mark_sharding` put them, and plan around that; False searches freely.
 

@@ -18,7 +18,11 @@ BatchDims = dict[int, set[int]]
 
 
 def batch_dims(
-    tape: Tape, nodes: Iterable[int], rows_of: Callable[[NodeView], list[Strategy]], degree: int, rows: int
+    tape: Tape,
+    nodes: Iterable[int],
+    rows_of: Callable[[NodeView], list[Strategy]],
+    degree: int,
+    rows: int,
 ) -> BatchDims:
     """The batch dims of the values of `nodes` (in order), as far as `degree` ranks could split `rows` rows.
 
@@ -29,15 +33,46 @@ def batch_dims(
         degree: ranks of the searched axis.
         rows: size of the batch that the tape was recorded with; a batch that does not divide has no dims.
     """
-    dims: BatchDims = defaultdict(set)
     if rows < 2 or rows % degree:
-        return dims
-    for index, value in enumerate(tape.values):
-        if (value.name or "").startswith("input:") and value.shape and value.shape[0] == rows:
-            dims[index].add(0)
+        return {}
+    seeds = [i for i, v in enumerate(tape.values) if _is_input(v.name) and v.shape[:1] == (rows,)]
+    return _pushed(tape, nodes, rows_of, degree, dict.fromkeys(seeds, 0), lambda value: value)
+
+
+def sequence_dims(
+    tape: Tape,
+    nodes: Iterable[int],
+    rows_of: Callable[[NodeView], list[Strategy]],
+    degree: int,
+    canon: Callable[[int], int],
+) -> BatchDims:
+    """The dims that a split of dim 1 of the inputs over `degree` ranks leads to, by representative value (`canon`)."""
+    seeds = [
+        i
+        for i, v in enumerate(tape.values)
+        if _is_input(v.name) and len(v.shape) > 1 and v.shape[0] == tape.rows and v.shape[1] % degree == 0
+    ]
+    return _pushed(tape, nodes, rows_of, degree, dict.fromkeys(seeds, 1), canon)
+
+
+def _is_input(name: str | None) -> bool:
+    return (name or "").startswith("input:")
+
+
+def _pushed(
+    tape: Tape,
+    nodes: Iterable[int],
+    rows_of: Callable[[NodeView], list[Strategy]],
+    degree: int,
+    seeds: dict[int, int],
+    canon: Callable[[int], int],
+) -> BatchDims:
+    dims: BatchDims = defaultdict(set)
+    for index, dim in seeds.items():
+        dims[canon(index)].add(dim)
     for index in nodes:
         node = tape.nodes[index]
-        known = [dims.get(ref.i, set()) for ref in node.ins]
+        known = [dims.get(canon(ref.i), set()) for ref in node.ins]
         if not any(known):
             continue
         for row in rows_of(NodeView.of(node, tape.values, degree)):
@@ -45,5 +80,5 @@ def batch_dims(
             if any(k for _, k in shards) and all(not k or s in k for s, k in shards):
                 for ref, state in zip(node.outs, row.outs):
                     if isinstance(state, int):
-                        dims[ref.i].add(state)
+                        dims[canon(ref.i)].add(state)
     return dims

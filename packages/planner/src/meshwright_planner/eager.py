@@ -96,6 +96,7 @@ class EagerPlanner(Planner):
             shares=request.shares,
             precision=request.precision,
             recompute=recompute_rules(model, request.recompute),
+            sequence_parallel=request.sequence_parallel,
         )
 
 

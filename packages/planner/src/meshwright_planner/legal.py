@@ -12,10 +12,10 @@ from meshwright_dtensor.rules.refine import refine
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States, is_shard
 from meshwright_dtensor.trace import Ref
-from meshwright_planner.batchdim import batch_dims
+from meshwright_planner.batchdim import batch_dims, sequence_dims
 from meshwright_planner.costs import AxisCosts, Collective, work_of
 from meshwright_planner.domains import Domains
-from meshwright_planner.quotient import Quotient
+from meshwright_planner.quotient import Quotient, carried
 from meshwright_planner.tape import Tape
 
 UNEVEN_FACTOR = 1000
@@ -70,9 +70,11 @@ class Legality:
         costs: AxisCosts,
         rows: int = 1,
         pins: Mapping[str, State] | None = None,
+        sequence: bool | None = None,
     ) -> None:
         """`rows`: size of the batch that the tape was recorded with; the axis must not split it.  `pins`: how the user stores
-        parameters.
+        parameters.  `sequence`: False leaves out the states in which the axis splits the sequence; True has what flows
+        from block to block split so.
         """
         self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
         self._batch = batch_dims(tape, quotient.nodes, rules.strategies, costs.degree, rows)
@@ -81,6 +83,9 @@ class Legality:
             for name, state in (pins or {}).items()
             if isinstance(state, Runs) and name in tape.parameters
         }
+        self._sequence = sequence_dims(tape, quotient.nodes, rules.strategies, costs.degree, quotient.value)
+        self._wants = sequence
+        self._carried = set(carried(tape, quotient)) if sequence else set()
         self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
         self._composites = {c.name: c for c in rules.composites.values()}
 
@@ -99,6 +104,8 @@ class Legality:
         result: dict[tuple[States, States], Option] = {}
         for row in rows:
             if not self._allowed(node.ins, row.ins) or not self._allowed(node.outs, row.outs):
+                continue
+            if self._carried and not self._flows_right(node.outs, row.outs):
                 continue
             inner = self._inner(composite, view, row)
             option = Option(
@@ -128,9 +135,22 @@ class Legality:
     def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
         values, degree = self.tape.values, self.costs.degree
         return all(
-            balanced(values[r.i].shape[s], degree) and s not in self._batch.get(r.i, ())
+            balanced(values[r.i].shape[s], degree)
+            and s not in self._batch.get(r.i, ())
+            and not (self._wants is False and self.splits_sequence(r.i, s))
             for r, s in zip(refs, states)
             if isinstance(s, int)
+        )
+
+    def splits_sequence(self, value: int, state: State) -> bool:
+        """Whether a value in `state` is split along the sequence."""
+        return isinstance(state, int) and state in self._sequence.get(self.quotient.value(value), ())
+
+    def _flows_right(self, refs: Sequence[Ref], states: States) -> bool:
+        """Whether what flows from block to block is split along the sequence, where that is wanted."""
+        return all(
+            self.quotient.value(r.i) not in self._carried or self.splits_sequence(r.i, s)
+            for r, s in zip(refs, states)
         )
 
     def _inner(self, composite: Any, view: NodeView, row: Strategy) -> Collective | None:

@@ -172,3 +172,14 @@ def _is_own(name: str | None, module: str) -> bool:
 def representative_nodes(tape: Tape, result: Quotient) -> list[Node]:
     """The nodes that stand for all."""
     return [tape.nodes[i] for i in result.nodes]
+
+
+def carried(tape: Tape, result: Quotient) -> list[int]:
+    """Representative values that a block hands to its next copy: activations with a gradient, of three dims or more."""
+    maker = {result.value(r.i): k for k in result.nodes for r in tape.nodes[k].outs}
+    found: dict[int, None] = {}
+    for value, node, _ in result.edges:
+        made = maker.get(value)
+        if made is not None and made >= node and tape.grad[value] and len(tape.values[value].shape) > 2:
+            found[value] = None
+    return list(found)

@@ -24,16 +24,19 @@ DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-paralle
 def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str]) -> ParallelPlan:
     """The plan that says what a candidate is."""
     parameters, activations, collectives = [], [], list(candidate.collectives)
+    sequence = False
     if candidate.searched is not None:
         writer = Writer(candidate.problem, candidate.placement, candidate.searched)
         parameters, activations = writer.parameters(setting.model), writer.activations()
         collectives = [*writer.collectives(), *collectives]
+        sequence = writer.splits_sequence()
     return ParallelPlan(
         world_size=setting.world_size,
         degrees=dict(candidate.degrees),
         strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
         zero=ZeroRule(stage=candidate.stage) if candidate.stage else None,  # type: ignore[arg-type]
         precision=PrecisionRule(parameters=setting.precision) if setting.dtype is not None else None,  # type: ignore[arg-type]
+        sequence_parallel=sequence,
         parameters=tuple(parameters),
         activations=tuple(activations),
         recompute=setting.recompute,

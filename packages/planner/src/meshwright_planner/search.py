@@ -60,6 +60,7 @@ class Setting:
         shares: ranks are to share training state (the axis zero is searched).
         precision: in which the model is computed, a name of plan.PrecisionRule; None is its own.
         recompute: modules whose activations are not kept.
+        sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
     """
 
     model: nn.Module
@@ -76,6 +77,7 @@ class Setting:
     stage: int = 0
     shares: bool = False
     precision: str | None = None
+    sequence_parallel: bool | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -220,7 +222,9 @@ class Search:
         if key not in self._problems:
             costs = AxisCosts(self.setting.cluster, link, degree)
             pins = self.setting.stored if degree > 1 else {}
-            legality = Legality(tape, quotient(tape), self.rules, costs, tape.rows, pins)
+            legality = Legality(
+                tape, quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
+            )
             self._problems[key] = PlacementProblem(legality, pins)
         return self._problems[key]
 

@@ -14,6 +14,7 @@ from meshwright_dtensor.trace import Call, Node
 from meshwright_planner.patterns import Collapser
 from meshwright_planner.placement import RESULT, Placement, PlacementProblem
 from meshwright_planner.program import Conversion
+from meshwright_planner.quotient import carried
 
 Row = tuple[State | None, ...]
 
@@ -47,6 +48,11 @@ class Writer:
         if value in self._left:
             return self._left[value]
         return self.placement.stored.get(self.quotient.value(value), "I")
+
+    def splits_sequence(self) -> bool:
+        """Whether what flows from block to block is split along the sequence."""
+        values = carried(self.tape, self.quotient)
+        return any(self.problem.legality.splits_sequence(v, self._state(v)) for v in values)
 
     def parameter_state(self, name: str) -> State:
         """How parameter `name` is stored."""
