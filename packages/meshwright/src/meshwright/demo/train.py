@@ -117,8 +117,8 @@ class Outcome:
     world_size: int
     degrees: dict[str, int]
     parameters: int
-    tolerance: float = TOLERANCE
     steps: list[Step] = field(default_factory=list)
+    tolerance: float = TOLERANCE
 
     @property
     def layout(self) -> str:
@@ -232,7 +232,7 @@ def run(options: Options, watcher: Watcher | None) -> Outcome:
     count = sum(parameter.numel() for parameter in model.parameters())
     half = plan.precision is not None and plan.precision.parameters != "fp32"
     tolerance = HALF_TOLERANCE if half else TOLERANCE
-    outcome = Outcome(options.model, ranks.world_size(), dict(plan.degrees), count, tolerance)
+    outcome = Outcome(options.model, ranks.world_size(), dict(plan.degrees), count, tolerance=tolerance)
     single = (
         _Single(options, lambda: recipe.make(options.sequence_length), data) if ranks.rank() == 0 else None
     )
