@@ -185,6 +185,7 @@ def check(plan: ParallelPlan, world_size: int | None, axes: tuple[str, ...] | No
     if plan.context is not None and "cp" not in plan.degrees:
         rule = f"it speaks of the axis 'cp', and the axes of the plan are {listing(plan.degrees)}"
         raise PlanError("context", plan.context.attention, f"{rule}; add cp to degrees or remove the field")
+    _check_experts(plan)
     for index, collective in enumerate(plan.collectives):
         for axis in collective.axis.split("+"):
             _known_axis(plan, f"collectives[{index}].axis", axis)
@@ -237,6 +238,24 @@ def _check_activations(plan: ParallelPlan) -> None:
             for place, states in enumerate(values):
                 for axis in states or {}:
                     _known_axis(plan, f"activations[{index}].{side}[{place}].{axis}", axis)
+
+
+def _check_experts(plan: ParallelPlan) -> None:
+    seen: dict[str, int] = {}
+    for index, rule in enumerate(plan.experts):
+        first = seen.setdefault(rule.module, index)
+        if first != index:
+            text = f"experts[{first}] has the same pattern, and the first match wins; merge the two"
+            raise PlanError(f"experts[{index}].module", rule.module, text)
+        if rule.count % plan.degree("ep"):
+            text = (
+                f"the {plan.degree('ep')} ranks of ep share experts equally, so that it must divide by that"
+            )
+            raise PlanError(f"experts[{index}].count", rule.count, text)
+        named = len(set(rule.children))
+        if named != (rule.count if rule.kind == "container" else 0) or named != len(rule.children):
+            text = f"a container of {rule.count} experts names each of them once, any other kind names none"
+            raise PlanError(f"experts[{index}].children", list(rule.children), text)
 
 
 def _nearest_degrees(degrees: dict[str, int], world_size: int) -> str:

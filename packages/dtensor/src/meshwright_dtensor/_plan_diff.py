@@ -23,6 +23,7 @@ def diff(old: ParallelPlan, new: ParallelPlan) -> list[str]:
 _KEYS: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": lambda rule: json.dumps(rule["pattern"]),
     "parameters": lambda rule: json.dumps(rule["pattern"]),
+    "experts": lambda rule: json.dumps(rule["module"]),
     "activations": lambda rule: f"{json.dumps(rule['module'])} {rule['function']} #{rule['occurrence']}",
 }
 

@@ -22,6 +22,8 @@ T = TypeVar("T")
 def to_data(plan: ParallelPlan) -> dict[str, Any]:
     """The plan as plain dicts and lists. Mesh axes stand in mesh order, other keys in alphabetical order."""
     data: dict[str, Any] = _plain(plan, tuple(plan.degrees) if isinstance(plan.degrees, Mapping) else ())
+    if not data.get("experts"):  # most plans have none, and say nothing of it
+        data.pop("experts", None)
     return data
 
 

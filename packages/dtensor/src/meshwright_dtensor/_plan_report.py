@@ -46,6 +46,7 @@ def explain(plan: ParallelPlan, width: int = 110) -> str:
         console.print(Text(f"  recomputed: {recomputed.pattern} ({recomputed.policy})"))
     _parameters(plan, console)
     _activations(plan, console)
+    _experts(plan, console)
     _collectives(plan, console)
     _prediction(plan, console)
     _provenance(plan, console)
@@ -96,6 +97,19 @@ def _activations(plan: ParallelPlan, console: Console) -> None:
         call = f"{rule.function} #{rule.occurrence}"
         inputs, outputs = _states(rule.inputs), _states(rule.outputs or ())
         table.add_row(Text(rule.module or "(root)"), Text(call), Text(inputs), Text(outputs))
+    console.print(table)
+
+
+def _experts(plan: ParallelPlan, console: Console) -> None:
+    if not plan.experts:
+        return
+    title = "experts (tokens are sent to the ranks of ep that have theirs)"
+    table = _table(console, title, ["module", "experts", "a rank", "kind", "assignment"])
+    for rule in plan.experts:
+        each = str(rule.count // plan.degree("ep"))
+        table.add_row(
+            Text(rule.module), Text(str(rule.count)), Text(each), Text(rule.kind), Text(rule.assignment)
+        )
     console.print(table)
 
 

@@ -146,6 +146,32 @@ class PrecisionRule(_Model):
     reduce: Literal["fp32"] = "fp32"
 
 
+class ExpertsRule(_Model):
+    """A module of experts: tokens are sent to the rank that has their expert, along the axis that shards the parameters.
+
+    module: a shell-style pattern on full module names.
+    count: number of experts.
+    kind: "fused" - dim 0 of the parameters is the experts', equally many rows each; "container" - one child each.
+    assignment: what the second argument of the forward is: "index" - numbers of experts, one per slot; "mask" - which
+        expert is chosen, along its last dim.
+    attributes: integer attributes that hold the number of experts, which a rank sets to that of its own: paths in the module.
+    children: of a container, the paths of its experts in their order; each rank owns equally many, in order.
+    inner: parameter path -> state in which ranks of another axis may hold parts of every expert, whose results add up.
+    """
+
+    module: Word
+    count: Positive
+    kind: Literal["fused", "container"] = "fused"
+    assignment: Literal["index", "mask"] = "index"
+    attributes: tuple[Word, ...] = ()
+    children: tuple[Word, ...] = ()
+    inner: Annotated[dict[Word, ParameterState], Frozen] = Field(default_factory=_FrozenDict)
+
+    def matches(self, module: str) -> bool:
+        """Whether the rule speaks of this module."""
+        return fnmatchcase(module, self.module)
+
+
 class Prediction(_Model):
     """What the planner expects of one step.
 
@@ -233,6 +259,7 @@ class ParallelPlan(_Model):
     activations: target states by call; derivation fills in the rest.
     context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
     recompute: modules whose activations are computed again in the backward pass; the first rule that matches counts.
+    experts: modules whose experts are shared along the axis "ep" and get their tokens sent.
 
     Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
     """
@@ -248,6 +275,7 @@ class ParallelPlan(_Model):
     activations: tuple[ActivationRule, ...] = ()
     context: ContextSharing | None = None
     recompute: tuple[RecomputeRule, ...] = ()
+    experts: tuple[ExpertsRule, ...] = ()
     predicted: Prediction | None = None
     collectives: tuple[PlannedCollective, ...] = ()
     provenance: Provenance = Field(default_factory=Provenance)
@@ -282,6 +310,10 @@ class ParallelPlan(_Model):
     def activation_rule(self, module: str, function: str, occurrence: int) -> ActivationRule | None:
         """The target states of this call: the first rule that matches, or None."""
         return next((rule for rule in self.activations if rule.matches(module, function, occurrence)), None)
+
+    def experts_rule(self, module: str) -> ExpertsRule | None:
+        """What is said of this module of experts: the first rule that matches, or None."""
+        return next((rule for rule in self.experts if rule.matches(module)), None)
 
     def replace(self, **changes: Any) -> ParallelPlan:
         """A copy with these fields changed, checked like a new plan."""
@@ -374,6 +406,7 @@ class ParallelPlan(_Model):
 __all__ = [
     "ActivationRule",
     "ContextSharing",
+    "ExpertsRule",
     "ParallelPlan",
     "ParameterRule",
     "PlannedCollective",

@@ -104,6 +104,23 @@ class ParameterSize:
 
 
 @dataclass(frozen=True)
+class Survey:
+    """What a strategy found in a model before the search.
+
+    Args:
+        parameters: names of the parameters that it shards on its own axis.
+        modules: names of the modules whose inputs it wants to know of (SearchRequest.entering).
+        notes: what users should know; they stand in the plan.
+        details: for the strategy itself.
+    """
+
+    parameters: frozenset[str] = frozenset()
+    modules: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    details: Any = None
+
+
+@dataclass(frozen=True)
 class SearchRequest:
     """What a strategy may know of the model when it says which degrees are legal and what they cost.
 
@@ -125,6 +142,10 @@ class SearchRequest:
         forward_seconds: the same of the forward pass.
         stage: what ranks that share training state share (see plan.ZeroRule), 0 where it is not decided.
         units: parameters by unit (see units.parameter_units), the one outside of blocks last.
+        survey: what the strategy that is asked found in the model.
+        own_bytes, own_gradient_bytes: those of the parameters that its survey names, which the others include.
+        entering: module of the survey -> (shape, bytes) of every floating-point tensor that goes into it.
+        degrees: of every axis, where they are decided.
     """
 
     world_size: int
@@ -142,6 +163,11 @@ class SearchRequest:
     forward_seconds: float = 0.0
     stage: int = 0
     units: tuple[tuple[ParameterSize, ...], ...] = ()
+    survey: Survey | None = None
+    own_bytes: int = 0
+    own_gradient_bytes: int = 0
+    entering: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
+    degrees: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,6 +179,7 @@ class CollectiveUse:
     count: int = 1
     phase: Phase = "backward"
     why: str = ""
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -201,6 +228,14 @@ class Strategy(ABC):
     gathers: ClassVar[bool] = False
     optional: ClassVar[bool] = False
 
+    def survey(self, model: nn.Module) -> Survey | None:
+        """What the strategy looks for in a model, once per search; values of parameters are not there to be read."""
+        return None
+
+    def refusal(self, request: SearchRequest, degree: int) -> str | None:
+        """Why a degree that the user pinned is not among `degrees`; None where the general answer will do."""
+        return None
+
     @abstractmethod
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """Legal degrees of the axis for this request, ascending, 1 (off) included."""
@@ -208,6 +243,10 @@ class Strategy(ABC):
     def batch_factor(self, degree: int) -> int:
         """By how much a degree divides the local batch that the other axes see."""
         return 1
+
+    def placements(self, survey: Survey, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
+        """Parameter name of the survey -> mesh axis -> state as text: on its own axis, and on others where it must say so."""
+        return {}
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         """Time, memory factors and collectives of one step at `degree`, over `link`; sizes as in SearchRequest."""

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.boxes import whole_box
+from meshwright_dtensor.conversions import install_conversions
 from meshwright_dtensor.deferred import local_values
 from meshwright_dtensor.layout import stored_placement
 from meshwright_dtensor.mesh import build_mesh, init
@@ -87,6 +88,7 @@ def parallelize(
     install_true_order(model)
     install_recompute(model, plan, device)
     install_targets(model, mesh, plan, everywhere=any(strategy.locates for strategy in strategies))
+    install_conversions(model)
     install_inputs(model, placed)
     refuse_assignment(model)
     lay_out_loaded_states()

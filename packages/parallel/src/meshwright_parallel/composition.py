@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.states import State, States, format_state
+from meshwright_dtensor.states import State, States, format_state, parse_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,6 +105,31 @@ def _low_precision_model(here: Situation) -> Found | None:
     return None
 
 
+def _no_experts(here: Situation) -> Found | None:
+    shared = any(isinstance(state, int) for state in here.stored("ep").values())
+    return ("degrees.ep", here.degree("ep")) if here.degree("ep") > 1 and not shared else None
+
+
+def _parted_experts(here: Situation) -> Found | None:
+    if here.degree("ep") == 1:
+        return None
+    for name, states in here.states.items():
+        placed = dict(zip(here.plan.axes, states, strict=True))
+        if not isinstance(placed["ep"], int):
+            continue
+        proved = {
+            f"{owner}.{path}": text
+            for owner in (name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
+            for path, text in getattr(here.plan.experts_rule(owner), "inner", {}).items()
+        }
+        for axis, state in placed.items():
+            if axis in ("ep", "zero") or not isinstance(state, int) or here.degree(axis) == 1:
+                continue
+            if name not in proved or parse_state(proved[name], here.degree(axis)) != state:
+                return f"parameters ({name}).{axis}", format_state(state)
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         name="a parameter sharded on one dim by zero and by another axis",
@@ -123,6 +148,18 @@ RULES: tuple[Rule, ...] = (
         broken=_stage_without_zero,
         reason="there are no ranks that could share anything",
         fix='give the mesh an axis "zero" (degrees), or remove the field',
+    ),
+    Rule(
+        name="an axis ep without experts",
+        broken=_no_experts,
+        reason="the plan shares no parameter of any module of experts along ep",
+        fix='place the parameters of experts ("ep": "S(0)"), or leave ep out and use dp',
+    ),
+    Rule(
+        name="experts that are sharded along ep, and inside in a way that was not proved to add up",
+        broken=_parted_experts,
+        reason="the parts of an expert must add up to it, and that is known of the states in experts.inner only",
+        fix='take the state that stands there, or leave the other axis out of the rule of that parameter ("I")',
     ),
     Rule(
         name="mixed precision of a model that is not float32",

@@ -34,6 +34,12 @@ def meshwright_strategies() -> Iterable[StrategySpec]:
         target="meshwright_parallel.strategies.tensor:Tensor",
         summary="ranks share weights and the work inside a layer; the planner's search finds the placements",
     )
+    yield StrategySpec(
+        name="expert",
+        axis="ep",
+        target="meshwright_parallel.strategies.expert:Expert",
+        summary="ranks share the experts, and tokens travel to theirs; the rest of the model sees a data axis",
+    )
 
 
 @hookimpl

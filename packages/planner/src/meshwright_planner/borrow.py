@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.conversions import KeptApply
+
 Swap = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -43,6 +45,9 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
                     for name, tensor in table.items():
                         if tensor is not None:
                             table[name] = once(tensor)  # type: ignore[assignment]
+                if module._parameters:  # a forward may cast a router to the dtype that it has
+                    kept: Any = module
+                    kept._apply = KeptApply(module)
             yield
         finally:
             for module, own, *saved in zip(modules, attributes, parameters, buffers, children):

@@ -27,6 +27,9 @@ class Candidate:
         limit: bytes that one rank has.
         collectives: those that strategies add to the placement's.
         fields: what strategies add to the plan.
+        placements: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
+        apart: names of modules that strategies run themselves.
+        notes: what strategies have to say of the model.
     """
 
     degrees: Mapping[str, int]
@@ -42,6 +45,9 @@ class Candidate:
     collectives: list[PlannedCollective] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
     stage: int = 0
+    placements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def step_seconds(self) -> float:

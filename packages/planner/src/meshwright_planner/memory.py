@@ -48,6 +48,22 @@ def memory_parts(
     return {name: math.ceil(size) for name, size in parts.items()}
 
 
+def parameter_bytes(
+    model: nn.Module, problem: PlacementProblem, placement: Placement, names: Iterable[str]
+) -> tuple[float, float]:
+    """Bytes of these parameters on one rank, of all and of those that are trained."""
+    wanted, tape = frozenset(names), problem.tape
+    every = trained = 0.0
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            value = tape.parameters.get(name)
+            state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
+            size = parameter.numel() * parameter.element_size() * problem.costs.share(state)
+            every += size
+            trained += size if parameter.requires_grad else 0.0
+    return every, trained
+
+
 def _results(problem: PlacementProblem, placement: Placement) -> Iterable[float]:
     tape, share = problem.tape, problem.costs.share
     for index, option in placement.options.items():

@@ -23,11 +23,13 @@ DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-paralle
 
 def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str]) -> ParallelPlan:
     """The plan that says what a candidate is."""
-    parameters, activations, collectives = [], [], list(candidate.collectives)
+    activations, collectives = [], list(candidate.collectives)
     sequence = False
-    if candidate.searched is not None:
-        writer = Writer(candidate.problem, candidate.placement, candidate.searched)
-        parameters, activations = writer.parameters(setting.model), writer.activations()
+    axis = candidate.searched or ""
+    writer = Writer(candidate.problem, candidate.placement, axis, candidate.placements, candidate.apart)
+    parameters = writer.parameters(setting.model) if axis or candidate.placements else []
+    if axis:
+        activations = writer.activations()
         collectives = [*writer.collectives(), *collectives]
         sequence = writer.splits_sequence()
     return ParallelPlan(
@@ -53,7 +55,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             versions=_versions(),
             model=fingerprint(setting.model),
             cluster=setting.cluster.name,
-            notes=tuple(notes),
+            notes=(*notes, *candidate.notes),
         ),
     )
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy
+from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy, Survey
 from meshwright_dtensor.units import parameter_units
 from meshwright_planner._torch import is_fake
 from meshwright_planner.attention import attention_uses
@@ -24,11 +24,12 @@ from meshwright_planner.batch import Batch
 from meshwright_planner.candidate import Candidate
 from meshwright_planner.costs import OPTIMIZERS, AxisCosts, optimizer_seconds
 from meshwright_planner.legal import Legality, Rules
-from meshwright_planner.memory import memory_parts, parameter_factor
+from meshwright_planner.memory import memory_parts, parameter_bytes, parameter_factor
 from meshwright_planner.placement import Placement, PlacementProblem
 from meshwright_planner.program import MemoryTerms
 from meshwright_planner.quotient import quotient
 from meshwright_planner.recording import record
+from meshwright_planner.surveys import placements, surveys
 from meshwright_planner.tape import Tape
 
 SHARED = "zero"
@@ -90,31 +91,46 @@ class Setting:
 class Search:
     """Evaluates candidates; a tape is recorded once per local batch, a placement problem built once per degree."""
 
-    def __init__(self, setting: Setting, rules: Rules, tapes: dict[object, Tape] | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        rules: Rules,
+        tapes: dict[object, Tape] | None = None,
+        surveyed: dict[str, Survey] | None = None,
+    ) -> None:
         self.setting, self.rules = setting, rules
         self.tapes: dict[object, Tape] = {} if tapes is None else tapes
-        self._problems: dict[tuple[int, int, Link], PlacementProblem] = {}
+        self.surveys = self._surveys() if surveyed is None else surveyed
+        self._problems: dict[tuple[object, ...], PlacementProblem] = {}
+
+    def _surveys(self) -> dict[str, Survey]:
+        setting = self.setting
+        axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
+        return surveys({axis: setting.strategies[axis] for axis in axes}, setting.model)
 
     def variant(self, **changes: object) -> Search:
         """A search of a changed setting that shares what was recorded."""
-        return Search(replace(self.setting, **changes), self.rules, self.tapes)  # type: ignore[arg-type]
+        return Search(replace(self.setting, **changes), self.rules, self.tapes, self.surveys)  # type: ignore[arg-type]
 
     # ---- combinations
     def combinations(self) -> list[dict[str, int]]:
         """Every legal combination of degrees: product equal to the world size, pins kept."""
         setting = self.setting
-        request = self._request()
+        requests = {axis: self._request(axis) for axis in setting.strategies}
         legal = {
-            axis: [d for d in strategy.degrees(request) if d == setting.pins.get(axis, d)]
+            axis: [d for d in strategy.degrees(requests[axis]) if d == setting.pins.get(axis, d)]
             for axis, strategy in setting.strategies.items()
         }
         if SHARED in legal and not setting.shares:
             legal[SHARED] = [1]
         for axis, degree in setting.pins.items():
             if axis in legal and not legal[axis]:
-                options = ", ".join(map(str, setting.strategies[axis].degrees(request)))
                 length = setting.batch.sequence_length
                 rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
+                options = ", ".join(map(str, setting.strategies[axis].degrees(requests[axis])))
+                reason = setting.strategies[axis].refusal(requests[axis], degree)
+                if reason is not None:
+                    raise PlanError(f"degrees.{axis}", degree, reason, options)
                 raise UsageError(
                     f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
                     f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}"
@@ -143,7 +159,7 @@ class Search:
         searched = [a for a, d in degrees.items() if d > 1 and self.setting.strategies[a].placement_search]
         return len(searched) <= 1
 
-    def _request(self) -> SearchRequest:
+    def _request(self, axis: str | None = None) -> SearchRequest:
         trainable = [p for p in self.setting.model.parameters() if p.requires_grad]
         return SearchRequest(
             world_size=self.setting.world_size,
@@ -153,6 +169,7 @@ class Search:
             gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
             pins=self.setting.pins,
             options=self.setting.options,
+            survey=self.surveys.get(axis) if axis is not None else None,
         )
 
     # ---- one combination
@@ -168,7 +185,7 @@ class Search:
         tape = self.tape(degrees)
         axis = next((a for a, s in setting.strategies.items() if s.placement_search and degrees[a] > 1), None)
         degree = degrees[axis] if axis is not None else 1
-        problem = self._problem(tape, degree, self._link(degrees, axis))
+        problem = self._problem(tape, degree, self._link(degrees, axis), degrees)
         placement = self._place(problem)
         candidate = self._cost(degrees, axis, problem, placement)
         if candidate.excess_bytes and degree > 1:
@@ -217,11 +234,14 @@ class Search:
             stride *= degrees[name]
         return self.setting.cluster.link(stride if axis else 1, degrees[axis] if axis else 1)
 
-    def _problem(self, tape: Tape, degree: int, link: Link) -> PlacementProblem:
-        key = (id(tape), degree, link)
+    def _problem(self, tape: Tape, degree: int, link: Link, degrees: Mapping[str, int]) -> PlacementProblem:
+        surveyed = [axis for axis in self.surveys if degrees[axis] > 1]
+        key = (id(tape), degree, link, *surveyed)
         if key not in self._problems:
             costs = AxisCosts(self.setting.cluster, link, degree)
-            pins = self.setting.stored if degree > 1 else {}
+            # what a strategy places itself is not for the search to place
+            held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
+            pins = {**held, **self.setting.stored} if degree > 1 else {}
             legality = Legality(
                 tape, quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
             )
@@ -255,7 +275,14 @@ class Search:
             if name not in candidate.problem.read_parameters
         )
         factor = parameter_factor(self.setting.optimizer)
-        return MemoryTerms(PRICE, factor, max(1.0, candidate.limit - fixed - outside * factor))
+        model, problem, placement = self.setting.model, candidate.problem, candidate.placement
+        own = {
+            a: parameter_bytes(model, problem, placement, s.parameters)[0] for a, s in self.surveys.items()
+        }
+        # of what is divided along other axes, which the problem sees whole
+        elsewhere = sum((1 - 1 / candidate.degrees.get(axis, 1)) * size for axis, size in own.items())
+        room = candidate.limit - fixed - (outside - elsewhere) * factor
+        return MemoryTerms(PRICE, factor, max(1.0, room))
 
     def _cost(
         self, degrees: Mapping[str, int], axis: str | None, problem: PlacementProblem, placement: Placement
@@ -267,6 +294,11 @@ class Search:
         shards = degrees.get(SHARED, 1)
         if setting.dtype is not None and shards == 1:  # the copies that are computed with
             memory["parameters"] += math.ceil(memory["parameters"] * setting.dtype.itemsize / 4)
+        own = {
+            axis: parameter_bytes(setting.model, problem, placement, survey.parameters)
+            for axis, survey in self.surveys.items()
+            if degrees[axis] > 1
+        }
         common = replace(
             self._request(),
             batch_size=max(1, math.ceil(setting.batch.size / self._batch_factor(degrees))),
@@ -280,6 +312,7 @@ class Search:
             forward_seconds=placement.compute_seconds / 3,
             stage=setting.stage,
             units=self._units(problem, placement) if shards > 1 else (),
+            degrees=dict(degrees),
         )
         # what ranks share is summed over the replicas of each shard
         parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
@@ -297,7 +330,18 @@ class Search:
                 axes, degree = "+".join(summed), math.prod(degrees[axis] for axis in summed)
                 link = self._link(degrees, summed[0])
             request = common if strategy.gathers else parted
-            cost = strategy.cost(request, degree, link)
+            survey = self.surveys.get(name)
+            mine, mine_trained = own.get(name, (0.0, 0.0))
+            others = sum((1 - 1 / degrees[a]) * trained for a, (_, trained) in own.items() if a != name)
+            asked = replace(
+                request,
+                survey=survey,
+                own_bytes=math.ceil(mine),
+                own_gradient_bytes=math.ceil(mine_trained),
+                gradient_bytes=max(0, request.gradient_bytes - math.ceil(others)),
+                entering={} if survey is None else {m: tape.entering(m) for m in survey.modules},
+            )
+            cost = strategy.cost(asked, degree, link)
             exposed += cost.exposed_seconds
             hidden += cost.overlapped_seconds
             fields.update(cost.fields)
@@ -305,7 +349,13 @@ class Search:
                 memory[part] = math.ceil(memory[part] * getattr(cost, part))
             collectives += [
                 PlannedCollective(
-                    axis=axes, kind=u.kind, nbytes=u.nbytes, count=u.count, phase=u.phase, why=u.why
+                    axis=axes,
+                    kind=u.kind,
+                    nbytes=u.nbytes,
+                    count=u.count,
+                    phase=u.phase,
+                    module=u.module,
+                    why=u.why,
                 )
                 for u in cost.collectives
             ]
@@ -325,6 +375,9 @@ class Search:
             limit=setting.limit,
             collectives=collectives,
             fields=fields,
+            placements=placements(self.setting.strategies, self.surveys, degrees),
+            apart=tuple(m for a, survey in self.surveys.items() if degrees[a] > 1 for m in survey.modules),
+            notes=tuple(n for a, survey in self.surveys.items() if degrees[a] > 1 for n in survey.notes),
         )
 
     def _units(

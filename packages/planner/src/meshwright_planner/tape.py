@@ -90,6 +90,21 @@ class Tape:
             total += item.nbytes
         return total
 
+    def entering(self, module: str) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """(shape, bytes) of every floating-point tensor that goes into a module and is no parameter, in order."""
+        made: set[int] = set()
+        found: dict[int, None] = {}
+        for node in self.nodes:
+            if node.module == module or node.module.startswith(f"{module}."):
+                found.update(dict.fromkeys(r.i for r in node.ins if r.i not in made))
+                made.update(r.i for r in node.outs)
+        values = (self.values[i] for i in found)
+        return tuple(
+            (tuple(v.shape), v.nbytes)
+            for v in values
+            if v.dtype.is_floating_point and not (v.name or "").startswith("param:")
+        )
+
 
 def finish(tape: Tape) -> dict[int, int]:
     """Drop what no result depends on and find where gradients flow; returns old node index -> new of those kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,10 +28,25 @@ class _Wanted:
 
 
 class Writer:
-    """Writes one placement on one axis."""
+    """Writes one placement on one axis.
 
-    def __init__(self, problem: PlacementProblem, placement: Placement, axis: str) -> None:
+    Args:
+        problem, placement: the search and its answer.
+        axis: the searched axis; with degree 1 nothing is said of it.
+        placed: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
+        apart: names of modules that strategies run themselves: nothing is said of the calls in them.
+    """
+
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        placement: Placement,
+        axis: str,
+        placed: Mapping[str, Mapping[str, str]] | None = None,
+        apart: Iterable[str] = (),
+    ) -> None:
         self.problem, self.placement, self.axis = problem, placement, axis
+        self.placed, self.apart = dict(placed or {}), tuple(f"{name}." for name in apart)
         self.tape, self.quotient = problem.tape, problem.quotient
         self.collapser = Collapser(self.quotient.groups)
         self._left: dict[int, State] = {}
@@ -62,14 +77,15 @@ class Writer:
     def parameters(self, model: nn.Module) -> list[ParameterRule]:
         """Rules for every sharded parameter; tied names are all named."""
         first = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
-        wanted = {
-            name: self.parameter_state(first[id(p)])
-            for name, p in model.named_parameters(remove_duplicate=False)
-        }
+        wanted: dict[str, tuple[tuple[str, str], ...]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            state = self.parameter_state(first[id(p)])
+            states = {} if state == "I" else {self.axis: format_state(state)}
+            wanted[name] = tuple(sorted((states | dict(self.placed.get(first[id(p)], {}))).items()))
         return [
-            ParameterRule(pattern=pattern, placement={self.axis: format_state(state)})
-            for pattern, state, _ in self.collapser.collapse(wanted)
-            if state != "I"
+            ParameterRule(pattern=pattern, placement=dict(states))
+            for pattern, states, _ in self.collapser.collapse(wanted)
+            if states
         ]
 
     def activations(self) -> list[ActivationRule]:
@@ -106,7 +122,7 @@ class Writer:
     def _calls(self) -> Iterable[tuple[Call, list[tuple[int, Node]]]]:
         found: dict[tuple[Call, tuple[int | None, ...]], list[tuple[int, Node]]] = {}
         for index, node in enumerate(self.tape.nodes):
-            if node.call is not None:
+            if node.call is not None and not self._is_apart(node.call.module):
                 # a module may run twice in one forward: the same address with other inputs
                 found.setdefault((node.call, node.call_inputs), []).append((index, node))
         return [(call, nodes) for (call, _), nodes in found.items()]
@@ -135,10 +151,13 @@ class Writer:
         counted: dict[tuple[str, int, str, str, str], int] = defaultdict(int)
         for conversion in self.placement.conversions:
             c = conversion.collective
+            readers = [n for n, _ in conversion.consumers]
+            if readers and all(n != RESULT and self._is_apart(self.tape.nodes[n].module) for n in readers):
+                continue
             module, why = self._where(conversion)
             counted[c.kind, c.nbytes, conversion.phase, module, why] += conversion.count
         for index, option in self.placement.options.items():
-            if option.inner is not None:
+            if option.inner is not None and not self._is_apart(self.tape.nodes[index].module):
                 node = self.tape.nodes[index]
                 module = self.collapser.pattern(node.module)
                 key = (option.inner.kind, option.inner.nbytes, "forward", module, f"inside {node.name}")
@@ -149,6 +168,9 @@ class Writer:
             )  # type: ignore[arg-type]
             for (kind, nbytes, phase, module, why), count in counted.items()
         ]
+
+    def _is_apart(self, module: str) -> bool:
+        return bool(self.apart) and f"{module}.".startswith(self.apart)
 
     def _where(self, conversion: Conversion) -> tuple[str, str]:
         source, target = format_state(conversion.source), format_state(conversion.target)

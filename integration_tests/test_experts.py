@@ -1,0 +1,238 @@
+"""Expert parallelism on transformers' own mixture-of-experts models, planned and applied: loss and every gradient are those
+of one device, each rank holds its part of the experts, and no expert weight travels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel.comparison import compare, one_rounding_away
+
+BASE: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "max_position_embeddings": 64,
+    }
+)
+LATENT: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    }
+)
+SEQUENCES: Mapping[str, Any] = MappingProxyType(
+    {"d_model": 32, "vocab_size": 96, "num_experts": 8, "decoder_start_token_id": 0}
+)
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "mixtral": (
+            "Mixtral",
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True},
+        ),
+        "qwen3-moe": (
+            "Qwen3Moe",
+            {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2},
+        ),
+        "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None}),
+        "deepseek-v2": ("DeepseekV2", {**LATENT, "num_experts_per_tok": 2}),
+        "deepseek-v3": ("DeepseekV3", {**LATENT, "num_experts_per_tok": 2}),
+        "gpt-oss": (
+            "GptOss",
+            {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
+        ),
+        "granite-moe": ("GraniteMoe", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+        "switch": (
+            "SwitchTransformers",
+            {
+                **SEQUENCES,
+                "d_kv": 8,
+                "d_ff": 48,
+                "num_layers": 2,
+                "num_decoder_layers": 2,
+                "num_sparse_encoder_layers": 1,
+                "num_sparse_decoder_layers": 1,
+                "num_heads": 4,
+                "dropout_rate": 0.0,
+                "expert_capacity": 4,
+            },
+        ),
+        "nllb-moe": (
+            "NllbMoe",
+            {
+                **SEQUENCES,
+                **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+                **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+                **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+                **{f"{side}_sparse_step": 1 for side in ("encoder", "decoder")},
+                **{f"{side}_layerdrop": 0.0 for side in ("encoder", "decoder")},
+                **dict.fromkeys(
+                    ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0
+                ),
+                "max_position_embeddings": 64,
+                "pad_token_id": 1,
+            },
+        ),
+        "dbrx": (
+            "Dbrx",
+            {
+                "d_model": 32,
+                "n_heads": 4,
+                "n_layers": 2,
+                "max_seq_len": 64,
+                "vocab_size": 96,
+                "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+                "ffn_config": {
+                    "ffn_hidden_size": 48,
+                    "moe_num_experts": 8,
+                    "moe_top_k": 2,
+                    "hidden_size": 32,
+                },
+            },
+        ),
+    }
+)
+
+
+def make(family: str, implementation: str | None = None) -> nn.Module:
+    import transformers
+
+    name, settings = FAMILIES[family]
+    plain = name in ("SwitchTransformers", "NllbMoe", "Dbrx")
+    config = getattr(transformers, f"{name}Config")(**({} if plain else BASE) | settings)
+    if implementation is not None:
+        config._experts_implementation = implementation
+    kind = "ForConditionalGeneration" if "decoder_start_token_id" in settings else "ForCausalLM"
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, f"{name}{kind}")(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():  # some start as zeros, which routes every token alike
+            if p.ndim > 1:
+                p.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def batch(rows: int = 4) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 90, (rows, 12), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@dataclass
+class Told:
+    loss: float
+    wrong: list[Any] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    share: float = 1.0
+    kinds: set[str] = field(default_factory=set)
+    notes: tuple[str, ...] = ()
+
+
+def beside(rank: int, world_size: int, family: str, implementation: str | None, pins: dict[str, int]) -> Told:
+    single, near = make(family, implementation), make(family, implementation)
+    model = copy.deepcopy(single)
+    plan = mw.plan(model, batch(), world_size=world_size, **pins)
+    mw.parallelize(model, plan, batch=batch())  # type: ignore[arg-type]
+    one_rounding_away(near.parameters())
+    with communication() as log:
+        loss = model(**batch()).loss
+        loss.backward()
+    expected = single(**batch()).loss
+    expected.backward()
+    near(**batch()).loss.backward()
+    want, got, beside_it = ({n: p.grad for n, p in m.named_parameters()} for m in (single, model, near))
+    missing = [n for n in want if (want[n] is None) != (got[n] is None)]
+    held = [(n, p.detach()) for n, p in model.named_parameters() if ".experts." in n]
+    return Told(
+        abs(float(loss.full_tensor().detach()) - float(expected.detach())),
+        [c for c in compare(0, "gradient", want, got, 1e-5, neighbour=beside_it) if not c.ok],
+        missing,
+        sum(p.to_local().numel() for _, p in held) / sum(p.numel() for _, p in held),
+        {e.kind for e in log.events if ".experts" in e.module},
+        tuple(plan.provenance.notes),  # type: ignore[union-attr]
+    )
+
+
+def check(told: Told, share: float) -> None:
+    assert told.loss <= 5e-6
+    assert not told.wrong and not told.missing
+    assert told.share == pytest.approx(share)
+    assert told.kinds == {"all_to_all"}
+    assert any(note.startswith("experts: ") for note in told.notes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_that_of_one_device(rank_pool: RankPool, family: str) -> None:
+    for told in rank_pool.run(2, beside, family, None, {"ep": 2, "tp": 1}):
+        check(told, 1 / 2)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_the_implementations_of_experts(rank_pool: RankPool, implementation: str) -> None:
+    for told in rank_pool.run(2, beside, "mixtral", implementation, {"ep": 2, "tp": 1}):
+        check(told, 1 / 2)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [{"ep": 4, "tp": 1}, {"ep": 2, "dp": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "dp": 2, "zero": 3}],
+    ids=str,
+)
+def test_mixtral_with_other_axes(rank_pool: RankPool, pins: dict[str, int]) -> None:
+    for told in rank_pool.run(4, beside, "mixtral", None, pins):
+        told.kinds &= {"all_to_all"}  # zero gathers its shards, of experts as of anything
+        check(told, 1 / 4 if pins["ep"] == 4 or "zero" in pins or pins.get("tp") == 2 else 1 / 2)
+
+
+def test_interleaved_experts_with_biases_are_divided_inside(rank_pool: RankPool) -> None:
+    for told in rank_pool.run(4, beside, "gpt-oss", None, {"ep": 2, "tp": 2}):
+        told.kinds &= {"all_to_all"}
+        assert told.share < 0.3  # all but the biases of what is added up
+        check(told, told.share)
+
+
+def test_degrees_that_cannot_be() -> None:
+    with pytest.raises(PlanError, match="8 experts do not divide by 3"):
+        mw.plan(make("mixtral"), batch(3), world_size=3, ep=3)
+    from zoo import causal, llama
+
+    with pytest.raises(PlanError, match="no module of experts"):
+        mw.plan(llama(), causal(128), world_size=2, ep=2)
+
+
+def test_dropout_inside_experts_is_told_and_replicated() -> None:
+    import transformers
+
+    settings = {**FAMILIES["switch"][1], "dropout_rate": 0.1}
+    model = transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(**settings)
+    )
+    with pytest.raises(PlanError, match="random numbers while training"):
+        mw.plan(model, batch(), world_size=2, ep=2)

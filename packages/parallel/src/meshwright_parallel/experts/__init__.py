@@ -1,0 +1,1 @@
+"""Expert parallelism: which modules hold experts (detect, probe), and how tokens reach them (dispatch, exchange)."""

@@ -1,0 +1,108 @@
+"""Rows travel between the ranks of one mesh axis: an all-to-all whose parts differ in size, known to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright_dtensor.commlog import CommLog, record
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way between the ranks of an axis.
+
+    Args:
+        group: the ranks of the axis.
+        axis: its name, for the communication log.
+        module: fully qualified name of the module on whose behalf rows travel.
+    """
+
+    group: dist.ProcessGroup
+    axis: str
+    module: str
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.group.size()
+
+    def counts(self, sent: Tensor) -> Tensor:
+        """Integers [n, ...], row r for rank r; returns [n, ...], row r from rank r."""
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        self._note(sent, "forward", "how many rows each expert gets")
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group)
+        return received
+
+    def rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
+        """Rows [sum(sent), ...], sorted by the rank they go to; returns [sum(received), ...] by the rank they come from.
+
+        Gradients travel back the same way.
+        """
+        return _Exchange.apply(tensor, self, tuple(sent), tuple(received), "forward", why)  # type: ignore[no-any-return]
+
+    def move(
+        self, tensor: Tensor, sent: tuple[int, ...], received: tuple[int, ...], phase: str, why: str
+    ) -> Tensor:
+        """The exchange itself, without autograd."""
+        tensor = tensor.contiguous()
+        result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        self._note(tensor, phase, why)
+        dist.all_to_all_single(result, tensor, list(received), list(sent), group=self.group)
+        return result
+
+    def _note(self, tensor: Tensor, phase: str, why: str) -> None:
+        if CommLog.listening():
+            nbytes = tensor.numel() * tensor.element_size() * self.size
+            record("all_to_all", self.axis, nbytes, phase, self.module, "experts", why)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        route: Route,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        phase: str,
+        why: str,
+    ) -> Tensor:
+        ctx.way = (route, received, sent, why)
+        return route.move(tensor, sent, received, phase, why)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        route, sent, received, why = ctx.way
+        moved = _Exchange.apply(gradient, route, sent, received, "backward", f"gradient of {why}")
+        return moved, None, None, None, None, None
+
+
+class _Tie(torch.autograd.Function):
+    """Identity on the first tensor; the others get zeros as gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *tied: Tensor) -> Tensor:
+        ctx.shapes = [(t.shape, t.dtype, t.device) for t in tied]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        wanted = zip(ctx.shapes, ctx.needs_input_grad[1:], strict=True)
+        zeros = (
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in wanted
+        )
+        return (gradient, *zeros)
+
+
+def tied(tensor: Tensor, *others: Tensor) -> Tensor:
+    """`tensor`, so that the backward pass through it reaches every one of `others`, with a zero gradient."""
+    return _Tie.apply(tensor, *others)  # type: ignore[no-any-return]

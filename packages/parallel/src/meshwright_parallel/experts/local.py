@@ -1,0 +1,111 @@
+"""A module of experts as it is on one rank: for the time of a call, its parameters are plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
+from meshwright_dtensor.plan import ExpertsRule
+from meshwright_dtensor.states import State, States, is_shard
+
+Tensor = torch.Tensor
+
+
+class LocalExperts:
+    """Context: the module runs on this rank's experts.
+
+    Args:
+        module: the module of experts.
+        rule: what the plan says of it.
+        rank, ranks: coordinate on the expert axis, and its size.
+        rows: state of the tokens on each mesh axis; X where ranks have the same tokens but parts of every expert.
+        axis: name of the expert axis.
+        named: of a container, the numbers of the experts that got a row from any rank.
+
+    Attributes:
+        trained: whether any parameter of the module is trained, here or on another rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rule: ExpertsRule,
+        rank: int,
+        ranks: int,
+        rows: States,
+        axis: str,
+        named: Sequence[int] = (),
+    ) -> None:
+        self.module, self.rule, self.rank, self.ranks, self.rows = module, rule, rank, ranks, rows
+        self.axis, self.named = axis, named
+        self.trained = any(p.requires_grad for p in module.parameters())
+        self._parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._attributes: list[tuple[nn.Module, str, int]] = []
+
+    def __enter__(self) -> list[Tensor]:
+        """Returns the local tensors that get a gradient even where no token comes to this rank.
+
+        All of fused experts, as on one device. Of containers the empty parts of experts that other ranks have: whether a
+        gradient is there, or None, is the same on every rank.
+        """
+        made: dict[int, Tensor] = {}
+        for module in self.module.modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, MeshParameter):
+                    if id(parameter) not in made:
+                        made[id(parameter)] = self._local(parameter)
+                    self._parameters.append((module, name, parameter))
+                    module._parameters[name] = cast(Any, made[id(parameter)])
+        if self.rule.kind == "container":
+            own = range(
+                self.rank * (self.rule.count // self.ranks), (self.rank + 1) * (self.rule.count // self.ranks)
+            )
+            others = [self.module.get_submodule(self.rule.children[e]) for e in self.named if e not in own]
+            return [p for child in others for p in child.parameters()]
+        for path in self.rule.attributes:
+            owner, _, name = path.rpartition(".")
+            module = self.module.get_submodule(owner)
+            self._attributes.append((module, name, getattr(module, name)))
+            setattr(module, name, self.rule.count // self.ranks)
+        return list(made.values())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for module, name, parameter in self._parameters:
+            module._parameters[name] = parameter
+        for module, name, value in self._attributes:
+            setattr(module, name, value)
+
+    def assignment(self, expert: Tensor, like: Tensor) -> Tensor:
+        """What the module is told for rows that go to the local experts `expert` [R], in the form of `like`."""
+        count = self.rule.count
+        if self.rule.kind == "fused":
+            count //= self.ranks
+        else:  # the experts of other ranks keep their numbers, and get no row
+            expert = expert + self.rank * (count // self.ranks)
+        if self.rule.assignment == "mask":
+            expert, like = nn.functional.one_hot(expert, count), like[..., 0]
+            return expert.to(like.dtype).view(-1, *(1,) * (like.ndim - 1), count)
+        return expert.to(like.dtype).view(-1, *(1,) * (like.ndim - 1))
+
+    def _local(self, parameter: MeshParameter) -> Tensor:
+        """The local tensor, gradient kinds as the rows are divided: partial only where ranks see different rows.
+
+        Where ranks have parts of every expert, what is not divided is taken into account once: by the first.
+        """
+        layout = layout_of_dtensor(parameter)
+        states: list[State] = []
+        for axis, state, row in zip(layout.space.axes, layout.states, self.rows, strict=True):
+            if axis == self.axis or is_shard(state):
+                states.append(state)
+            elif row == "X":
+                states.append("P")
+            else:
+                states.append(state if is_shard(row) else "I")
+        return parameter_local(parameter, tuple(states))

@@ -1,0 +1,27 @@
+"""What strategies find in a model before the search, and where they place parameters themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from meshwright_dtensor.strategy import Strategy, Survey
+
+
+def surveys(strategies: Mapping[str, Strategy], model: nn.Module) -> dict[str, Survey]:
+    """axis -> what its strategy found in the model."""
+    found = {axis: strategy.survey(model) for axis, strategy in strategies.items()}
+    return {axis: survey for axis, survey in found.items() if survey is not None}
+
+
+def placements(
+    strategies: Mapping[str, Strategy], surveyed: Mapping[str, Survey], degrees: Mapping[str, int]
+) -> dict[str, dict[str, str]]:
+    """Parameter name -> mesh axis -> state as text, of what strategies place themselves with these degrees."""
+    found: dict[str, dict[str, str]] = {}
+    for axis, survey in surveyed.items():
+        if degrees[axis] > 1:
+            for name, states in strategies[axis].placements(survey, degrees).items():
+                found.setdefault(name, {}).update(states)
+    return found
