@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
-from meshwright import cli
 from meshwright_dtensor.commlog import communication
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.testing import RankPool
@@ -241,20 +239,3 @@ def test_dropout_inside_experts_is_told_and_replicated() -> None:
     )
     with pytest.raises(PlanError, match="random numbers while training"):
         mw.plan(model, batch(), world_size=2, ep=2)
-
-
-def test_the_command_line_pins_the_degree(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", "--model", "llama", "--world-size", "2", "--ep", "2"])
-    assert ended.value.code == 2
-    assert "no module of experts" in capsys.readouterr().err
-
-
-def formatted(rank: int, world_size: int) -> str:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    return f"expert_{mw.distribute(torch.tensor(3), mesh, ['I'])}"
-
-
-def test_a_number_is_written_as_on_one_device(rank_pool: RankPool) -> None:
-    """Switch finds its experts by names made of 0-dim tensors."""
-    assert rank_pool.run(1, formatted) == ["expert_3"]

@@ -224,6 +224,7 @@ def case_threads(state):
     if state != "I":
         x = x.redistribute(["I"])  # no collectives: threads of different ranks would interleave them
     results, errors = [], []
+    flash = torch.backends.cuda.flash_sdp_enabled()
 
     def work():
         try:
@@ -237,6 +238,9 @@ def case_threads(state):
     for thread in threads:
         thread.join()
     assert not errors
+    assert torch.backends.cuda.flash_sdp_enabled() == flash, (
+        "tracing left its choice of attention kernels behind"
+    )
     assert len(results) == 800 and all(type(r) is GlobalTensor for r in results)
     assert x.shape == (4, 6)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright_dtensor.plan import ParallelPlan, ParameterRule, Provenance
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_parallel.experts.detect import detect
-from meshwright_parallel.experts.rules import notes_of, placements_of, rules_of
+from meshwright_parallel.experts.rules import placements_of, rules_of
 
 EXPERTS, WIDTH, INNER, VOCABULARY = 4, 8, 12, 32
 
@@ -178,10 +178,4 @@ def plan_for(model: nn.Module, degrees: dict[str, int]) -> ParallelPlan:
         world *= degree
     placed = placements_of(found, degrees)
     rules = tuple(ParameterRule(pattern=name, placement=states) for name, states in placed.items())
-    return ParallelPlan(
-        world_size=world,
-        degrees=degrees,
-        parameters=rules,
-        experts=rules_of(found),
-        provenance=Provenance(notes=notes_of(found)),
-    )
+    return ParallelPlan(world_size=world, degrees=degrees, parameters=rules, experts=rules_of(found))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from moe_models import EXPERTS, Averaging, Container, Fused, Masked, Mixture, mixture, plan_for, tokens
+from moe_models import EXPERTS, Container, Fused, Masked, Mixture, mixture, plan_for, tokens
 from torch import nn
 
 from meshwright_dtensor.commlog import communication
@@ -131,28 +130,6 @@ def test_evaluation_and_frozen_parts(rank_pool: RankPool) -> None:
     for told in rank_pool.run(2, modes):
         assert told["eval"] <= 1e-6 and told["train"] <= 1e-6
         assert not told["frozen"] and not told["alone"]
-
-
-def half_shared(rank: int, world_size: int) -> tuple[Problems, list[str]]:
-    """One module of experts is shared, the other combines in a way that cannot be dispatched."""
-    single = mixture()
-    torch.manual_seed(4)
-    single.blocks[1].experts = Averaging()
-    model = copy.deepcopy(single)
-    plan = plan_for(model, {"ep": world_size})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        parallelize(model, plan)
-    for m in (model, single):
-        m(**tokens()).loss.backward()
-    return differences(model, single, "gradient"), [str(w.message) for w in caught]
-
-
-def test_what_is_rejected_stays_replicated_and_is_warned_of(rank_pool: RankPool) -> None:
-    for wrong, texts in rank_pool.run(2, half_shared):
-        assert not wrong
-        (told,) = [text for text in texts if "experts" in text]
-        assert "blocks.*.experts" in told and "not the sum" in told and "replicated" in told
 
 
 def accumulated(rank: int, world_size: int) -> Problems:

@@ -10,6 +10,7 @@ run replicated (tier 3).
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,10 @@ def fake_like(shape: Sequence[int], local: Tensor, mode: Any) -> Tensor:
         return fake if order == sorted(order) else fake.permute([order.index(d) for d in range(len(order))])
 
 
+_ATTENTION_FLAGS = threading.RLock()
+"""The choice of attention kernels belongs to the process: threads that trace at once would leave each other's behind."""
+
+
 def trace(
     space: Space,
     func: Callable[..., Any],
@@ -109,7 +114,7 @@ def trace(
 
     fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
     recorder = Recorder(space.rulebook.composites, fakes)
-    with quiet_fakes(), torch.no_grad(), mode, sdpa_kernel(SDPBackend.MATH), recorder:
+    with _ATTENTION_FLAGS, quiet_fakes(), torch.no_grad(), mode, sdpa_kernel(SDPBackend.MATH), recorder:
         out = func(*fake_args, **fake_kwargs)
     return Traced(recorder.nodes, recorder.values, recorder.references(out), recorder.detaches)
 

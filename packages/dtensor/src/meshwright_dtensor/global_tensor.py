@@ -152,8 +152,7 @@ class GlobalTensor(torch.Tensor):
         return f"GlobalTensor(local={self._local.detach()!r}, {self._layout!r})"
 
     def __format__(self, spec: str) -> str:
-        # as torch's: f"expert_{index}" of a 0-dim tensor is its number
-        return self.item().__format__(spec) if self._layout.ndim == 0 else repr(self)
+        return self.item().__format__(spec) if self._layout.ndim == 0 and spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
         if not self._local.is_leaf:

@@ -68,8 +68,8 @@ def sharing_options(function: F) -> F:
 
 
 def plan_options(function: F) -> F:
-    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --ep, --context-attention,
-    --memory-limit, and those of `sharing_options`.
+    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --context-attention, --memory-limit,
+    and those of `sharing_options`.
     """
     for option in (
         sharing_options,
@@ -84,9 +84,6 @@ def plan_options(function: F) -> F:
         ),
         click.option(
             "--cp", type=int, default=None, help="Pin the degree of context parallelism, as --degree cp=N."
-        ),
-        click.option(
-            "--ep", type=int, default=None, help="Pin the degree of expert parallelism, as --degree ep=N."
         ),
         click.option(
             "--degree",
@@ -143,15 +140,13 @@ def plan_request(
     world_size: int,
     top_k: int = 1,
     cp: int | None = None,
-    ep: int | None = None,
     context_attention: str | None = None,
     zero: int | None = None,
     zero_degree: int | None = None,
     precision: str | None = None,
 ) -> PlanRequest:
     """What the options of `plan_options` ask for."""
-    own = [f"{axis}={degree}" for axis, degree in (("cp", cp), ("ep", ep)) if degree is not None]
-    pins = parse_degrees((*degrees, *own), host)
+    pins = parse_degrees((*degrees, *(() if cp is None else (f"cp={cp}",))), host)
     return PlanRequest(
         cluster=cluster,
         world_size=world_size,

@@ -74,7 +74,6 @@ def command(
     optimizer: str,
     degrees: tuple[str, ...],
     cp: int | None,
-    ep: int | None,
     context_attention: str | None,
     zero: int | None,
     zero_degree: int | None,
@@ -93,10 +92,10 @@ def command(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
-    pinned = (cp, ep, context_attention, zero, zero_degree, precision)
+    pinned = (cp, context_attention, zero, zero_degree, precision)
     if plan_file is not None and (degrees or any(value is not None for value in pinned)):
         raise UsageError(
-            f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp, --ep, --context-attention, --zero, "
+            f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp, --context-attention, --zero, "
             "--zero-degree and --precision, or the plan"
         )
     plan = None
@@ -116,7 +115,6 @@ def command(
         optimizer=optimizer,
         memory_limit=memory_limit,
         cp=cp,
-        ep=ep,
         context_attention=context_attention,
         zero=zero,
         zero_degree=zero_degree,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,9 +14,6 @@ from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, is_shard, parse_state
 from meshwright_parallel.experts.detect import Detection, Experts, detect
 from meshwright_parallel.experts.dispatch import Dispatch
-
-REJECTED = "not shared as experts:"
-"""How the note on a module that is left replicated begins."""
 
 
 def rule_of(experts: Experts, pattern: str) -> ExpertsRule:
@@ -118,7 +114,7 @@ def notes_of(detection: Detection) -> tuple[str, ...]:
     for name, reason in detection.rejected:
         key = (_pattern(name), reason)
         reasons[key] = reasons.get(key, 0) + 1
-    found += [f"{REJECTED} {name}: {reason}" for name, reason in reasons]
+    found += [f"not shared as experts: {name}: {reason}" for (name, reason), _ in reasons.items()]
     return tuple(found)
 
 
@@ -130,9 +126,6 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
     Raises:
         PlanError: nothing is there to share, or a module's parameters are shared but its tokens would not be sent.
     """
-    for note in plan.provenance.notes:
-        if note.startswith(REJECTED):
-            warnings.warn(f"{note}; it is replicated along {axis!r}", stacklevel=4)
     rules = {name: plan.experts_rule(name) for name, _ in model.named_modules()}
     if not plan.experts:
         rules = {e.candidate.name: rule_of(e, e.candidate.name) for e in detect(model).experts}
