@@ -221,6 +221,21 @@ def test_interleaved_experts_with_biases_are_divided_inside(rank_pool: RankPool)
         check(told, told.share)
 
 
+def trained(rank: int, world_size: int, adam: bool) -> list[str]:
+    """Three steps with clipped gradients; names of what differs."""
+    plan = mw.plan(make("mixtral"), batch(), world_size=world_size, ep=2, tp=1)
+    optimizer = torch.optim.AdamW if adam else None
+    given = {} if optimizer is None else {"optimizer": optimizer}
+    report = mw.verify(lambda: make("mixtral"), batch(), plan, steps=3, max_norm=0.5, **given)  # type: ignore[arg-type]
+    return [c.name for c in report.failures]
+
+
+@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adamw"])
+def test_three_steps_of_mixtral(rank_pool: RankPool, adam: bool) -> None:
+    for wrong in rank_pool.run(2, trained, adam):
+        assert not wrong
+
+
 def test_degrees_that_cannot_be() -> None:
     with pytest.raises(PlanError, match="8 experts do not divide by 3"):
         mw.plan(make("mixtral"), batch(3), world_size=3, ep=3)
