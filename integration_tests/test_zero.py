@@ -84,7 +84,7 @@ def verified(rank: int, world_size: int, plan: Any) -> Any:
     return report.ok, report.render()
 
 
-@pytest.mark.parametrize("options", [{"zero": 2, "precision": "bf16"}])
+@pytest.mark.parametrize("options", [{"zero": 3, "zero_degree": 2}, {"zero": 2, "precision": "bf16"}])
 def test_verified(rank_pool: RankPool, options: dict[str, Any]) -> None:
     plan = mw.plan(build("llama"), example(), cluster="laptop-cpu", world_size=4, dp=4, **options)
     for ok, text in rank_pool.run(4, verified, plan):
