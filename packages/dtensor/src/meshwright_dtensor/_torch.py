@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -95,6 +96,12 @@ def dtensor_spec(tensor: DTensor) -> Any:
 def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
     """A DTensor over ``local`` with an existing spec, without checks and without autograd."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def with_dtype(spec: Any, dtype: torch.dtype) -> Any:
+    """The spec of a DTensor of another dtype that lies alike."""
+    meta = spec.tensor_meta
+    return replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
 def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:

@@ -1,8 +1,8 @@
 """The arithmetic of optimizers on parameters, gradients and their states, which are DTensors that lie alike.
 
-Any optimizer computes with them as with plain tensors.  Stock DTensor does most of it; but it leaves the norm of a shard
-partial, which later in-place operations refuse and of which ``.item()`` shows one rank's part, and it has no rule for
-fused steps and assignment under a mask, which go element by element and so run on the local tensors.
+Any optimizer computes with them as with plain tensors.  What goes element by element runs on the local tensors (see
+:mod:`meshwright_dtensor.alike`), fused steps and assignment under a mask too; stock DTensor does the rest, but it leaves
+the norm of a shard partial, which later in-place operations refuse and of which ``.item()`` shows one rank's part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
+from meshwright_dtensor.alike import on_local_parts
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.permuted import layout_in_runs
 
@@ -70,7 +71,9 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     with stock_call():
         if name != "stack":  # the norms of many gradients are stacked first, and completed together
             args = tuple([_complete(a) if isinstance(a, MeshValue) else a for a in args])
-        result = func(*args, **(kwargs or {}))
+        result = on_local_parts(func, name, args, kwargs or {})
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
         if isinstance(result, DTensor):
             return mesh_value(_complete(result))
         if isinstance(result, (list, tuple)) and name.startswith("_foreach"):

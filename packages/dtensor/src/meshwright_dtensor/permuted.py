@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
+from meshwright_dtensor._torch import (
+    dtensor_from,
+    dtensor_local,
+    dtensor_spec,
+    pytree,
+    stock_call,
+    with_dtype,
+)
+from meshwright_dtensor.alike import on_local_parts
 from meshwright_dtensor.collectives import Site
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.layout import Layout, states_of, stored_placement
@@ -110,7 +118,9 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
                     f"{name} mixes a tensor of shape {list(x.shape)} that is sharded in runs ({layout!r}) with one that is "
                     "sharded otherwise; bring it to the parameter's layout with like_parameter(tensor, parameter)"
                 )
-        result = func(*args, **kwargs)
+        result = on_local_parts(func, name, args, kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
         known = {id(x) for x in operands}
         for out in pytree.tree_leaves(result):
             if not isinstance(out, DTensor) or id(out) in known or not layouts:
@@ -213,10 +223,7 @@ def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
 
 def _spec_like(parameter: DTensor, dtype: torch.dtype) -> Any:
     spec = dtensor_spec(parameter)
-    if spec.tensor_meta.dtype == dtype:
-        return spec
-    with stock_call():
-        return dtensor_spec(torch.empty_like(parameter, dtype=dtype))  # type: ignore[arg-type]
+    return spec if spec.tensor_meta.dtype == dtype else with_dtype(spec, dtype)
 
 
 def local_like(x: Tensor, layout: Layout) -> Tensor:
