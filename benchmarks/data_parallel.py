@@ -1,9 +1,10 @@
-"""Data parallelism against torch's own: step time and peak memory of a GPT-2 of 20 million parameters, on real ranks.
+"""Data and tensor parallelism against torch's own, written by hand: step time and peak memory, on real ranks.
 
-    python benchmarks/data_parallel.py [--ranks 2] [--rounds 5]
+    python benchmarks/data_parallel.py [--model gpt2|llama] [--ranks 2] [--rounds 5] [--memory] [--only dp,zero3]
 
-The contestants take turns, one step each, and the medians are compared: on a shared machine only ratios mean anything.
-Memory is the anonymous memory of rank 0 at its highest during a step of that contestant alone, in a process of its own.
+Ours and torch's take turns, one step each, in the same processes; what is printed is the median of the ratios of such
+pairs of steps, with the least and the largest. Memory is the resident memory of rank 0 at its highest during a step of one
+of them alone, in a process group of its own, above what the process had before there was a model.
 """
 
 from __future__ import annotations
@@ -24,45 +25,99 @@ from torch import nn
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 
-ROWS, LENGTH = 8, 128
-# name -> the contestant of torch that does the same
-PAIRS = {"dp": "ddp", "zero1": "fsdp-keep", "zero2": "fsdp-keep", "zero3": "fsdp"}
+ROWS, LENGTH, VOCABULARY = 8, 128, 8192
+PAIRS = {
+    "dp": "ddp",
+    "zero1": "fully_shard, no reshard",
+    "zero2": "fully_shard, no reshard",
+    "zero3": "fully_shard",
+    "tp": "parallelize_module",
+    "zero3 x tp2": "parallelize_module + fully_shard",
+}
+"""Ours, and what of torch does the same."""
 
 
-def model_of() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def model_of(name: str) -> nn.Module:
+    """About 20 million parameters, no dropout (torch's ranks would draw other numbers than ours)."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=8192, n_embd=384, n_layer=10, n_head=6, n_positions=LENGTH,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    if name == "gpt2":
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_embd=384, n_layer=10, n_head=6, n_positions=LENGTH,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
+        num_attention_heads=6, num_key_value_heads=6, use_cache=False,
     )  # fmt: skip
-    config.use_cache = False
-    return GPT2LMHeadModel(config)
+    return LlamaForCausalLM(config)
 
 
-def contestant(name: str, ranks: int) -> Callable[[], None]:
-    """One training step."""
+def tensor_degree(contestant: str, ranks: int) -> int:
+    """Over how many ranks a contestant of either side shards its layers."""
+    if contestant in ("tp", "parallelize_module"):
+        return ranks
+    return 2 if "tp2" in contestant or "+" in contestant else 1
+
+
+def plan_of(contestant: str, model: str, ranks: int) -> ParallelPlan:
+    """The plan of ours; made once, on one process."""
+    import meshwright as mw
+
+    if contestant == "dp":
+        return ParallelPlan(world_size=ranks, degrees={"dp": ranks})
+    if contestant.startswith("zero") and "tp" not in contestant:
+        return ParallelPlan(world_size=ranks, degrees={"zero": ranks}, zero={"stage": int(contestant[-1])})
+    tp = tensor_degree(contestant, ranks)
+    options = {"zero": 3} if "zero3" in contestant else {}
+    ids = torch.zeros(ROWS * ranks // tp, LENGTH, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    with torch.device("meta"):
+        built = model_of(model)
+    return mw.plan(
+        built, batch, cluster="laptop-cpu", world_size=ranks, tp=tp, sequence_parallel=False, **options
+    )
+
+
+def by_hand(contestant: str, name: str, model: Any, ranks: int) -> Any:
+    """`model` under torch's own engines, as their tutorials write it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
 
+    if contestant == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    tp = tensor_degree(contestant, ranks)
+    mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    blocks = model.transformer.h if name == "gpt2" else model.model.layers
+    if tp > 1:
+        columns = "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj".split()
+        rows = "self_attn.o_proj mlp.down_proj".split()
+        for block in blocks:
+            styles = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
+            parallelize_module(block, mesh["tp"], styles)
+    if "fully_shard" in contestant:
+        for block in blocks:
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward="no reshard" not in contestant)
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward="no reshard" not in contestant)
+    return model
+
+
+def stepper(contestant: str, name: str, ranks: int, plan: ParallelPlan | None) -> Callable[[], None]:
+    """One training step, on the same global batch for all."""
     from meshwright_parallel import parallelize
 
-    model: Any = model_of()
-    ids = torch.randint(0, 8192, (ROWS * ranks, LENGTH), generator=torch.Generator().manual_seed(1))
-    if name.startswith(("dp", "zero")):
-        axis, stage = ("dp", None) if name == "dp" else ("zero", {"stage": int(name[-1])})
-        model = parallelize(model, ParallelPlan(world_size=ranks, degrees={axis: ranks}, zero=stage))
+    model: Any = model_of(name)
+    replicas = ranks // tensor_degree(contestant, ranks)
+    ids = torch.randint(0, VOCABULARY, (ROWS * replicas, LENGTH), generator=torch.Generator().manual_seed(1))
+    if plan is not None:
+        model = parallelize(model, plan)
     else:
-        ids = ids.chunk(ranks)[dist.get_rank()]
-        if name == "ddp":
-            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        else:
-            mesh = init_device_mesh("cpu", (ranks,))
-            for block in model.transformer.h:
-                fully_shard(block, mesh=mesh, reshard_after_forward=name == "fsdp")
-            fully_shard(model, mesh=mesh, reshard_after_forward=name == "fsdp")
+        model = by_hand(contestant, name, model, ranks)
+        ids = ids.chunk(replicas)[dist.get_rank() * replicas // ranks]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
 
     def step() -> None:
@@ -74,32 +129,37 @@ def contestant(name: str, ranks: int) -> Callable[[], None]:
     return step
 
 
-def times(rank: int, ranks: int, rounds: int, names: list[str]) -> dict[str, list[float]]:
-    """Seconds of each contestant's steps, in turn."""
-    steps = {name: contestant(name, ranks) for name in names}
-    for step in steps.values():
+def times(
+    rank: int, ranks: int, rounds: int, name: str, pair: tuple[str, str], plan: ParallelPlan
+) -> list[tuple[float, float]]:
+    """Seconds of ours and of torch's steps, in turn; the order within a pair changes."""
+    steps = [stepper(pair[0], name, ranks, plan), stepper(pair[1], name, ranks, None)]
+    for step in steps:
         step(), step()
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name, step in steps.items():
+    found = []
+    for round_ in range(rounds):
+        seconds = [0.0, 0.0]
+        for which in (0, 1) if round_ % 2 else (1, 0):
             dist.barrier()
             start = time.perf_counter()
-            step()
+            steps[which]()
             dist.barrier()
-            found[name].append(time.perf_counter() - start)
+            seconds[which] = time.perf_counter() - start
+        found.append((seconds[0], seconds[1]))
     return found
 
 
 def resident() -> int:
-    """Highest resident memory since `reset_peak`, in bytes."""
+    """Highest resident memory since the mark was cleared, in bytes."""
     text = Path("/proc/self/status").read_text()
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM"))) * 1024
 
 
-def peak(rank: int, ranks: int, name: str) -> int:
+def peak(rank: int, ranks: int, name: str, contestant: str, plan: ParallelPlan | None) -> int:
     """Bytes that a steady step takes at most above what the process had before there was a model."""
+    model_of(name)  # what importing takes is nobody's
     now = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    step = contestant(name, ranks)
+    step = stepper(contestant, name, ranks, plan)
     for _ in range(2):
         step()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
@@ -109,27 +169,38 @@ def peak(rank: int, ranks: int, name: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--memory", action="store_true", help="measure memory too, one process group for each"
-    )
+    parser.add_argument("--only", help="comma-separated contestants of ours")
+    parser.add_argument("--memory", action="store_true", help="measure memory too")
     arguments = parser.parse_args()
-    names = [*PAIRS, "ddp", "fsdp", "fsdp-keep"]
-    with RankPool() as pool:
-        found = pool.run(arguments.ranks, times, arguments.rounds, names, timeout=3000)[0]
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    memory: dict[str, int] = {}
-    if arguments.memory:
-        for name in names:
-            with RankPool() as pool:
-                memory[name] = pool.run(arguments.ranks, peak, name, timeout=600)[0]
-    for ours, theirs in PAIRS.items():
-        line = f"{ours:6s} {1e3 * medians[ours]:7.0f} ms, {medians[ours] / medians[theirs]:.2f} x {theirs}"
-        if memory:
-            line += f"; memory {memory[ours] / 2**20:.0f} MiB, {memory[ours] / memory[theirs]:.2f} x"
-        print(line)
-    json.dump({"seconds": medians, "bytes": memory}, sys.stdout)
+    ranks, name = arguments.ranks, arguments.model
+    wanted = arguments.only.split(",") if arguments.only else list(PAIRS)
+    results = []
+    for ours in wanted:
+        if ("tp" in ours and name == "gpt2") or (" x " in ours and ranks < 4):
+            continue  # GPT-2's fused projection has no tensor parallelism in torch
+        theirs, plan = PAIRS[ours], plan_of(ours, name, ranks)
+        with RankPool() as pool:
+            found = pool.run(ranks, times, arguments.rounds, name, (ours, theirs), plan, timeout=1200)[0]
+        ratios = sorted(a / b for a, b in found)
+        result: dict[str, Any] = {
+            "ours": ours, "theirs": theirs, "seconds": found,
+            "ratio": statistics.median(ratios), "least": ratios[0], "largest": ratios[-1],
+        }  # fmt: skip
+        line = f"{ours:12s} {1e3 * statistics.median(a for a, _ in found):7.0f} ms, "
+        line += f"{result['ratio']:.2f} x {theirs} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        if arguments.memory:
+            sizes = []
+            for contestant, its_plan in ((ours, plan), (theirs, None)):
+                with RankPool() as pool:
+                    sizes.append(pool.run(ranks, peak, name, contestant, its_plan, timeout=600)[0])
+            result["bytes"] = sizes
+            line += f"; {sizes[0] / 2**20:.0f} MiB, {sizes[0] / sizes[1]:.2f} x"
+        print(line, flush=True)
+        results.append(result)
+    json.dump({"model": name, "ranks": ranks, "results": results}, sys.stdout)
     print()
 
 

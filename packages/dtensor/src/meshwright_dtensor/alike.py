@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, with_dtype
-from meshwright_dtensor.runs import Runs
 
 Tensor = torch.Tensor
 
@@ -25,6 +24,7 @@ _ALSO = frozenset(
 """Elementwise, though torch does not tag them so."""
 _NOT = frozenset("max min rrelu rrelu_".split())
 """With forms that are not elementwise, or random."""
+_QUESTIONS = frozenset({"is_complex", "is_floating_point"})
 _PLAIN_OPTIONS = frozenset(
     "out memory_format dtype alpha value rounding_mode weight min max fill_value".split()
 )
@@ -43,6 +43,52 @@ def is_elementwise(name: str) -> bool:
     if packet is None or base.startswith("__"):
         return False
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+
+
+@cache
+def _quick_kind(func: Callable[..., Any]) -> str:
+    """How :func:`quickly` may run a function: "", "question", "new" (it gives a new tensor) or "in place"."""
+    name = getattr(func, "__name__", "")
+    if name in _QUESTIONS:
+        return "question"
+    if name.startswith("_foreach_") or not is_elementwise(name):
+        return ""
+    return "in place" if name.endswith("_") else "new"
+
+
+def quickly(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """:func:`on_local_parts` for what optimizers do thousands of times a step; NotImplemented where that must look closer.
+
+    That is: tensors of one and the same spec object, as the gradient and the states of a parameter are, and numbers.  A new
+    result is a stock DTensor.
+    """
+    kind = _quick_kind(func)
+    if not kind or not args or torch.is_grad_enabled():
+        return NotImplemented
+    first = args[0]
+    if kind == "question":
+        return func(dtensor_local(first))
+    if not isinstance(first, DTensor):
+        return NotImplemented
+    spec, order = dtensor_spec(first), getattr(first, "_order", None)  # the states of what lies in runs
+    values = []
+    for x in args:
+        if isinstance(x, DTensor):
+            if dtensor_spec(x) is not spec or getattr(x, "_order", None) != order:
+                return NotImplemented
+            x = dtensor_local(x)
+        elif isinstance(x, Tensor):
+            return NotImplemented
+        values.append(x)
+    if kwargs:
+        for key, x in kwargs.items():
+            if key not in _PLAIN_OPTIONS or isinstance(x, Tensor):
+                return NotImplemented
+    for placement in spec.placements:
+        if placement.is_partial():
+            return NotImplemented
+    result = func(*values, **(kwargs or {}))
+    return first if kind == "in place" else _wrapped(result, first)
 
 
 def on_local_parts(
@@ -122,14 +168,8 @@ def _lies_like(first: DTensor, x: DTensor) -> bool:
     spec, other = dtensor_spec(first), dtensor_spec(x)
     if other is spec or other.shape == spec.shape:
         same = other is spec or (other.placements == spec.placements and other.mesh == spec.mesh)
-        return same and _runs(x) == _runs(first)
+        return same and getattr(x, "_order", None) == getattr(first, "_order", None)
     return not x.dim() and all(p.is_replicate() for p in other.placements)
-
-
-def _runs(x: DTensor) -> object:
-    """The states of a tensor that lies in runs, which its placements do not tell."""
-    layout = getattr(x, "_layout", None)
-    return tuple(s for s in layout.states if isinstance(s, Runs)) if layout is not None else ()
 
 
 def _wrapped(local: Tensor, first: DTensor) -> DTensor:

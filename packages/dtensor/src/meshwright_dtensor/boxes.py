@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright_dtensor.errors import UsageError
@@ -149,6 +150,11 @@ def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, 
     """The strides, in elements, of a tensor of `shape` without holes whose dims lie in memory as `dim_order`
     says.
     """
+    return _dense_strides(tuple(shape), tuple(dim_order))
+
+
+@lru_cache(4096)
+def _dense_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[int, ...]:
     if sorted(dim_order) != list(range(len(shape))):
         raise UsageError(
             f"dim_order {tuple(dim_order)} does not name each dim of shape {tuple(shape)} once; "

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
-from meshwright_dtensor.alike import on_local_parts
+from meshwright_dtensor.alike import on_local_parts, quickly
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.permuted import layout_in_runs
 
@@ -37,7 +37,8 @@ class MeshValue(DTensor):
     ) -> Any:
         if any(t is not MeshValue and t is not DTensor for t in types):
             return NotImplemented  # parameters and global tensors know better
-        return optimizer_call(func, args, kwargs)
+        result = quickly(func, args, kwargs)
+        return optimizer_call(func, args, kwargs) if result is NotImplemented else mesh_value(result)
 
     _stock: DTensor | None = None
 

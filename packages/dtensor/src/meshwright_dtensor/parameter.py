@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, set_dtensor_parts, stock_call
+from meshwright_dtensor.alike import quickly
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.copies import ComputeCopy, touch
 from meshwright_dtensor.errors import UnsupportedError
@@ -24,6 +25,7 @@ from meshwright_dtensor.optimizing import mesh_value, optimizer_call
 from meshwright_dtensor.permuted import (
     PermutedDTensor,
     elementwise,
+    in_order_of,
     in_runs,
     layout_in_runs,
     local_like,
@@ -57,6 +59,7 @@ class MeshParameter(DTensor):
 
     _layout: Layout
     _key: tuple[str, Layout]
+    _order: States | None  # the states, where it lies in runs
     _copy: ComputeCopy | None = None
     _shown_gradient: DTensor | None = None
 
@@ -216,6 +219,9 @@ class MeshParameter(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        result = quickly(func, args, kwargs)
+        if result is not NotImplemented:
+            return mesh_value(in_order_of(args[0], result))
         name = getattr(func, "__name__", "")
         written = args[0] if args else None
         if isinstance(written, MeshParameter) and written._copy is not None and _writes(func, name):
@@ -314,6 +320,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
     set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
     parameter.__class__ = MeshParameter
     parameter._layout = space.layout(states, dtensor.shape, dtensor.dtype)
+    parameter._order = states if in_runs(states) else None
     parameter.compute_with(None)
     return parameter  # type: ignore[no-any-return]
 

@@ -22,7 +22,7 @@ from meshwright_dtensor._torch import (
     stock_call,
     with_dtype,
 )
-from meshwright_dtensor.alike import on_local_parts
+from meshwright_dtensor.alike import on_local_parts, quickly
 from meshwright_dtensor.collectives import Site
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.layout import Layout, states_of, stored_placement
@@ -54,6 +54,7 @@ class PermutedDTensor(DTensor):
     """
 
     _layout: Layout
+    _order: States
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value in true order on every rank (a collective call)."""
@@ -76,7 +77,20 @@ class PermutedDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return elementwise(func, args, kwargs or {})
+        result = quickly(func, args, kwargs)
+        if result is NotImplemented:
+            return elementwise(func, args, kwargs or {})
+        return in_order_of(args[0], result)
+
+
+def in_order_of(first: Any, result: DTensor) -> DTensor:
+    """``result``, elementwise from ``first`` and others that lie in the same runs, which it may be itself."""
+    layout = layout_in_runs(first)
+    if layout is None or type(result) is not DTensor:
+        return result
+    if result.dtype != layout.dtype:
+        layout = layout.space.layout(layout.states, layout.shape, result.dtype)
+    return tagged(result, layout)
 
 
 def in_runs(states: Iterable[Any]) -> bool:
@@ -90,13 +104,13 @@ def tagged(dtensor: DTensor, layout: Layout) -> DTensor:
         return dtensor
     dtensor.__class__ = PermutedDTensor
     dtensor._layout = layout  # type: ignore[attr-defined]
+    dtensor._order = layout.states  # type: ignore[attr-defined]
     return dtensor
 
 
 def layout_in_runs(x: Any) -> Layout | None:
     """The layout of a parameter or DTensor that lies in runs, else None."""
-    layout = getattr(x, "_layout", None) if isinstance(x, DTensor) else None
-    return layout if layout is not None and in_runs(layout.states) else None
+    return None if getattr(x, "_order", None) is None else x._layout  # type: ignore[no-any-return]
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.optimizing import mesh_value
+from meshwright_dtensor.optimizing import MeshValue, mesh_value
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.permuted import layout_in_runs, like_parameter
+from meshwright_dtensor.permuted import PermutedDTensor, layout_in_runs, like_parameter
 
 
 @cache
@@ -29,7 +29,10 @@ def _lay_out(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
             continue
+        settled = MeshValue if layout_in_runs(parameter) is None else PermutedDTensor
         for key, value in entries.items():
+            if type(value) is settled:
+                continue
             if not isinstance(value, torch.Tensor) or key == "step":
                 continue
             same_shape = value.shape == parameter.shape
