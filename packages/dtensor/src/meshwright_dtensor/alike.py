@@ -118,6 +118,20 @@ def _local(x: Any) -> Any:
     return dtensor_local(x) if isinstance(x, DTensor) else x
 
 
+def same_specs(columns: Sequence[Sequence[Any]]) -> bool:
+    """Whether the tensors of each row are DTensors with one and the same spec object, in the same order of elements."""
+    for column in columns[1:]:
+        firsts = columns[0]
+        for x, first in zip(column, firsts, strict=True):
+            if isinstance(x, Tensor) and not (
+                isinstance(x, DTensor)
+                and dtensor_spec(x) is dtensor_spec(first)
+                and getattr(x, "_order", None) == getattr(first, "_order", None)
+            ):
+                return False
+    return True
+
+
 def _foreach(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The same for a list of tensors in the first place, and lists or single values in the others."""
     if (
@@ -130,12 +144,20 @@ def _foreach(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: M
     if any(len(c) != len(columns[0]) for c in columns):
         return NotImplemented
     single = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    firsts = []
-    for members in zip(*columns, strict=True):
-        first = _common([*(x for x in members if isinstance(x, Tensor)), *single])
-        if first is None or first is not members[0]:
-            return NotImplemented
-        firsts.append(first)
+    firsts = columns[0]
+    if torch.is_grad_enabled() or not all(isinstance(x, DTensor) for x in firsts):
+        return NotImplemented
+    quick = all(_is_number(x) for x in single) and same_specs(columns)
+    if quick and any(
+        p.is_partial()
+        for spec in {id(s): s for s in map(dtensor_spec, firsts)}.values()
+        for p in spec.placements
+    ):
+        return NotImplemented
+    if not quick:
+        for members in zip(*columns, strict=True):
+            if _common([*(x for x in members if isinstance(x, Tensor)), *single]) is not members[0]:
+                return NotImplemented
     values = [list(map(_local, a)) if isinstance(a, (list, tuple)) else _local(a) for a in args]
     result = func(*values, **{k: _local(x) for k, x in kwargs.items()})
     if name.endswith("_"):

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
-from meshwright_dtensor.alike import on_local_parts, quickly
+from meshwright_dtensor.alike import on_local_parts, quickly, same_specs
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.permuted import layout_in_runs
 
@@ -102,11 +102,12 @@ def _assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
 
 
 def _on_locals(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
-    for members in zip(*lists, strict=False):
-        _check_alike(name, members)
-    local_args, local_kwargs = pytree.tree_map_only(DTensor, dtensor_local, (args, kwargs))
-    with torch.no_grad():
+    with stock_call(), torch.no_grad():
+        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+        if not same_specs([a for a in lists if isinstance(a[0], DTensor)]):
+            for members in zip(*lists, strict=False):
+                _check_alike(name, members)
+        local_args, local_kwargs = pytree.tree_map_only(DTensor, dtensor_local, (args, kwargs))
         return func(*local_args, **local_kwargs)
 
 
