@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_ranks(
-    arguments: list[str], *, launcher: bool, timeout: float = 240.0
+    arguments: list[str], *, launcher: bool, timeout: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
     """`meshwright ARGUMENTS`, under torchrun with two ranks, or launching its ranks by itself."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if launcher else []

@@ -39,7 +39,7 @@ from meshwright_dtensor._torch import fake_store
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 
 MAX_RANKS = 8
-DEFAULT_TIMEOUT = 120.0
+DEFAULT_TIMEOUT = 300.0
 
 
 class RankError(MeshwrightError):
