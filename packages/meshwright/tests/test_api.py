@@ -17,9 +17,13 @@ OWNERS = {
     "clip_grad_norm_": "meshwright_parallel",
     "deferred_init": "meshwright_dtensor",
     "distribute": "meshwright_dtensor",
+    "export": "meshwright_checkpoint",
     "init": "meshwright_dtensor",
+    "latest": "meshwright_checkpoint",
+    "load": "meshwright_checkpoint",
     "parallelize": "meshwright_parallel",
     "plan": "meshwright_planner",
+    "save": "meshwright_checkpoint",
     "shard_loader": "meshwright_parallel",
     "verify": "meshwright_parallel",
 }

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright import debug as debug
+    from meshwright_checkpoint import export as export
+    from meshwright_checkpoint import latest as latest
+    from meshwright_checkpoint import load as load
+    from meshwright_checkpoint import save as save
     from meshwright_dtensor import errors as errors
     from meshwright_dtensor.deferred import deferred_init as deferred_init
     from meshwright_dtensor.global_tensor import distribute as distribute
@@ -39,10 +43,14 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "deferred_init": ("meshwright_dtensor.deferred", "deferred_init"),
     "distribute": ("meshwright_dtensor.global_tensor", "distribute"),
     "errors": ("meshwright_dtensor.errors", None),
+    "export": ("meshwright_checkpoint", "export"),
     "init": ("meshwright_dtensor.mesh", "init"),
+    "latest": ("meshwright_checkpoint", "latest"),
+    "load": ("meshwright_checkpoint", "load"),
     "mark_sharding": ("meshwright_dtensor.marks", "mark_sharding"),
     "parallelize": ("meshwright_parallel", "parallelize"),
     "plan": ("meshwright_planner", "plan"),
+    "save": ("meshwright_checkpoint", "save"),
     "shard_loader": ("meshwright_parallel", "shard_loader"),
     "verify": ("meshwright_parallel", "verify"),
 }

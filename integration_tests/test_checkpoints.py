@@ -1,0 +1,124 @@
+"""Checkpoints of parallel models: any plan reads any plan, training goes on as if nothing had been, and transformers reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from zoo import CASES
+
+import meshwright as mw
+from meshwright_dtensor.testing import RankPool
+
+STEPS = 2
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "zero3": (2, {"zero": 3, "tp": 1}),
+    "dp2-tp2": (4, {"dp": 2, "tp": 2}),
+    "sp4": (4, {"tp": 4, "sequence_parallel": True}),
+    "zero1-tp2": (4, {"zero": 1, "dp": 2, "tp": 2}),
+}
+MIXTURE: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ep2-tp2": (4, {"dp": 1, "ep": 2, "tp": 2}),
+    "ep2": (2, {"dp": 1, "ep": 2, "tp": 1}),
+}
+
+
+def made(name: str, size: int, pins: dict[str, Any], seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = CASES[name].model()
+    mw.auto_parallelize(model, CASES[name].batch(), cluster="laptop-cpu", **pins)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def trained(model: Any, optimizer: Any, name: str, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(50 + step)
+        loss = model(**CASES[name].batch()).loss
+        loss.backward()
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def values(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Every global value, by name."""
+
+    def whole(x: Any) -> Any:
+        x = x.full_tensor() if isinstance(x, DTensor) else x
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    found = {name: whole(p) for name, p in model.state_dict(keep_vars=True).items()}
+    for name, p in model.named_parameters():
+        found.update({f"{name}/{key}": whole(x) for key, x in optimizer.state.get(p, {}).items()})
+    return found
+
+
+def saves(
+    rank: int, size: int, name: str, pins: dict[str, Any], path: str
+) -> tuple[dict[str, Any], list[float]]:
+    model, optimizer = made(name, size, pins, 0)
+    trained(model, optimizer, name, 1)
+    handle = mw.save(path, model=model, optimizer=optimizer)
+    found = values(model, optimizer)
+    handle.wait()
+    return found, trained(model, optimizer, name, STEPS)
+
+
+def loads(
+    rank: int, size: int, name: str, pins: dict[str, Any], paths: list[str]
+) -> list[tuple[dict[str, Any], list[float]]]:
+    result = []
+    model, optimizer = made(name, size, pins, 1)
+    for path in paths:
+        assert mw.load(path, model=model, optimizer=optimizer) is None
+        result.append((values(model, optimizer), trained(model, optimizer, name, STEPS)))
+    return result
+
+
+@pytest.mark.parametrize(("name", "layouts"), [("llama", LAYOUTS), ("gpt2", LAYOUTS), ("mixtral", MIXTURE)])
+def test_any_to_any(name: str, layouts: dict[str, Any], rank_pool: RankPool, tmp_path: Path) -> None:
+    chosen = {k: v for k, v in layouts.items() if name != "gpt2" or k in ("one", "dp2-tp2")}
+    paths = {key: str(tmp_path / key) for key in chosen}
+    saved = {
+        key: rank_pool.run(size, saves, name, pins, paths[key])[0] for key, (size, pins) in chosen.items()
+    }
+    for key, (size, pins) in chosen.items():
+        for found in rank_pool.run(size, loads, name, pins, list(paths.values())):
+            for source, (value, losses) in zip(chosen, found, strict=True):
+                expected, went_on = saved[source]
+                different = [n for n in expected if not _equal(expected[n], value.get(n))]
+                assert not different and expected.keys() == value.keys(), f"{source} -> {key}: {different}"
+                assert losses == pytest.approx(went_on, rel=1e-5), f"{source} -> {key}"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def to_and_fro(rank: int, size: int, name: str, folder: str) -> Any:
+    model, _ = made(name, size, {"dp": 1, "tp": 2}, 1)
+    mw.load(f"{folder}/hub", model=model)
+    mw.export(f"{folder}/exported", model=model)
+    return {n: p.full_tensor() for n, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral"])
+def test_from_pretrained_and_back(name: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = CASES[name].model().eval()
+    model.save_pretrained(tmp_path / "hub", max_shard_size="60KB")
+    for found in rank_pool.run(2, to_and_fro, name, str(tmp_path)):
+        assert all(torch.equal(p, found[n]) for n, p in model.named_parameters())
+    again = type(model).from_pretrained(tmp_path / "exported").eval()
+    batch = CASES[name].batch()
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, again(**batch).logits)

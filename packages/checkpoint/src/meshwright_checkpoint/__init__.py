@@ -1,0 +1,56 @@
+"""Checkpoints: one state, any layout, whole or not there at all.
+
+    handle = save("run/step-100", model=model, optimizer=optimizer, extra={"epoch": 3})     # writes in the background
+    extra = load(latest("run"), model=model, optimizer=optimizer)                           # at any other layout
+
+Names are loaded on first use (PEP 562), so that the plugin module imports without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright_checkpoint.errors import CheckpointError as CheckpointError
+    from meshwright_checkpoint.errors import CorruptError as CorruptError
+    from meshwright_checkpoint.errors import MismatchError as MismatchError
+    from meshwright_checkpoint.exporting import export as export
+    from meshwright_checkpoint.exporting import export_checkpoint as export_checkpoint
+    from meshwright_checkpoint.loading import load as load
+    from meshwright_checkpoint.retention import checkpoints as checkpoints
+    from meshwright_checkpoint.retention import latest as latest
+    from meshwright_checkpoint.saving import save as save
+    from meshwright_checkpoint.writing import SaveHandle as SaveHandle
+
+# name -> module of this package that defines it
+_EXPORTS = MappingProxyType(
+    {
+        "CheckpointError": "errors",
+        "CorruptError": "errors",
+        "MismatchError": "errors",
+        "SaveHandle": "writing",
+        "checkpoints": "retention",
+        "export": "exporting",
+        "export_checkpoint": "exporting",
+        "latest": "retention",
+        "load": "loading",
+        "save": "saving",
+    }
+)
+
+__all__ = list(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,71 @@
+"""Every private name of torch that this package uses, in one place: the page to read when torch changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself; the same memory, without autograd."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def indices_of(tensor: DTensor, dim: int) -> torch.Tensor | None:
+    """Which indices of `dim` this rank holds of a stock DTensor, in local order; None where it is outside of the mesh.
+
+    Asks the placements themselves, so that torch's strided shards (FSDP over tensor parallelism) are right too.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    held = torch.arange(tensor.shape[dim]).view([-1 if d == dim else 1 for d in range(tensor.ndim)])
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim % tensor.ndim == dim:
+            parts, _ = placement._split_tensor(held, mesh.size(axis), with_padding=False, contiguous=True)
+            held = parts[coordinate[axis]]
+    return held.flatten()
+
+
+def is_sharding(placement: Any) -> bool:
+    """Whether a placement shards a dim, strided or not."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def replicated(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor that is whole on every rank of `mesh`."""
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def plain_name(name: str) -> str:
+    """A name in a state dict without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is a module's own extra state."""
+    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX

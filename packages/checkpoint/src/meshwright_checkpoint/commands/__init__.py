@@ -1,0 +1,143 @@
+"""`meshwright checkpoint`: look at checkpoints, check them, compare them, and write them in other forms."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from meshwright_checkpoint.commands.drawing import draw, overview
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """Inspect, verify, compare, export and rewrite checkpoints; none of it needs the model."""
+
+
+_PATH = click.Path(path_type=Path)
+
+
+@command.command("inspect")
+@click.argument("path", type=_PATH)
+@click.option("--tensor", default=None, help="Draw which file holds which part of this tensor.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(path: Path, tensor: str | None, as_json: bool) -> None:
+    """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
+    from meshwright_checkpoint.local import LocalPlace
+    from meshwright_dtensor.errors import UsageError
+
+    manifest = LocalPlace(path).manifest()
+    if tensor is not None:
+        key = next((k for k in (tensor, f"model/{tensor}") if k in manifest.tensors), None)
+        if key is None:
+            raise UsageError(f"--tensor {tensor} is not in {path}; inspect {path} lists the tensors")
+        one = manifest.tensors[key]
+        click.echo(json.dumps({"key": key, **one.model_dump(mode="json")}) if as_json else draw(key, one))
+    elif as_json:
+        data = manifest.model_dump(mode="json")
+        data["tensors"] = {
+            key: {"shape": list(one.shape), "dtype": one.dtype, "nbytes": one.nbytes, "parts": len(one.parts)}
+            for key, one in manifest.tensors.items()
+        }
+        click.echo(json.dumps(data))
+    else:
+        click.echo(overview(manifest))
+
+
+@command.command("verify")
+@click.argument("path", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def verify(path: Path, as_json: bool) -> int:
+    """Read all of a checkpoint and compare every checksum. Exit code 4 where something is damaged."""
+    from meshwright_checkpoint.checking import verify as check
+    from meshwright_checkpoint.checkpoint import Checkpoint
+    from meshwright_checkpoint.local import LocalPlace
+
+    with Checkpoint(LocalPlace(path)) as checkpoint:
+        total = sum(file.nbytes for file in checkpoint.manifest.files)
+        with _progress("verify", total) as told:
+            problems = check(checkpoint, told)
+        count = len(checkpoint.tensors)
+    if as_json:
+        click.echo(
+            json.dumps({"path": str(path), "ok": not problems, "tensors": count, "problems": problems})
+        )
+    else:
+        click.echo("\n".join(problems) or f"{path}: {count} tensors, {total} bytes, all as they were saved")
+    return 4 if problems else 0
+
+
+@command.command("diff")
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def diff(a: Path, b: Path, as_json: bool) -> None:
+    """Say what differs between two checkpoints, whatever their layouts; values are compared bit for bit."""
+    from meshwright_checkpoint.checking import compare
+    from meshwright_checkpoint.checkpoint import Checkpoint
+    from meshwright_checkpoint.local import LocalPlace
+
+    with Checkpoint(LocalPlace(a)) as one, Checkpoint(LocalPlace(b)) as other:
+        found = compare(one, other)
+    if as_json:
+        click.echo(json.dumps([difference.to_dict() for difference in found]))
+    else:
+        lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in found]
+        click.echo("\n".join(lines) or "the checkpoints hold the same")
+
+
+@command.command("export")
+@click.argument("path", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def export(path: Path, target: Path, as_json: bool) -> None:
+    """Write the model of a checkpoint as a directory that transformers' from_pretrained reads."""
+    from meshwright_checkpoint.exporting import export_checkpoint
+
+    export_checkpoint(path, target)
+    files = sorted(file.name for file in target.iterdir())
+    click.echo(
+        json.dumps({"path": str(target), "files": files}) if as_json else f"{target}: {', '.join(files)}"
+    )
+
+
+@command.command("reshard")
+@click.argument("path", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option("--ranks", type=click.IntRange(1, 1 << 20), default=None, help="How many ranks will read it.")
+@click.option("--plan", "plan_file", type=_PATH, default=None, help="The plan of those ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def reshard(path: Path, target: Path, ranks: int | None, plan_file: Path | None, as_json: bool) -> None:
+    """Write a checkpoint anew for other ranks, so that each finds its part in one place.
+
+    Loading never needs this: any layout reads any checkpoint. It makes later loads faster.
+    """
+    from meshwright_checkpoint.checkpoint import Checkpoint
+    from meshwright_checkpoint.local import LocalPlace
+    from meshwright_checkpoint.rewriting import rewrite
+    from meshwright_dtensor.errors import UsageError
+    from meshwright_dtensor.plan import ParallelPlan
+
+    plan = None if plan_file is None else ParallelPlan.load(plan_file)
+    if (ranks is None) == (plan is None):
+        raise UsageError("reshard needs to know for whom: give either --ranks or --plan")
+    count = plan.world_size if plan is not None else ranks or 1
+    with Checkpoint(LocalPlace(path)) as checkpoint:
+        total = sum(one.nbytes for one in checkpoint.manifest.tensors.values())
+        with _progress("reshard", total) as told:
+            rewrite(checkpoint, LocalPlace(target), count, plan, told)
+    click.echo(json.dumps({"path": str(target), "ranks": count}) if as_json else f"{target}: {count} files")
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr where that is a terminal, told bytes as they are done."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    with click.progressbar(length=total, label=what, file=sys.stderr) as bar:
+        yield bar.update

@@ -1,0 +1,81 @@
+"""A manifest for people."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from meshwright_checkpoint.manifest import Manifest, Stored
+
+WIDEST = 16
+
+
+def overview(manifest: Manifest) -> str:
+    """What the checkpoint holds, repeated layers as one line."""
+    about = [f"step {manifest.step}" if manifest.step is not None else "no step", manifest.created]
+    about.append(f"{manifest.world_size} rank{'s' * (manifest.world_size != 1)}")
+    lines = [f"{manifest.model.cls or 'state'}: {', '.join(about)}"]
+    degrees = (manifest.plan or {}).get("degrees")
+    if isinstance(degrees, dict):
+        lines.append("plan: " + " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()))
+    if manifest.optimizer is not None:
+        lines.append(
+            f"optimizer: {manifest.optimizer.cls}, {len(manifest.optimizer.groups)} parameter groups"
+        )
+    total = sum(file.nbytes for file in manifest.files)
+    lines.append(f"files: {len(manifest.files)}, {_size(total)}")
+    rows: dict[tuple[str, str, str, int], Counter[str]] = {}
+    for key, one in manifest.tensors.items():
+        if key.startswith("rng/"):
+            continue
+        folded = re.sub(r"(?<=[./])\d+(?=[./])", "*", key)
+        row = (folded, one.dtype, str(list(one.shape)), len(one.parts))
+        rows.setdefault(row, Counter()).update(count=1, nbytes=one.nbytes)
+    widths = [max((len(str(row[i])) for row in rows), default=0) for i in range(3)]
+    for (name, dtype, shape, parts), sums in sorted(rows.items()):
+        text = f"  {name:{widths[0]}}  {dtype:{widths[1]}}  {shape:{widths[2]}}"
+        text += f"  {parts} part{'s' * (parts != 1)}  {_size(sums['nbytes'])}"
+        lines.append(text + (f"  ({sums['count']} of them)" if sums["count"] > 1 else ""))
+    for alias, name in manifest.model.aliases.items():
+        lines.append(f"  model/{alias} is model/{name}")
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    size, unit = float(nbytes), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"
+
+
+def draw(key: str, stored: Stored) -> str:
+    """Which file holds which part: the first two dims as a grid, numbers are files."""
+    lines = [f"{key}: {stored.dtype} {list(stored.shape)}, {len(stored.parts)} parts"]
+    cuts = [
+        sorted({part.box[dim][0] for part in stored.parts} | {sum(part.box[dim]) for part in stored.parts})
+        for dim in range(min(len(stored.shape), 2))
+    ]
+    while len(cuts) < 2:
+        cuts.append([0, 1])
+    if any(len(c) > WIDEST + 1 for c in cuts) or len(stored.shape) > 2:
+        for part in stored.parts:
+            text = ", ".join(f"{start}:{start + length}" for start, length in part.box)
+            lines.append(f"  file {part.file}: [{text}]")
+        return "\n".join(lines)
+    width = max(len(str(part.file)) for part in stored.parts) + 2 if stored.parts else 3
+    for row in cuts[0][:-1]:
+        cells = []
+        for column in cuts[1][:-1]:
+            inside = (
+                part.file
+                for part in stored.parts
+                if all(
+                    start <= at < start + length
+                    for (start, length), at in zip(part.box, (row, column), strict=False)
+                )
+            )
+            cells.append(f"{next(inside, '?'):^{width}}")
+        lines.append(f"  {row:>8} |{'|'.join(cells)}|")
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""What goes wrong with checkpoints, as errors of this package."""
+
+from __future__ import annotations
+
+from meshwright_dtensor.errors import MeshwrightError
+
+
+class CheckpointError(MeshwrightError):
+    """Base of every error about a checkpoint: it is not there, cannot be written, or another job writes it."""
+
+    exit_code = 2
+
+
+class CorruptError(CheckpointError):
+    """What is stored is not what was saved: a checksum, a size or the manifest itself is wrong."""
+
+    exit_code = 4
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint is whole, but does not go with the model or optimizer.
+
+    Attributes: `missing` (names that the model has and the checkpoint lacks), `unexpected` (the other way round) and
+    `mismatched` (name and reason). The message lists them all.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: tuple[str, ...] = (),
+    ) -> None:
+        self.path, self.missing, self.unexpected, self.mismatched = path, missing, unexpected, mismatched
+        listed = (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
+        parts = [f"{what} ({len(names)}): {', '.join(names)}" for what, names in listed if names]
+        super().__init__(
+            f"checkpoint {path} does not fit: {'; '.join(parts)}. Give only=(patterns) to load a part, strict=False to leave "
+            "what is missing or unexpected, cast=True to change dtypes"
+        )
+
+    def __reduce__(self) -> tuple[type[MismatchError], tuple[object, ...]]:
+        return type(self), (self.path, self.missing, self.unexpected, self.mismatched)

@@ -1,0 +1,124 @@
+"""What this rank holds of a tensor: boxes of the global value, and the local tensor that they lie in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
+from meshwright_dtensor.boxes import Box, box_numel, box_shape
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.permuted import layout_in_runs
+from meshwright_dtensor.regions import Region, region_boxes
+from meshwright_dtensor.runs import Interval
+
+
+@dataclass(frozen=True)
+class Held:
+    """This rank's part of one tensor.
+
+    shape, dtype: of the global value.
+    local: the part itself, shared memory.
+    boxes: (box of the global value, where it lies in `local`), none of them empty.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local: torch.Tensor
+    boxes: tuple[tuple[Box, Box], ...]
+
+
+def held(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None = None) -> Held:
+    """What this rank holds of a plain tensor (all of it) or any DTensor, in true order.
+
+    Args:
+        name: for messages.
+        parameter: the parameter that an optimizer state belongs to, whose layout in runs counts for a state of its shape.
+
+    Raises:
+        UsageError: it has no values.
+        UnsupportedError: it holds partial sums, or is no dense tensor.
+    """
+    if not isinstance(tensor, DTensor) and hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()  # a global tensor
+    local = local_of(tensor)
+    if local.is_meta:
+        raise UsageError(
+            f"{name} is on the meta device and has no values; give it memory (parallelize, or to_empty) first"
+        )
+    if local.layout != torch.strided or local.is_quantized:
+        raise UnsupportedError(f"{name} is no dense tensor (layout {local.layout}); convert it first")
+    boxes = region_boxes(_region(tensor, name, parameter)) if tensor.dim() else _scalar(tensor)
+    found = tuple((there, here) for there, here in boxes if box_numel(there))
+    if sum(box_numel(there) for there, _ in found) != local.numel():
+        raise UnsupportedError(
+            f"{name}: this rank's part has shape {tuple(local.shape)}, which is not what its placements say ({boxes})"
+        )
+    return Held(tuple(tensor.shape), tensor.dtype, local, found)
+
+
+def _scalar(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return []
+    return [((), ())]
+
+
+def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> Region:
+    if not isinstance(tensor, DTensor):
+        return tuple(((0, size),) for size in tensor.shape)
+    if any(p.is_partial() for p in tensor.placements):
+        raise UnsupportedError(
+            f"{name} holds partial sums ({tensor.placements}); redistribute it to Replicate or Shard first"
+        )
+    if isinstance(tensor, MeshParameter):
+        return tensor.global_layout.region
+    layout = layout_in_runs(tensor)
+    if layout is None and parameter is not None and parameter.shape == tensor.shape:
+        layout = layout_in_runs(parameter)
+    if layout is not None:
+        return layout.region
+    for placement in tensor.placements:
+        if not (placement.is_replicate() or is_sharding(placement)):
+            raise UnsupportedError(
+                f"{name} has placement {placement}, which checkpoints do not know; use Shard or Replicate"
+            )
+    region = []
+    for dim in range(tensor.dim()):
+        indices = indices_of(tensor, dim)
+        region.append(((0, 0),) if indices is None else _intervals(indices))
+    return tuple(region)
+
+
+def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:
+    """The runs of consecutive numbers."""
+    if not indices.numel():
+        return ((0, 0),)
+    breaks = (indices[1:] - indices[:-1] != 1).nonzero().flatten() + 1
+    pieces = indices.tensor_split(breaks.tolist())
+    return tuple((int(piece[0]), piece.numel()) for piece in pieces)
+
+
+def part_of(piece: Box, there: Box, here: Box) -> Box:
+    """Where `piece`, a part of the global box `there`, lies in the local tensor that holds `there` at `here`."""
+    return tuple(
+        (mine + start - base, length)
+        for (start, length), (base, _), (mine, _) in zip(piece, there, here, strict=True)
+    )
+
+
+def bytes_of(box: Box, dtype: torch.dtype) -> int:
+    """Size of a box in bytes."""
+    return box_numel(box) * dtype.itemsize
+
+
+def text_of(box: Box) -> str:
+    """As "[0:4, 8:16]"."""
+    return "[" + ", ".join(f"{start}:{start + length}" for start, length in box) + "]"
+
+
+def same_shape(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the box is the whole tensor."""
+    return box_shape(box) == shape

@@ -1,0 +1,233 @@
+"""Load a checkpoint into a model and an optimizer, whatever their layout: ``extra = load(path, model=..., optimizer=...)``."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_checkpoint import rng
+from meshwright_checkpoint._torch import unwrapped
+from meshwright_checkpoint.agree import Ranks
+from meshwright_checkpoint.checkpoint import Checkpoint
+from meshwright_checkpoint.encode import decode
+from meshwright_checkpoint.errors import MismatchError
+from meshwright_checkpoint.holding import Held, held
+from meshwright_checkpoint.local import LocalPlace
+from meshwright_checkpoint.optimizers import OptimizerTargets
+from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
+from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
+from meshwright_checkpoint.state import MODEL, Named, named
+from meshwright_dtensor.boxes import slice_of
+from meshwright_dtensor.copies import touch
+from meshwright_dtensor.errors import UsageError
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = True,
+    only: str | Sequence[str] | None = None,
+    cast: bool = False,
+    random: bool = True,
+) -> Any:
+    """Load a checkpoint in place (a collective call). Saved and present layouts, plans and numbers of ranks may differ.
+
+    Args:
+        path: a checkpoint, or a directory that `from_pretrained` reads (for the model only).
+        model: as it was saved, in any layout; its tensors are overwritten.
+        optimizer: over parameters of `model`, of the class that was saved.
+        strict: names that only the model or only the checkpoint has are an error. Other shapes always are.
+        only: load the tensors of the model whose names match (one of) these patterns, "decoder.*"; the rest is left as it is.
+        cast: let a tensor of another dtype be converted to the model's; without it that is an error.
+        random: set the random streams as they were saved.
+
+    Returns:
+        What was saved as `extra`; None from a directory of `from_pretrained`.
+
+    Raises:
+        CheckpointError: there is no checkpoint at the path.
+        MismatchError: it does not fit; lists everything that is missing, unexpected or mismatched. Nothing was changed.
+        CorruptError: what is stored is damaged; the message names the tensor. Model and optimizer may be partly overwritten.
+    """
+    ranks = Ranks()
+    patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
+    inner = unwrapped(model)
+    store = ranks.together(lambda: _open(path, inner))
+    with store:
+        checkpoint = store if isinstance(store, Checkpoint) else None
+        if checkpoint is None and optimizer is not None:
+            raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
+        names = named(inner)
+        fit = _Fit()
+        wanted = ranks.together(lambda: _model_targets(store, names, patterns, cast, fit))
+        states: OptimizerTargets | None = None
+        if optimizer is not None and checkpoint is not None:
+            states = ranks.together(lambda: OptimizerTargets.of(checkpoint, optimizer, names, fit.mismatched))
+        _check(ranks, store, fit, names, states, strict, patterns)
+
+        def fill() -> Any:
+            read(store, [*wanted, *(states.wanted if states else ())])
+            touch(list(names.tensors.values()))
+            if checkpoint is None:
+                return None
+            if states is not None:
+                states.install()
+            _set_extra_states(inner, checkpoint, names, patterns)
+            if random:
+                _restore_random(checkpoint, ranks)
+            keys = [key for key in checkpoint.tensors if key.startswith("extra/")]
+            held_back = read_whole(checkpoint, keys)
+            return decode(checkpoint.manifest.extra, lambda key: _known(held_back, key, checkpoint))
+
+        return ranks.together(fill)
+
+
+def _open(path: str | os.PathLike[str], model: nn.Module) -> Checkpoint | Pretrained:
+    place = LocalPlace(path)
+    return Pretrained(place.path, model) if is_pretrained(place.path) else Checkpoint(place)
+
+
+@dataclass
+class _Fit:
+    """How checkpoint and model fit on this rank."""
+
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+
+
+def _model_targets(
+    store: Store, names: Named, patterns: tuple[str, ...] | None, cast: bool, fit: _Fit
+) -> list[Wanted]:
+    """What this rank reads into the model; `fit` is filled in."""
+    aliases: dict[str, list[str]] = {}
+    for other, first in names.aliases.items():
+        aliases.setdefault(first, []).append(other)
+    stored_aliases: Mapping[str, str] = store.manifest.model.aliases if isinstance(store, Checkpoint) else {}
+    wanted = []
+    for name, tensor in names.tensors.items():
+        known = [name, *aliases.get(name, ())]
+        if patterns is not None and not any(fnmatchcase(one, p) for one in known for p in patterns):
+            continue
+        found = next((k for one in known if (k := _stored_as(store, one, stored_aliases)) is not None), None)
+        fit.used.update(MODEL + one for one in known)
+        if found is None:
+            fit.missing.append(name)
+            continue
+        fit.used.add(found)
+        source, target = store.tensors[found], held(tensor, name)
+        if source.shape != target.shape:
+            fit.mismatched.append(
+                f"{name}: shape {list(source.shape)} is stored, the model has {list(target.shape)}"
+            )
+        elif source.dtype != target.dtype and not cast:
+            fit.mismatched.append(
+                f"{name}: {_short(source.dtype)} is stored, the model has {_short(target.dtype)}"
+            )
+        else:
+            wanted += targets_of(found, target)
+    return wanted
+
+
+def _stored_as(store: Store, name: str, aliases: Mapping[str, str]) -> str | None:
+    key = MODEL + aliases.get(name, name)
+    return key if key in store.tensors else None
+
+
+def targets_of(key: str, target: Held) -> list[Wanted]:
+    """What this rank reads of a tensor that lies as `target`."""
+    return [Wanted(key, there, slice_of(target.local, here)) for there, here in target.boxes]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check(
+    ranks: Ranks,
+    store: Store,
+    fit: _Fit,
+    names: Named,
+    states: OptimizerTargets | None,
+    strict: bool,
+    patterns: tuple[str, ...] | None,
+) -> None:
+    """Raise MismatchError on every rank where one is due on any."""
+    told = ranks.gather(
+        {
+            "missing": [*fit.missing, *(states.missing if states else ())],
+            "mismatched": fit.mismatched,
+            "used": sorted(fit.used | (states.used if states else set())),
+            "extra_state": sorted(names.extra_state),
+        }
+    )
+
+    def union(what: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(x for one in told for x in one[what]))
+
+    used = set(union("used"))
+    sections = [MODEL, "optimizer/"] if states else [MODEL]
+    unexpected = [k for k in store.tensors if k.startswith(tuple(sections)) and k not in used]
+    missing = list(union("missing"))
+    if isinstance(store, Checkpoint):
+        stored = store.manifest.model.extra_state
+        missing += [n for n in union("extra_state") if n not in stored and patterns is None]
+        unexpected += [n for n in stored if n not in union("extra_state")]
+    if patterns is not None:
+        unexpected = []
+        if not used:
+            missing += [f"anything that matches {pattern}" for pattern in patterns]
+    if not strict:
+        missing, unexpected = [], []
+    mismatched = union("mismatched")
+    if missing or unexpected or mismatched:
+        raise MismatchError(store.where, _plain(missing), _plain(unexpected), mismatched)
+
+
+def _plain(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(key.removeprefix(MODEL) for key in keys)
+
+
+def _set_extra_states(
+    model: nn.Module, checkpoint: Checkpoint, names: Named, patterns: tuple[str, ...] | None
+) -> None:
+    stored = checkpoint.manifest.model.extra_state
+    if not stored or patterns is not None:
+        return
+    keys = [key for key in checkpoint.tensors if key.startswith("model_extra_state/")]
+    tensors = read_whole(checkpoint, keys)
+    modules = dict(model.named_modules())
+    for name in names.extra_state:
+        if name in stored:
+            value = decode(stored[name], lambda key: _known(tensors, key, checkpoint))
+            modules[name.rpartition(".")[0]].set_extra_state(value)
+
+
+def _known(tensors: dict[str, torch.Tensor], key: str, checkpoint: Checkpoint) -> torch.Tensor:
+    return tensors[key] if key in tensors else read_whole(checkpoint, [key])[key]
+
+
+def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    info = checkpoint.manifest.rng
+    if info is None:
+        return
+    if info.ranks not in (1, ranks.size):
+        if ranks.rank == 0:
+            warnings.warn(
+                f"the random streams of {checkpoint.where} differ between its {info.ranks} ranks and this run has {ranks.size}: "
+                "they are left as they are; seed them, or give random=False",
+                stacklevel=4,
+            )
+        return
+    prefix = f"rng/{0 if info.ranks == 1 else ranks.rank}/"
+    keys = [prefix + stream for stream in info.streams if prefix + stream in checkpoint.tensors]
+    rng.restore({key.removeprefix(prefix): value for key, value in read_whole(checkpoint, keys).items()})

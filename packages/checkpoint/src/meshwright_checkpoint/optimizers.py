@@ -1,0 +1,160 @@
+"""Loading an optimizer: its states by parameter name, laid out as the parameters are now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_checkpoint._torch import replicated
+from meshwright_checkpoint.checkpoint import Checkpoint
+from meshwright_checkpoint.encode import decode
+from meshwright_checkpoint.errors import CorruptError
+from meshwright_checkpoint.holding import held
+from meshwright_checkpoint.reading import Source, Wanted
+from meshwright_checkpoint.state import OPTIMIZER, Named, parameter_names
+from meshwright_dtensor.boxes import slice_of
+from meshwright_dtensor.optimizing import mesh_value
+from meshwright_dtensor.parameter import MeshParameter
+
+
+@dataclass
+class OptimizerTargets:
+    """New states, not yet in the optimizer; `wanted` says what to read into them."""
+
+    optimizer: torch.optim.Optimizer
+    states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    wanted: list[Wanted] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, names: Named, mismatched: list[str]
+    ) -> OptimizerTargets:
+        """What `optimizer` takes from `checkpoint`. What does not fit is added to `mismatched`."""
+        self = cls(optimizer)
+        info = checkpoint.manifest.optimizer
+        if info is None:
+            self.missing.append("the optimizer (none was saved)")
+            return self
+        if info.cls != type(optimizer).__qualname__:
+            mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
+            return self
+        stored: dict[str, list[str]] = {}
+        for key in checkpoint.tensors:
+            if key.startswith(OPTIMIZER):
+                parameter, _, state = key.removeprefix(OPTIMIZER).rpartition("/")
+                stored.setdefault(parameter, []).append(state)
+        aliases = checkpoint.manifest.model.aliases
+        group_of = {name: number for number, group in enumerate(info.groups) for name in group.params}
+        for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
+            numbers: set[int] = set()
+            for name, parameter in zip(params, group["params"], strict=True):
+                known = [name, *(other for other, first in names.aliases.items() if first == name)]
+                saved = next((a for n in known if (a := aliases.get(n, n)) in group_of), None)
+                if saved is None:
+                    self.missing.append(f"optimizer/{name}")
+                    continue
+                numbers.add(group_of[saved])
+                entries = self._state(checkpoint, saved, stored.get(saved, []), parameter, group, mismatched)
+                for key, value in info.values.get(saved, {}).items():
+                    entries[key] = decode(value, _no_tensor)
+                self.states.append((parameter, entries))
+            self.options.append(self._options(checkpoint, numbers, params, mismatched))
+        return self
+
+    def _state(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        keys: list[str],
+        parameter: torch.Tensor,
+        group: dict[str, Any],
+        mismatched: list[str],
+    ) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        there = self.optimizer.state.get(parameter, {})
+        for key in keys:
+            full = f"{OPTIMIZER}{name}/{key}"
+            source = checkpoint.tensors[full]
+            self.used.add(full)
+            value = there.get(key)
+            if not (
+                isinstance(value, torch.Tensor)
+                and tuple(value.shape) == source.shape
+                and value.dtype == source.dtype
+            ):
+                value = _new(source, key, parameter, group)
+            made[key] = value
+            part = held(value, full, parameter)
+            if part.shape != source.shape:
+                mismatched.append(
+                    f"{full}: shape {list(source.shape)} is stored, {list(part.shape)} is needed"
+                )
+                continue
+            self.wanted += [Wanted(full, there_, slice_of(part.local, here)) for there_, here in part.boxes]
+        return made
+
+    def _options(
+        self, checkpoint: Checkpoint, numbers: set[int], params: list[str], mismatched: list[str]
+    ) -> dict[str, Any]:
+        info = checkpoint.manifest.optimizer
+        if len(numbers) > 1:
+            mismatched.append(
+                f"the optimizer's group of {', '.join(params[:3])}...: its parameters were saved in {len(numbers)} groups"
+            )
+        if len(numbers) != 1 or info is None:
+            return {}
+        options = decode(info.groups[numbers.pop()].options, _inline)
+        return options if isinstance(options, dict) else {}
+
+    def install(self) -> None:
+        """Put states and options into the optimizer, once they have been read."""
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            for key, value in options.items():
+                old = group.get(key)
+                if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+                    old.fill_(value.item())  # what was captured by reference stays
+                else:
+                    group[key] = value
+        for parameter, state in self.states:
+            if state:
+                self.optimizer.state[parameter] = state
+            else:
+                self.optimizer.state.pop(parameter, None)
+
+
+def _new(source: Source, key: str, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """A state without its values yet, as the optimizer would have made it."""
+    with torch.no_grad():
+        if source.shape == tuple(parameter.shape) and source.shape:
+            return torch.zeros_like(
+                parameter, dtype=source.dtype, memory_format=torch.preserve_format
+            ).detach()
+        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+        if on_host:
+            return torch.zeros(source.shape, dtype=source.dtype)
+        device = parameter.device
+        if isinstance(parameter, DTensor) and source.shape:
+            whole = replicated(
+                torch.zeros(source.shape, dtype=source.dtype, device=device), parameter.device_mesh
+            )
+            return mesh_value(whole) if isinstance(parameter, MeshParameter) else whole
+        return torch.zeros(source.shape, dtype=source.dtype, device=device)
+
+
+def _inline(text: str) -> torch.Tensor:
+    name, _, number = text.partition(":")
+    dtype = getattr(torch, name, None)
+    try:
+        return torch.tensor(float.fromhex(number), dtype=dtype if isinstance(dtype, torch.dtype) else None)
+    except (ValueError, OverflowError):
+        raise CorruptError(f"an option of the optimizer is {ascii(text)[:60]}, no number") from None
+
+
+def _no_tensor(key: str) -> torch.Tensor:
+    raise CorruptError(f"an optimizer state refers to {ascii(key)[:60]}")

@@ -1,0 +1,134 @@
+"""Write a checkpoint anew, for another number of ranks or another plan, in one process and little memory."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+
+from meshwright_checkpoint._torch import bytes_of_tensor
+from meshwright_checkpoint.checking import steps
+from meshwright_checkpoint.checkpoint import Checkpoint
+from meshwright_checkpoint.checksum import BLOCK, block_sums
+from meshwright_checkpoint.datafile import Body, lay_out
+from meshwright_checkpoint.dtypes import dtype_name
+from meshwright_checkpoint.local import LocalPlace
+from meshwright_checkpoint.manifest import Manifest
+from meshwright_checkpoint.reading import Source, Wanted, read
+from meshwright_checkpoint.shares import Catalogued, share
+from meshwright_checkpoint.state import MODEL, OPTIMIZER
+from meshwright_dtensor.boxes import Box, box_numel, box_shape, whole_box
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.regions import region_boxes, region_of
+
+
+def rewrite(
+    checkpoint: Checkpoint,
+    place: LocalPlace,
+    ranks: int,
+    plan: ParallelPlan | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write the same state to `place` in `ranks` files, as a save by so many ranks would.
+
+    Args:
+        plan: the layout of those ranks, which each then find their part in one file, in a few long runs. Without one the bytes
+            are divided evenly. It is kept as the checkpoint's plan.
+        progress: is told bytes as they are written.
+
+    Raises:
+        CheckpointError: the path is taken.
+        CorruptError: the checkpoint is damaged.
+    """
+    tensors = {key: _catalogued(key, source, ranks, plan) for key, source in checkpoint.tensors.items()}
+    shapes = {key: (source.shape, source.dtype) for key, source in checkpoint.tensors.items()}
+    save_id = uuid.uuid4().hex
+    old = checkpoint.manifest
+    stored: dict[str, Any] = {
+        key: {"shape": list(shape), "dtype": dtype_name(dtype, key), "parts": []}
+        for key, (shape, dtype) in shapes.items()
+    }
+    files = []
+    place.begin(save_id)
+    try:
+        place.claim(save_id, 0)
+        for rank, pieces in enumerate(share(tensors, ranks)):
+            body = lay_out(pieces, shapes, {"format": "pt", "checkpoint": save_id, "file": str(rank)})
+            name = f"data-{rank:05d}.safetensors"
+            sums = _write(checkpoint, place, name, body, progress)
+            header = block_sums(memoryview(body.header))
+            files.append(
+                {
+                    "name": name,
+                    "nbytes": body.nbytes,
+                    "header_nbytes": len(body.header),
+                    "header_sums": header,
+                }
+            )
+            for (piece, offset), digits in zip(body.pieces, sums, strict=True):
+                stored[piece.key]["parts"].append(
+                    {"box": piece.box, "file": rank, "offset": offset, "sums": digits}
+                )
+        data = {
+            **old.model_dump(mode="json"),
+            "sha256": "",
+            "id": save_id,
+            "world_size": ranks,
+            "files": files,
+        }
+        if plan is not None:
+            data["plan"] = json.loads(plan.to_json())
+        place.commit(Manifest.checked({**data, "tensors": stored}, "the manifest to be written").to_bytes())
+    finally:
+        place.end()
+        place.finish()
+
+
+def _catalogued(key: str, source: Source, ranks: int, plan: ParallelPlan | None) -> Catalogued:
+    boxes: list[tuple[Box, ...]] = [(whole_box(source.shape),) if 0 not in source.shape else ()] * ranks
+    if plan is not None and key.startswith((MODEL, OPTIMIZER)) and source.shape:
+        name = (
+            key.removeprefix(MODEL)
+            if key.startswith(MODEL)
+            else key.removeprefix(OPTIMIZER).rpartition("/")[0]
+        )
+        states = tuple(plan.parameter_states(name).values())
+        if all(not isinstance(s, int) or int(s) < len(source.shape) for s in states):
+            sizes = tuple(plan.degrees.values())
+            regions = [region_of(source.shape, sizes, at, states) for at in product(*map(range, sizes))]
+            boxes = [tuple(there for there, _ in region_boxes(r) if box_numel(there)) for r in regions]
+    return Catalogued(source.shape, source.dtype.itemsize, tuple(boxes))
+
+
+def _write(
+    checkpoint: Checkpoint, place: LocalPlace, name: str, body: Body, progress: Callable[[int], None]
+) -> list[str]:
+    """One file; the checksums of its pieces."""
+    writer = place.writer(name)
+    sums = []
+    try:
+        writer.write(body.header)
+        for piece, _ in body.pieces:
+            source = checkpoint.tensors[piece.key]
+            part = Source(box_shape(piece.box), source.dtype, ())
+            digits, rest = "", b""
+            for inner in steps(part):
+                target = torch.empty(box_shape(inner), dtype=source.dtype)
+                box = tuple((base + at, n) for (base, _), (at, n) in zip(piece.box, inner, strict=True))
+                read(checkpoint, [Wanted(piece.key, box, target)])
+                view = bytes_of_tensor(target)
+                writer.write(view)
+                progress(len(view))
+                rest += bytes(view)
+                whole = len(rest) // BLOCK * BLOCK
+                digits, rest = digits + block_sums(memoryview(rest)[:whole]), rest[whole:]
+            sums.append(digits + (block_sums(memoryview(rest)) if rest else ""))
+    except BaseException:
+        writer.close(durable=False)
+        raise
+    writer.close()
+    return sums

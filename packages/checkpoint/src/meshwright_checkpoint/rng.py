@@ -1,0 +1,62 @@
+"""The random streams of this process as tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from meshwright_checkpoint.errors import CorruptError
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Stream -> its state: torch on the CPU and on this rank's accelerator, Python's, and numpy's where it is in use."""
+    streams = {"torch-cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        streams["torch-cuda"] = torch.cuda.get_rng_state()
+    _, words, gauss = random.getstate()
+    streams["python"] = torch.tensor(words, dtype=torch.int64)
+    if gauss is not None:
+        streams["python-gauss"] = torch.tensor([gauss], dtype=torch.float64)
+    if "numpy.random" in sys.modules:
+        import numpy as np
+
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        if kind == "MT19937":
+            streams["numpy"] = torch.tensor(
+                [*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64
+            )
+            streams["numpy-gauss"] = torch.tensor([cached], dtype=torch.float64)
+    return streams
+
+
+def digest() -> str:
+    """Equal on ranks whose streams are."""
+    found = hashlib.sha256()
+    for name, value in state().items():
+        found.update(name.encode())
+        found.update(value.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def restore(streams: Mapping[str, torch.Tensor]) -> None:
+    """Set the streams that are given and that exist here. Raises CorruptError for states that no stream takes."""
+    try:
+        if "torch-cpu" in streams:
+            torch.set_rng_state(streams["torch-cpu"])
+        if "torch-cuda" in streams and torch.cuda.is_available():
+            torch.cuda.set_rng_state(streams["torch-cuda"])
+        if "python" in streams:
+            gauss = streams.get("python-gauss")
+            random.setstate((3, tuple(streams["python"].tolist()), None if gauss is None else gauss.item()))
+        if "numpy" in streams:
+            import numpy as np
+
+            *keys, position, has_gauss = streams["numpy"].tolist()
+            cached = streams["numpy-gauss"].item()
+            np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    except (RuntimeError, TypeError, ValueError, OverflowError, KeyError) as error:
+        raise CorruptError(f"the random state in the checkpoint is none: {error}") from error

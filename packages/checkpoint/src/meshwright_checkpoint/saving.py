@@ -1,0 +1,187 @@
+"""Save a model, its optimizer and whatever else a run needs to go on: ``save(path, model=..., optimizer=...)``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections import OrderedDict
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_checkpoint import rng
+from meshwright_checkpoint.agree import Ranks
+from meshwright_checkpoint.datafile import lay_out
+from meshwright_checkpoint.dtypes import dtype_name
+from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.local import LocalPlace
+from meshwright_checkpoint.retention import Retention
+from meshwright_checkpoint.shares import Catalogued, Piece, share
+from meshwright_checkpoint.snapshot import Snapshots
+from meshwright_checkpoint.state import Collected, collect
+from meshwright_checkpoint.writing import Job, SaveHandle
+from meshwright_dtensor.errors import UsageError
+
+MAX_PLANS = 4
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    asynchronous: bool = True,
+    step: int | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> SaveHandle:
+    """Save a checkpoint (a collective call). It appears at `path` whole, or not at all.
+
+    Args:
+        path: a directory that does not exist yet, such as "run/step-100"; every rank sees it.
+        model: any module of plain tensors and DTensors; a plain tensor counts as equal on all ranks that have it.
+        optimizer: over parameters of `model`; its states are stored by parameter name.
+        extra: numbers, text, lists, tuples, dicts and plain tensors, such as the state_dict() of a scheduler, a grad scaler
+            or a data loader. Rank 0's is saved.
+        asynchronous: return once the values are copied; a thread writes them. The next `save` waits for it, and raises what
+            it failed with.
+        step: number of the training step; by default the number that `path` ends in, if any.
+        keep_last: after this one is safe, remove all but the last so many checkpoints (by step) beside it.
+        keep_every: ... except those whose step is a multiple of this.
+
+    Returns:
+        A handle; `handle.wait()` returns once the checkpoint is committed, and raises if it failed.
+
+    Raises:
+        CheckpointError: the path is taken, another job saves there, or an earlier asynchronous save failed.
+        UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
+    """
+    retention = Retention.of(keep_last, keep_every)
+    place = LocalPlace(path)
+    if step is None:
+        found = re.search(r"(\d{1,18})$", place.name)
+        step = int(found[1]) if found else None
+    handle = _saver().save(place, model, optimizer, extra, step, retention)
+    if not asynchronous:
+        handle.wait()
+    return handle
+
+
+class Saver:
+    """What is kept between saves: the plan of who writes what, the buffer of the snapshot, and the save in flight."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[str, tuple[list[list[Piece]], dict[str, Any]]] = OrderedDict()
+        self._snapshots = Snapshots()
+        self._flying: SaveHandle | None = None
+
+    def save(
+        self,
+        place: LocalPlace,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Any,
+        step: int | None,
+        retention: Retention,
+    ) -> SaveHandle:
+        """Copy, start writing, return the handle. See `save`."""
+        ranks = Ranks()
+        ranks.together(self._settle)
+        told = ranks.gather({"path": place.where, "rng": rng.digest(), "id": uuid.uuid4().hex})
+        paths = sorted({one["path"] for one in told})
+        if len(paths) > 1:
+            raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
+        save_id, same_rng = told[0]["id"], len({one["rng"] for one in told}) == 1
+        collected = ranks.together(lambda: collect(model, optimizer, extra, ranks.rank, ranks.size, same_rng))
+        catalog = _catalog(collected)
+        shares, kinds = self._shares(ranks, catalog)
+        job = Job(place, save_id, ranks.rank, ranks.size, step, retention)
+
+        def begin() -> None:
+            if ranks.rank == 0:
+                place.begin(save_id)
+
+        def snapshot() -> None:
+            place.claim(save_id, ranks.rank)
+            metadata = {"format": "pt", "checkpoint": save_id, "file": str(ranks.rank)}
+            shapes = {key: (part.shape, part.dtype) for key, part in collected.held.items()}
+            job.body = lay_out(shares[ranks.rank], shapes, metadata)
+            job.data = self._snapshots.take(job.body, collected.held)
+
+        ranks.together(begin)
+        try:
+            ranks.together(snapshot)
+        except BaseException:
+            place.end()
+            if ranks.rank == 0:
+                place.finish()
+            raise
+        job.about, job.kinds = collected.about, kinds
+        self._flying = SaveHandle(job)
+        return self._flying
+
+    def _settle(self) -> None:
+        flying, self._flying = self._flying, None
+        if flying is not None:
+            try:
+                flying.wait()
+            except CheckpointError as error:
+                raise CheckpointError(f"the save before this one failed: {error}") from error
+
+    def _shares(self, ranks: Ranks, catalog: list[Any]) -> tuple[list[list[Piece]], dict[str, Any]]:
+        """Who writes what, and shape and dtype of every tensor; worked out anew only when a layout has changed."""
+        mine = hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
+        key = hashlib.sha256("".join(ranks.gather(mine)).encode()).hexdigest()
+        if key not in self._plans:
+            everyone = ranks.gather(catalog)
+            kinds, tensors = ranks.together(lambda: _merged(everyone))
+            shares = ranks.together(lambda: share(tensors, ranks.size))
+            while len(self._plans) >= MAX_PLANS:
+                self._plans.popitem(last=False)
+            self._plans[key] = shares, kinds
+        return self._plans[key]
+
+
+@cache
+def _saver() -> Saver:
+    """The saver of this process."""
+    return Saver()
+
+
+def _catalog(collected: Collected) -> list[Any]:
+    return [
+        [
+            key,
+            list(part.shape),
+            dtype_name(part.dtype, key),
+            part.dtype.itemsize,
+            [there for there, _ in part.boxes],
+        ]
+        for key, part in collected.held.items()
+    ]
+
+
+def _merged(everyone: list[list[Any]]) -> tuple[dict[str, Any], dict[str, Catalogued]]:
+    """key -> (shape, dtype), and what all ranks hold. Raises UsageError where ranks contradict each other."""
+    kinds: dict[str, tuple[list[int], str, int]] = {}
+    boxes: dict[str, dict[int, Any]] = {}
+    for rank, rows in enumerate(everyone):
+        for key, shape, dtype, itemsize, held in rows:
+            known = kinds.setdefault(key, (shape, dtype, itemsize))
+            if known != (shape, dtype, itemsize):
+                raise UsageError(
+                    f"{key} has shape {shape} and dtype {dtype} on rank {rank}, and {known[0]} and {known[1]} on another; it "
+                    "must be one tensor, the same on all ranks or a DTensor"
+                )
+            boxes.setdefault(key, {})[rank] = tuple(tuple(map(tuple, box)) for box in held)
+    tensors = {
+        key: Catalogued(tuple(shape), itemsize, tuple(boxes[key].get(r, ()) for r in range(len(everyone))))
+        for key, (shape, _, itemsize) in kinds.items()
+    }
+    return {key: (shape, dtype) for key, (shape, dtype, _) in kinds.items()}, tensors

@@ -1,0 +1,41 @@
+"""The host snapshot: the bytes of this rank's file, copied out of the model at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from meshwright_checkpoint.datafile import Body
+from meshwright_checkpoint.holding import Held, part_of
+from meshwright_dtensor.boxes import box_shape, intersect, slice_of
+
+
+class Snapshots:
+    """One buffer, reused from save to save; pinned where tensors are copied from a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, body: Body, held: Mapping[str, Held]) -> torch.Tensor:
+        """The file as `body` lays it out, as bytes; valid until the next call."""
+        cuda = any(held[piece.key].local.is_cuda for piece, _ in body.pieces)
+        if self._buffer.numel() < body.nbytes or (cuda and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._buffer = torch.empty(body.nbytes, dtype=torch.uint8, pin_memory=cuda)
+        file = self._buffer[: body.nbytes]
+        with torch.no_grad():
+            file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
+            for piece, offset in body.pieces:
+                _copy(file, piece.box, offset, held[piece.key])
+        if cuda:
+            torch.cuda.synchronize()
+        return file
+
+
+def _copy(file: torch.Tensor, box: tuple[tuple[int, int], ...], offset: int, held: Held) -> None:
+    there, here = next(pair for pair in held.boxes if intersect(box, pair[0]) == box)
+    source = slice_of(held.local, part_of(box, there, here))
+    nbytes = source.numel() * source.element_size()
+    target = file[offset : offset + nbytes].view(source.dtype).view(box_shape(box))
+    target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)

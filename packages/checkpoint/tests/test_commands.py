@@ -1,0 +1,101 @@
+"""The command line on real checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from models import adam, build, differences, everything, train
+
+from meshwright_checkpoint import load, save
+from meshwright_checkpoint.commands import command
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("commands") / "step-4"
+    model = build("plain")
+    optimizer = adam(model)
+    train(model, optimizer)
+    save(path, model=model, optimizer=optimizer, asynchronous=False)
+    return path
+
+
+def run(*arguments: object) -> tuple[Any, str]:
+    """Return value and output, as `meshwright` runs it."""
+    result = CliRunner().invoke(command, [str(a) for a in arguments], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.output
+
+
+def test_inspect(saved: Path) -> None:
+    _, text = run("inspect", saved)
+    assert (
+        "Block: step 4" in text
+        and "model/first.weight" in text
+        and "model/again.weight is model/head.weight" in text
+    )
+    data = json.loads(run("inspect", saved, "--json")[1])
+    assert data["step"] == 4 and data["tensors"]["model/first.weight"]["shape"] == [36, 16]
+    assert "|  0  |" in run("inspect", saved, "--tensor", "first.weight")[1].replace("| 0 |", "|  0  |")
+    with pytest.raises(UsageError, match="--tensor nothing"):
+        run("inspect", saved, "--tensor", "nothing")
+
+
+def test_verify_diff_and_reshard(saved: Path, tmp_path: Path) -> None:
+    assert run("verify", saved)[0] == 0
+    rules = (ParameterRule(pattern="first.*", placement={"tp": "S(0; 24+12)"}),)
+    plan = ParallelPlan(world_size=4, degrees={"dp": 2, "tp": 2}, parameters=rules)
+    plan.save(tmp_path / "plan.json")
+    run("reshard", saved, tmp_path / "four", "--plan", tmp_path / "plan.json")
+    run("reshard", tmp_path / "four", tmp_path / "three", "--ranks", 3)
+    with pytest.raises(UsageError, match="either --ranks or --plan"):
+        run("reshard", saved, tmp_path / "none")
+    drawn = run("inspect", tmp_path / "four", "--tensor", "first.bias")[1]
+    assert "4 parts" in drawn
+    for path, files in ((tmp_path / "four", 4), (tmp_path / "three", 3)):
+        assert len(list(path.glob("*.safetensors"))) == files and run("verify", path)[0] == 0
+        found = {one["name"] for one in json.loads(run("diff", saved, path, "--json")[1])}
+        assert found <= {"plan", "step"}
+        models = [build("plain", seed) for seed in (1, 2)]
+        optimizers = [adam(model) for model in models]
+        for source, model, optimizer in zip((saved, path), models, optimizers, strict=True):
+            load(source, model=model, optimizer=optimizer)
+        assert not differences(*(everything(m, o) for m, o in zip(models, optimizers, strict=True)))
+
+
+def test_verify_finds_damage_and_diff_differences(saved: Path, tmp_path: Path) -> None:
+    run("reshard", saved, tmp_path / "x", "--ranks", 2)
+    file = tmp_path / "x" / "data-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 16
+    file.write_bytes(data)
+    code, text = run("verify", tmp_path / "x", "--json")
+    assert code == 4 and "damaged" in json.loads(text)["problems"][0]
+    model = build("plain")
+    train(model, adam(model), 2)
+    save(tmp_path / "other", model=model, asynchronous=False)
+    _, text = run("diff", saved, tmp_path / "other")
+    assert (
+        "values    model/first.weight: 576 of 576" in text
+        and "only in A optimizer/first.weight/exp_avg" in text
+    )
+
+
+def test_export(saved: Path, tmp_path: Path) -> None:
+    run("export", saved, tmp_path / "weights")
+    model = build("plain", 3)
+    load(tmp_path / "weights", model=model)
+    other = build("plain", 4)
+    load(saved, model=other)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    )

@@ -1,0 +1,83 @@
+"""Any layout saves and any layout loads: plain tensors, FSDP2, tensor parallelism, both, and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import adam, build, differences, everything, train
+
+from meshwright_checkpoint import load, save
+from meshwright_dtensor.testing import RankPool
+
+LAYOUTS = (("plain", 1), ("plain", 2), ("fsdp", 2), ("tp", 2), ("runs", 2), ("fsdp+tp", 4), ("fsdp", 4))
+
+
+def saved(rank: int, size: int, path: str, layout: str) -> dict[str, Any]:
+    model = build(layout)
+    optimizer = adam(model)
+    train(model, optimizer)
+    save(path, model=model, optimizer=optimizer, extra={"layout": layout}, asynchronous=False)
+    return everything(model, optimizer)
+
+
+def loaded(rank: int, size: int, paths: list[str], layout: str) -> list[dict[str, Any]]:
+    result = []
+    model = build(layout, seed=1)
+    optimizer = adam(model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    for path in paths:
+        assert load(path, model=model, optimizer=optimizer)["layout"]
+        result.append(everything(model, optimizer))
+    train(model, optimizer)  # the states are ones that the optimizer can go on with
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    return [*result, everything(model, optimizer)]
+
+
+def test_every_layout_reads_every_layout(rank_pool: RankPool, tmp_path: Path) -> None:
+    paths, values = [], []
+    for layout, size in LAYOUTS:
+        paths.append(str(tmp_path / f"{layout}-{size}"))
+        values.append(rank_pool.run(size, saved, paths[-1], layout)[0])
+    for value in values[1:]:
+        assert value.keys() == values[0].keys()
+    model = build("plain")
+    optimizer = adam(model)
+    train(model, optimizer, 1)
+    assert not differences(everything(model, optimizer), values[0])
+    for layout, size in LAYOUTS:
+        for found in rank_pool.run(size, loaded, paths, layout):
+            for path, value, there in zip(paths, values, found, strict=False):
+                assert not differences(value, there), f"{path} into {layout} on {size} ranks"
+
+
+def refuses_overlap(rank: int, size: int, path: str) -> str:
+    model: Any = torch.nn.Linear(4, 4) if rank else torch.nn.Linear(4, 5)
+    try:
+        save(path, model=model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_ranks_that_contradict_each_other(rank_pool: RankPool, tmp_path: Path) -> None:
+    for text in rank_pool.run(2, refuses_overlap, str(tmp_path / "x")):
+        assert text.startswith("UsageError: model/weight has shape [4, 4]") or "rank" in text, text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_work_is_shared(size: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    sizes = rank_pool.run(size, written, str(tmp_path / "x"))[0]
+    assert len(sizes) == size
+    assert max(sizes) <= 1.05 * sum(sizes) / size
+
+
+def written(rank: int, size: int, path: str) -> list[int]:
+    model = torch.nn.ParameterDict(
+        {"large": torch.zeros(3, 700_001), "small": torch.zeros(130_000), "one": torch.zeros(())}
+    )
+    save(path, model=model, asynchronous=False)
+    return sorted(file.stat().st_size for file in Path(path).glob("*.safetensors"))

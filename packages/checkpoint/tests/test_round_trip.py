@@ -1,0 +1,226 @@
+"""One process: what is saved comes back, what does not fit is refused with the whole list, and nothing is changed then."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Block, adam, build, differences, everything, train
+from torch import nn
+
+from meshwright_checkpoint import CheckpointError, MismatchError, checkpoints, latest, load, save
+from meshwright_checkpoint.datafile import header_length, read_header
+from meshwright_checkpoint.manifest import Manifest
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+
+
+def trained(seed: int = 0, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build("plain", seed)
+    optimizer = adam(model)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def put(path: Path, steps: int = 1, **options: Any) -> dict[str, Any]:
+    model, optimizer = trained(steps=steps)
+    save(path, model=model, optimizer=optimizer, asynchronous=False, **options)
+    return everything(model, optimizer)
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    extra = {
+        "epoch": 3,
+        "floats": (0.1, float("inf")),
+        7: [None, True],
+        "mask": torch.tensor([True, False]),
+        "$x": "y",
+    }
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    before = everything(model, optimizer)
+    handle = save(
+        tmp_path / "run" / "step-12",
+        model=model,
+        optimizer=optimizer,
+        extra={**extra, "s": scheduler.state_dict()},
+    )
+    drawn = torch.rand(3), random.random()
+    with torch.no_grad():  # the values of the call are saved, not those of the time of writing
+        for parameter in model.parameters():
+            parameter.zero_()
+    handle.wait()
+    assert handle.done
+    other, its = trained(seed=5, steps=2)
+    back = load(latest(tmp_path / "run") or "", model=other, optimizer=its)
+    assert not differences(before, everything(other, its))
+    assert torch.equal(back.pop("mask"), extra.pop("mask")) and back.pop("s") == scheduler.state_dict()  # type: ignore[arg-type]
+    assert back == extra
+    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
+
+
+def test_what_lies_on_the_disk(tmp_path: Path) -> None:
+    put(tmp_path / "x")
+    assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["data-00000.safetensors", "manifest.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
+    manifest = Manifest.from_bytes((tmp_path / "x" / "manifest.json").read_bytes(), "x")
+    assert manifest.model.aliases == {"again.weight": "head.weight"}
+    assert "model/again.weight" not in manifest.tensors
+    data = (tmp_path / "x" / "data-00000.safetensors").read_bytes()
+    length = header_length(data[:8], len(data), "x")
+    entries, metadata = read_header(data[: 8 + length], len(data), "x")
+    assert entries.keys() == manifest.tensors.keys() and metadata["checkpoint"] == manifest.id
+    assert all(entries[key].offset == one.parts[0].offset for key, one in manifest.tensors.items())
+
+
+def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+    put(tmp_path / "x")
+    model: Any = Block()
+    model.first = nn.Linear(16, 35)
+    model.second.double()
+    del model.norm
+    model.added = nn.Linear(2, 2, bias=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(MismatchError) as caught:
+        load(tmp_path / "x", model=model)
+    error = caught.value
+    assert error.missing == ("added.weight",)
+    assert set(error.unexpected) == {
+        f"norm.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    }
+    assert (
+        len(error.mismatched) == 4
+        and "second.weight: float32 is stored, the model has float64" in error.mismatched
+    )
+    assert all(name in str(error) for name in (*error.missing, *error.unexpected, *error.mismatched))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+
+
+def test_a_part_a_cast_and_leniency(tmp_path: Path) -> None:
+    value = put(tmp_path / "x")
+    model: Any = Block().double()
+    first = model.first.weight.clone()
+    load(tmp_path / "x", model=model, only="head.*", cast=True)
+    assert torch.equal(model.head.weight, value["head.weight"].double()) and torch.equal(
+        model.first.weight, first
+    )
+    with pytest.raises(MismatchError, match=r"nothing\.\*"):
+        load(tmp_path / "x", model=model, only=["nothing.*"], cast=True)
+    model = Block()
+    model.added = nn.Linear(2, 2)
+    load(tmp_path / "x", model=model, strict=False)
+    assert torch.equal(model.first.weight, value["first.weight"])
+
+
+def test_groups_go_by_name(tmp_path: Path) -> None:
+    def grouped(turn: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: Any = Block()
+        groups = [
+            {"params": list(model.first.parameters()), "lr": 0.1 + turn},
+            {
+                "params": [p for n, p in model.named_parameters() if not n.startswith("first")],
+                "lr": torch.tensor(0.2 + turn),
+            },
+        ]
+        return model, torch.optim.AdamW(groups[:: -1 if turn else 1])
+
+    model, optimizer = grouped(0)
+    train(model, optimizer)
+    save(tmp_path / "x", model=model, optimizer=optimizer, asynchronous=False)
+    other, its = grouped(1)
+    load(tmp_path / "x", model=other, optimizer=its)
+    assert [float(group["lr"]) for group in its.param_groups] == [pytest.approx(0.2), 0.1]
+    assert isinstance(its.param_groups[0]["lr"], torch.Tensor)
+    assert not differences(everything(model, optimizer), everything(other, its))
+    with pytest.raises(MismatchError, match="saved in 2 groups"):
+        load(tmp_path / "x", model=other, optimizer=adam(other))
+    with pytest.raises(MismatchError, match="AdamW was saved, this is SGD"):
+        load(tmp_path / "x", model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+class Counting(nn.Linear):
+    """A module with a state that is no tensor."""
+
+    calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "last": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"] + int(state["last"].sum())
+
+
+def test_extra_states_of_modules(tmp_path: Path) -> None:
+    model = nn.Sequential(Counting(2, 2))
+    model[0].calls = 5  # type: ignore[assignment]
+    save(tmp_path / "x", model=model, asynchronous=False)
+    other = nn.Sequential(Counting(2, 2))
+    load(tmp_path / "x", model=other)
+    assert other[0].calls == 7
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    with pytest.raises(UnsupportedError, match=r"extra\.a\.1 is a object"):
+        save(tmp_path / "x", model=model, extra={"a": [1, object()]})
+    with pytest.raises(UsageError, match="none of the model's"):
+        save(tmp_path / "x", model=Block(), optimizer=optimizer)
+    with pytest.raises(UsageError, match="meta device"):
+        save(tmp_path / "x", model=nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match="keep_last=0"):
+        save(tmp_path / "x", model=model, keep_last=0)
+    assert not list(tmp_path.iterdir())
+    put(tmp_path / "x")
+    with pytest.raises(CheckpointError, match="exists already"):
+        save(tmp_path / "x", model=model)
+    with pytest.raises(CheckpointError, match=r"no checkpoint.*it holds x: give one of them"):
+        load(tmp_path, model=model)
+
+
+def test_the_latest_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        put(tmp_path / f"step-{step}", keep_last=2, keep_every=3)
+    assert [Path(p).name for p in checkpoints(tmp_path)] == ["step-3", "step-6", "step-7"]
+    (tmp_path / "step-9").mkdir()  # not whole: no manifest
+    data = tmp_path / "step-7" / "data-00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert latest(tmp_path) == str(tmp_path / "step-6")
+    assert latest(tmp_path / "nowhere") is None
+
+
+def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshwright_checkpoint import local
+
+    def full(self: Any, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    put(tmp_path / "step-1")
+    model, _ = trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(local.Writer, "write", full)
+        handle = save(tmp_path / "step-2", model=model)
+        with pytest.raises(CheckpointError, match="No space left"):
+            handle.wait()
+    with pytest.raises(CheckpointError, match=r"the save before this one failed.*No space left"):
+        save(tmp_path / "step-3", model=model)
+    save(tmp_path / "step-3", model=model, asynchronous=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
+
+
+def test_leftovers_are_cleaned_and_saves_of_others_are_not(tmp_path: Path) -> None:
+    for name in (".step-1.partial-0a", ".step-0.partial-0b", ".step-0.deleted-0c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data-00000.safetensors").write_bytes(b"half")
+    put(tmp_path / "step-1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1"]
+
+
+def test_json_of_the_manifest_is_plain(tmp_path: Path) -> None:
+    put(tmp_path / "x", extra={"nan": float("nan")})
+    text = (tmp_path / "x" / "manifest.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
