@@ -21,35 +21,48 @@ SCRIPT = Path(__file__).parent / "saving_forever.py"
 
 
 def model_of(step: int) -> torch.nn.Module:
-    return torch.nn.ParameterDict({"w": torch.full((1 << 20,), float(step)), "v": torch.full((3,), float(step))})
+    return torch.nn.ParameterDict(
+        {"w": torch.full((1 << 20,), float(step)), "v": torch.full((3,), float(step))}
+    )
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     rng = random.Random(7)
     save(tmp_path / "step-0", model=model_of(0), asynchronous=False)
-    child = None
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
     committed = 0
-    for _ in range(KILLS):
-        child = subprocess.Popen([sys.executable, str(SCRIPT), str(tmp_path)], stdout=subprocess.PIPE)
-        assert child.stdout is not None and child.stdout.readline()  # it has begun to save
-        time.sleep(rng.random() * 0.08)
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        found = latest(tmp_path)
-        assert found is not None
-        step = int(Path(found).name.removeprefix("step-"))
-        assert step >= committed
-        committed = step
-        model = model_of(-1)
-        load(found, model=model)
-        assert all((p == step).all() for p in model.parameters())
-        load(tmp_path / "step-0", model=model)
-        assert all((p == 0).all() for p in model.parameters())
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        for _ in range(KILLS):
+            kill_one(server, rng.random() * 0.08)
+            committed = check(tmp_path, committed)
     # what the last one left does not hinder, and is gone after the next save
     save(tmp_path / f"step-{committed + 1}", model=model_of(committed + 1), asynchronous=False)
     assert latest(tmp_path) == str(tmp_path / f"step-{committed + 1}")
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def kill_one(server: subprocess.Popen[str], after: float) -> None:
+    """Let a process save, and kill it `after` seconds."""
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write("\n")
+    server.stdin.flush()
+    child = int(server.stdout.readline())
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    assert server.stdout.readline() == "over\n"
+
+
+def check(folder: Path, committed: int) -> int:
+    """The latest step, which loads and is not older than one that was there before; so does the first one."""
+    found = latest(folder)
+    assert found is not None
+    step = int(Path(found).name.removeprefix("step-"))
+    assert step >= committed
+    model = model_of(-1)
+    for path, value in ((found, step), (folder / "step-0", 0)):
+        load(path, model=model)
+        assert all((p == value).all() for p in model.parameters())
+    return step
 
 
 def test_a_second_job_is_refused(tmp_path: Path) -> None:
