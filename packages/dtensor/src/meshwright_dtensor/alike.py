@@ -177,7 +177,7 @@ def _common(tensors: Sequence[Tensor]) -> DTensor | None:
     if first is None or any(p.is_partial() for p in dtensor_spec(first).placements):
         return None
     alike = all(
-        x is first or (_lies_like(first, x) if isinstance(x, DTensor) else _is_number(x)) for x in tensors
+        x is first or (lies_like(first, x) if isinstance(x, DTensor) else _is_number(x)) for x in tensors
     )
     return first if alike else None
 
@@ -186,7 +186,8 @@ def _is_number(x: Tensor) -> bool:
     return type(x) is Tensor and not x.dim()
 
 
-def _lies_like(first: DTensor, x: DTensor) -> bool:
+def lies_like(first: DTensor, x: DTensor) -> bool:
+    """Whether each rank's part of `x` belongs to its part of `first`: one element to one, or one number to all."""
     spec, other = dtensor_spec(first), dtensor_spec(x)
     if other is spec or other.shape == spec.shape:
         same = other is spec or (other.placements == spec.placements and other.mesh == spec.mesh)

@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, set_dtensor_parts, stock_call
+from meshwright_dtensor._torch import (
+    dtensor_from,
+    dtensor_local,
+    dtensor_spec,
+    set_dtensor_parts,
+    stock_call,
+    with_dtype,
+)
 from meshwright_dtensor.alike import quickly
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.copies import ComputeCopy, touch
@@ -330,6 +337,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
         "a gradient reached a mesh parameter through a stock DTensor operation, where meshwright cannot add it up; compute with "
         "the parameter itself, parameter.to_local() or parameter.full_tensor() instead of redistribute() or _foreach functions"
     )
+
+
+def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
+    """The DTensor whose part on this rank is `local`, an optimizer state of the shape of the parameter's own part."""
+    spec = dtensor_spec(parameter)
+    if local.dtype != spec.tensor_meta.dtype:
+        spec = with_dtype(spec, local.dtype)
+    return mesh_value(in_order_of(parameter, dtensor_from(local, spec)))
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:

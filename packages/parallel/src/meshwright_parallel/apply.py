@@ -41,7 +41,7 @@ from meshwright_parallel.checks import (
 )
 from meshwright_parallel.engine import install_copies, install_reduction, make_groups
 from meshwright_parallel.inputs import Placed, install_inputs
-from meshwright_parallel.optimizers import lay_out_loaded_states, refuse_assignment
+from meshwright_parallel.optimizers import attend_to_steps, refuse_assignment
 from meshwright_parallel.recompute import install_recompute, recomputed_modules
 from meshwright_parallel.registry import LivePlacements
 
@@ -91,7 +91,7 @@ def parallelize(
     install_conversions(model)
     install_inputs(model, placed)
     refuse_assignment(model)
-    lay_out_loaded_states()
+    attend_to_steps()
     for strategy in strategies:
         strategy.attach(model, mesh, plan)
     install_reduction(model, mesh, install_copies(model, mesh, plan, strategies))

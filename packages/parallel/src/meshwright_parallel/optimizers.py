@@ -8,24 +8,40 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.optimizing import MeshValue, mesh_value
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.permuted import PermutedDTensor, layout_in_runs, like_parameter
+from meshwright_parallel.local_steps import take_over, twin_of
 
 
 @cache
-def lay_out_loaded_states() -> None:
-    """From now on, optimizer states loaded from one device are laid over the mesh before the next step.
+def attend_to_steps() -> None:
+    """From now on, optimizer states loaded from one device are laid over the mesh before the next step, and steps that go
+    element by element run on local tensors.
 
     Torch offers no other place: an optimizer is made by the user and fills its states with the loaded tensors as they are.
     """
-    register_optimizer_step_pre_hook(_lay_out)
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
-def _lay_out(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if not any(isinstance(p, MeshParameter) for group in optimizer.param_groups for p in group["params"]):
+        return None
+    _lay_out(optimizer)
+    twin = twin_of(optimizer) if args and args[0] is optimizer else None
+    return None if twin is None else ((twin, *args[1:]), kwargs)
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if args and args[0] is not optimizer and type(args[0]) is type(optimizer):
+        take_over(optimizer, args[0])
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
             continue
