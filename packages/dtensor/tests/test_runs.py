@@ -16,7 +16,7 @@ from meshwright_dtensor.boxes import chunk_box
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.placements import RunShard
 from meshwright_dtensor.regions import put, region_boxes, region_of, region_shape, take
-from meshwright_dtensor.runs import Runs, owned, runs, segments, zigzag
+from meshwright_dtensor.runs import Runs, fitted, owned, runs, segments, zigzag
 from meshwright_dtensor.states import format_state, parse_state
 from meshwright_dtensor.testing import RankPool
 
@@ -107,6 +107,15 @@ def test_regions_cover_every_element_once(data):
             for there, _ in region_boxes(region):
                 count[there[0][0] : sum(there[0]), there[1][0] : sum(there[1])] += 1
     assert torch.equal(back, value) and bool((count == 1).all())
+
+
+def test_runs_are_fitted_to_more_rows():
+    two_rows = segments(0, (12, 12), 2)  # [2, 12] split along the second dim, flattened
+    assert fitted(two_rows, (24, 3), 2) is two_rows
+    assert fitted(two_rows, (48,), 2) == segments(0, (12,) * 4, 2)
+    for shape, n in (((36,), 2), ((24,), 3), ((), 2)):
+        assert fitted(two_rows, shape, n) is None
+    assert fitted(zigzag(1, 8, 2), (5, 16), 2) == runs(1, [[(0, 2), (6, 4), (14, 2)], [(2, 4), (10, 4)]])
 
 
 def test_a_rank_of_several_boxes_has_no_box():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from meshwright_dtensor.random import is_drawn_alike
 from meshwright_dtensor.regions import local_shape_of, uneven_dims
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, is_random, refine
-from meshwright_dtensor.runs import Runs
+from meshwright_dtensor.runs import Runs, fitted
 from meshwright_dtensor.states import I, P, R, State, States, X, forward_kind, gradient_kind
 from meshwright_dtensor.trace import Node, Ref, Value
 
@@ -129,6 +129,8 @@ class Chooser:
             shapes, frozen = self._local_shapes(k, node, earlier)
             view = NodeView(node, n, _lookup(shapes), lambda ref: self.values[ref.i].dtype, attention)
             want = goal if k == len(self.nodes) - 1 else None
+            if isinstance(want, Runs):
+                want = fitted(want, view.out_shapes[0], n) if view.out_shapes else None
             rows = self._rows(view, env, want)
             best: Strategy | None = None
             best_key: tuple[float, float, int, int] | None = None

@@ -139,6 +139,28 @@ def runs(dim: int, intervals: Sequence[Sequence[Interval]]) -> int:
     return int(dim) if own == chunks(at, len(own)) else _made(int(dim), own)
 
 
+def fitted(state: Runs, shape: Sequence[int], n: int) -> int | None:
+    """``state`` for a tensor of this shape: as it is, or repeated where the dim is a multiple of what it owns.
+
+    A plan is made for the rows that one data rank has; flattened with the sequence, more rows repeat the pattern.
+
+    Returns:
+        The state, or None where it does not fit.
+    """
+    dim = int(state)
+    if dim >= len(shape) or len(state.intervals) != n or shape[dim] % state.total:
+        return None
+    times = shape[dim] // state.total
+    if times == 1:
+        return state
+    starts = [k * state.total for k in range(times)]
+    if times * max(map(len, state.intervals)) > MAX_INTERVALS:
+        return None
+    return runs(
+        dim, [[(start + a, length) for start in starts for a, length in own] for own in state.intervals]
+    )
+
+
 @lru_cache(maxsize=8192)
 def _made(dim: int, intervals: tuple[Intervals, ...]) -> Runs:
     return Runs(dim, intervals)

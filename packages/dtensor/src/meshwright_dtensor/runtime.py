@@ -22,6 +22,8 @@ from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.commlog import CommLog
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.regions import local_shape_of
+from meshwright_dtensor.runs import Runs, fitted
 from meshwright_dtensor.states import State, States, parse_state
 from meshwright_dtensor.trace import function_name
 
@@ -43,11 +45,22 @@ class Target:
     def states(
         self, space: Space, layouts: Sequence[Layout]
     ) -> tuple[list[States | None], tuple[State | None, ...]]:
-        """(states for every input or None, wanted state of the output per mesh axis)."""
+        """(states for every input or None, wanted state of the output per mesh axis).
+
+        Runs that the plan names are those of the rows that it was made for; they are fitted to those that are there.
+        """
         forced: list[States | None] = []
         for position, layout in enumerate(layouts):
             want = dict(self.inputs[position] or ()) if position < len(self.inputs) else {}
-            changed = tuple(want.get(a, s) for a, s in zip(space.axes, layout.states, strict=True))
+            changed: States = ()
+            for axis, own, n in zip(space.axes, layout.states, space.sizes, strict=True):
+                wanted = want.get(axis, own)
+                if isinstance(wanted, Runs) and wanted != own:
+                    outer = len(changed)
+                    left = local_shape_of(tuple(layout.shape), space.sizes[:outer], (0,) * outer, changed)
+                    fit = fitted(wanted, left, n)
+                    wanted = own if fit is None else fit
+                changed = (*changed, wanted)
             forced.append(changed if changed != layout.states else None)
         goal = dict(self.output or ())
         return forced, tuple(goal.get(a) for a in space.axes)
