@@ -109,3 +109,20 @@ def test_small_cases_and_errors() -> None:
         clip_grad_norm_(p, 1.0, math.nan)
     with pytest.raises(TypeError):
         clip_grad_norm_(p, 1.0, norm=2)  # type: ignore[call-arg]
+
+
+def large(rank: int, world_size: int) -> tuple[float, float]:
+    """The norm of a large gradient, whole and in shards."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    value = torch.randn(1000, 1001, generator=torch.Generator().manual_seed(1))
+    sharded = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    return float(get_total_norm(value)), float(get_total_norm(sharded))
+
+
+def test_the_norm_of_a_large_tensor_is_exact_however_it_lies(rank_pool: RankPool) -> None:
+    value = torch.randn(1000, 1001, generator=torch.Generator().manual_seed(1))
+    exact = float(torch.linalg.vector_norm(value.double()))
+    whole, sharded = rank_pool.run(2, large)[0]
+    assert whole == pytest.approx(exact, rel=1e-7) and sharded == pytest.approx(exact, rel=1e-7)
+    # the control: torch adds one float32 after the other
+    assert abs(float(torch.nn.utils.get_total_norm([value])) - exact) > 1e-6 * exact

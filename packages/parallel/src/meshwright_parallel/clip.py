@@ -18,6 +18,9 @@ from meshwright_dtensor.commlog import record
 from meshwright_dtensor.errors import UsageError
 from meshwright_parallel._torch import local_of, scale_in_place
 
+CHUNK = 1024
+"""Elements of which the norm is taken in the tensor's own precision."""
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -104,11 +107,24 @@ def _norms(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
 
 
 def _part(local: torch.Tensor, p: float) -> torch.Tensor:
-    """What one shard adds to the norm: the p-th power of its own norm in double precision, or its extreme."""
+    """What one shard adds to the norm: the p-th power of its own norm, or its extreme; in double precision.
+
+    Norms of pieces add up in double precision: torch's own of a whole float32 tensor is off by 1e-3 at 20M elements on
+    CPU, since it adds one element after the other.
+    """
     if local.numel() == 0:  # a rank that stock DTensor left empty
         return torch.full((), math.inf if p == -math.inf else 0.0, dtype=torch.float64, device=local.device)
-    norm = torch.linalg.vector_norm(local, p, dtype=_accurate(local.dtype)).double()
-    return norm if math.isinf(p) or p == 0 else norm**p  # p = 0 counts, and counts add up as they are
+    flat = local.reshape(-1)
+    cut = flat.numel() - flat.numel() % CHUNK
+    norms = [
+        torch.linalg.vector_norm(piece, p, dim=-1, dtype=_accurate(local.dtype)).double()
+        for piece in (flat[:cut].view(-1, CHUNK), flat[cut:].view(1, -1))
+        if piece.numel()
+    ]
+    norm = torch.cat(norms)
+    if math.isinf(p):
+        return norm.max() if p > 0 else norm.min()
+    return (norm if p == 0 else norm**p).sum()  # p = 0 counts, and counts add up as they are
 
 
 def _shards(tensor: torch.Tensor, axis: int) -> bool:
