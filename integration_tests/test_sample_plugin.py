@@ -80,6 +80,34 @@ def test_it_combines_with_our_strategies(rank_pool: RankPool, degrees: dict[str,
         assert not difference.wrong()
 
 
+def trained(rank: int, world_size: int, name: str, plan: ParallelPlan) -> tuple[bool, str]:
+    """Three steps of AdamW under `plan` beside one device."""
+    case = CASES[name]
+    report = mw.verify(case.model, case.batch(), plan, steps=3, optimizer=torch.optim.AdamW)  # type: ignore[arg-type]
+    return report.ok, report.render()
+
+
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        ("llama", {"dp": 2, "zero": 3}),
+        ("llama", {"cp": 2, "dp": 1}),
+        ("mixtral", {"ep": 2, "dp": 1}),
+    ],
+    ids=["zero", "cp", "ep"],
+)
+def test_it_is_pinned_and_combines_with_what_divides_the_batch(
+    rank_pool: RankPool, name: str, pins: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    plan = mw.plan(CASES[name].model(), CASES[name].batch(), world_size=4, tp=1, degrees={"vp": 2}, **pins)
+    assert isinstance(plan, ParallelPlan)
+    used = {axis: degree for axis, degree in plan.degrees.items() if degree > 1}
+    assert used == {("zero" if "zero" in pins else next(iter(pins))): 2, "vp": 2}
+    for right, text in rank_pool.run(4, trained, name, plan):
+        assert right, text
+
+
 def test_a_plan_that_names_it_survives_the_round_trip() -> None:
     case = CASES["llama"]
     plans = mw.plan(case.model(), case.batch(), world_size=2, top_k=16)

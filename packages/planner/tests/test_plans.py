@@ -17,7 +17,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner import EagerPlanner, explain
+from meshwright_planner import EagerPlanner, ManualPlanner, explain
 from meshwright_planner.batch import Batch
 from meshwright_planner.clusters import DGX_H100, LAPTOP_CPU
 from meshwright_planner.recording import record
@@ -131,6 +131,56 @@ def test_manual_takes_the_degrees_as_given() -> None:
     assert dict(plan(world_size=4).degrees) == {"dp": 4, "tp": 1}
     with pytest.raises(UsageError, match="dp=2 x tp=1 is 2 ranks, but world_size is 4"):
         plan(world_size=4, dp=2)
+
+
+class Other(DataLike):
+    name: ClassVar[str] = "other"
+    axis: ClassVar[str] = "wide"
+    order: ClassVar[int] = 50
+
+
+def test_an_axis_of_a_plugin_is_pinned() -> None:
+    host = host_of(DataLike, TensorLike, Other)
+
+    def plan(**options: Any) -> ParallelPlan:
+        request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, **options)
+        return EagerPlanner(host).plan(Transformer(), tokens(rows=4), request)[0]
+
+    assert dict(plan(tp=2, degrees={"wide": 2}).degrees) == {"dp": 1, "tp": 2, "wide": 2}
+    assert plan(degrees={"wide": 1}).degree("wide") == 1 and plan(degrees={"wide": 4}).degree("wide") == 4
+    by_hand = ManualPlanner(host).plan(
+        Transformer(), tokens(rows=4), PlanRequest(cluster=LAPTOP_CPU, world_size=4, degrees={"wide": 2})
+    )
+    assert dict(by_hand[0].degrees) == {"dp": 2, "tp": 1, "wide": 2}
+    for degrees, told in (
+        ({"wdie": 2}, r"no installed strategy owns .* \(axes without a keyword: wide\); did you mean 'wide'"),
+        ({"tp": 2}, "the axis 'tp' has a keyword of its own; give tp=2"),
+        ({"zero": 2}, "give zero_degree=2"),
+        ({"wide": 0}, "=0 is less than 1"),
+        ({"wide": "2"}, "='2' is not an integer"),
+        ({"wide": None}, "leave the axis out to have it searched"),
+        ({"wide": 3}, "wide=3 is not a legal degree"),
+        ("wide", "is no mapping"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            plan(degrees=degrees)
+
+
+def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
+    def plan(length: int = 32, **options: Any) -> ParallelPlan:
+        batch = tokens(rows=4, length=length)
+        return best(Transformer(), batch, world_size=4, sequence_parallel=True, **options)
+
+    assert plan().sequence_parallel and plan().degree("tp") > 1  # never only data ranks
+    assert dict(plan(30).degrees) == {"dp": 2, "tp": 2}  # 4 does not divide 30
+    assert not best(Transformer(), tokens(), sequence_parallel=True).sequence_parallel  # one rank
+    for options in ({"tp": 1, "dp": 4}, {"length": 31}, {"tp": 4, "length": 30}):
+        with pytest.raises(
+            UsageError, match="sequence_parallel=True needs a tensor axis of a degree above 1"
+        ):
+            plan(**options)
+    with pytest.raises(UsageError, match="no value that flows between repeated blocks of this Mlp"):
+        best(Mlp(), torch.randn(4, 64), world_size=2, tp=2, sequence_parallel=True)
 
 
 def test_one_rank_is_trivial() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from meshwright_dtensor._names import did_you_mean
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
 
 DEGREES = ("pp", "dp", "cp", "ep", "tp")
+KEYWORDS: Mapping[str, str] = MappingProxyType({**{axis: axis for axis in DEGREES}, "zero": "zero_degree"})
+"""Axes that have a keyword of their own, and which."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -50,6 +53,7 @@ class PlanRequest:
         memory_limit: bytes per rank that a plan may use, or None for what the cluster has.
         tp, pp, cp, ep: degrees pinned by the user; None is searched.
         dp: pins the data ranks: the product of the axes dp and zero.
+        degrees: axis -> degree, pinned by the user, for axes that have no keyword of their own (those of plugins).
         context_attention: "all_gather", "ring" or "all_to_all", pinned; None takes the cheapest.
         context_balance: "none" or "zigzag", pinned; None takes zig-zag for causal models whose sequence it divides.
         zero: pins the ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
@@ -75,6 +79,7 @@ class PlanRequest:
     dp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    degrees: Mapping[str, int] = field(default_factory=dict)
     context_attention: str | None = None
     context_balance: str | None = None
     zero: int | None = None
@@ -89,7 +94,8 @@ class PlanRequest:
     @property
     def pins(self) -> dict[str, int]:
         """The degrees that the user pinned, by axis; of dp and zero what follows for each of the two."""
-        pins = {axis: getattr(self, axis) for axis in DEGREES if getattr(self, axis) is not None}
+        pins = dict(self.degrees)
+        pins.update({axis: getattr(self, axis) for axis in DEGREES if getattr(self, axis) is not None})
         data, shards = pins.pop("dp", None), self.zero_degree
         if self.zero == 0:
             shards = 1
@@ -122,13 +128,8 @@ class PlanRequest:
                 that nothing executes yet.
         """
         for name in ("world_size", "global_batch_size", "top_k", "memory_limit", "zero_degree", *DEGREES):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise UsageError(f"{name}={value!r} is not an integer; give a whole number >= 1")
-            if value < 1:
-                raise UsageError(f"{name}={value} is less than 1; give a whole number >= 1")
+            _check_count(name, getattr(self, name))
+        self._check_degrees(axes)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
@@ -169,6 +170,37 @@ class PlanRequest:
                     f"{axis}={degree}: no installed strategy owns the axis {axis!r} (installed axes: {known}); "
                     f"install a distribution that registers one, or leave {axis} out"
                 )
+
+    def _check_degrees(self, axes: Collection[str]) -> None:
+        if not isinstance(self.degrees, Mapping):
+            raise UsageError(f"degrees={self.degrees!r} is no mapping; give a dict of axis -> degree")
+        for axis, degree in self.degrees.items():
+            shown = f"degrees={{{axis!r}: {degree!r}}}"
+            if axis in KEYWORDS:
+                raise UsageError(
+                    f"{shown}: the axis {axis!r} has a keyword of its own; give {KEYWORDS[axis]}={degree!r} instead"
+                )
+            if axis not in axes:
+                close = did_you_mean(str(axis), axes)
+                known = ", ".join(sorted(a for a in axes if a not in KEYWORDS)) or "none"
+                raise UsageError(
+                    f"{shown}: no installed strategy owns the axis {axis!r} (axes without a keyword: {known}); "
+                    + (f"did you mean {close!r}?" if close else "install its distribution, or leave it out")
+                )
+            if degree is None:
+                raise UsageError(
+                    f"{shown}: give a whole number >= 1, or leave the axis out to have it searched"
+                )
+            _check_count(f"degrees[{axis!r}]", degree)
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name}={value!r} is not an integer; give a whole number >= 1")
+    if value < 1:
+        raise UsageError(f"{name}={value} is less than 1; give a whole number >= 1")
 
 
 class Planner(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ def auto_parallelize(
     dp: int | None = None,
     cp: int | None = None,
     ep: int | None = None,
+    degrees: Mapping[str, int] | None = None,
     context_attention: str | None = None,
     context_balance: str | None = None,
     zero: int | None = None,
@@ -76,6 +78,7 @@ def auto_parallelize(
         dp=dp,
         cp=cp,
         ep=ep,
+        degrees={} if degrees is None else degrees,
         context_attention=context_attention,
         context_balance=context_balance,
         zero=zero,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,7 @@ def plan(
     dp: int | None = None,
     cp: int | None = None,
     ep: int | None = None,
+    degrees: Mapping[str, int] | None = None,
     context_attention: str | None = None,
     context_balance: str | None = None,
     zero: int | None = None,
@@ -55,6 +57,7 @@ def plan(
         memory_limit: bytes that a plan may use on one rank; None takes what the cluster has.
         tp, pp, cp, ep: degrees to keep as given; None is searched.
         dp: data ranks to keep as given (the product of the axes dp and zero).
+        degrees: axis -> degree to keep as given, for axes of installed strategies that have no keyword here.
         context_attention: how ranks of cp share attention: "all_gather", "ring" or "all_to_all"; None takes the cheapest.
         context_balance: "zigzag" or "none"; None takes zig-zag for causal models.
         zero: ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
@@ -89,6 +92,7 @@ def plan(
         dp=dp,
         cp=cp,
         ep=ep,
+        degrees={} if degrees is None else degrees,
         context_attention=context_attention,
         context_balance=context_balance,
         zero=zero,

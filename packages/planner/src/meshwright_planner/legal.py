@@ -85,7 +85,7 @@ class Legality:
         }
         self._sequence = sequence_dims(tape, quotient.nodes, rules.strategies, costs.degree, quotient.value)
         self._wants = sequence
-        self._carried = set(carried(tape, quotient)) if sequence else set()
+        self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
         self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
         self._composites = {c.name: c for c in rules.composites.values()}
 

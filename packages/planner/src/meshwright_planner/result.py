@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.fingerprint import fingerprint
 from meshwright_dtensor.plan import (
     ParallelPlan,
@@ -32,6 +33,11 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
         activations = writer.activations()
         collectives = [*writer.collectives(), *collectives]
         sequence = writer.splits_sequence()
+        if setting.sequence_parallel and not sequence:
+            raise UsageError(
+                f"sequence_parallel=True: no value that flows between repeated blocks of this {type(setting.model).__name__} "
+                "can be split along the sequence; leave it out"
+            )
     return ParallelPlan(
         world_size=setting.world_size,
         degrees=dict(candidate.degrees),

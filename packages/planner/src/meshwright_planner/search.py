@@ -18,6 +18,7 @@ from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy, Survey
 from meshwright_dtensor.units import parameter_units
+from meshwright_planner import sequence
 from meshwright_planner._torch import is_fake
 from meshwright_planner.attention import attention_uses
 from meshwright_planner.batch import Batch
@@ -136,7 +137,9 @@ class Search:
                     f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}"
                 )
         found = [
-            c for c in _products(legal, setting.world_size) if self._one_search(c) and self._rows_divide(c)
+            c
+            for c in _products(legal, setting.world_size)
+            if self._one_search(c) and self._rows_divide(c) and self._sequence_divides(c)
         ]
         if not found:
             shown = (
@@ -144,7 +147,7 @@ class Search:
             )
             raise UsageError(
                 f"no combination of degrees multiplies to world_size {setting.world_size} (legal degrees: {shown}); "
-                f"change the batch size, the pinned degrees or world_size"
+                f"change the batch size, the pinned degrees or world_size{sequence.needs(setting)}"
             )
         return found
 
@@ -154,6 +157,17 @@ class Search:
         if self.setting.data not in (None, data):
             return False
         return degrees.get(SHARED, 1) == 1 or self.setting.batch.size % self._batch_factor(degrees) == 0
+
+    def _sequence_divides(self, degrees: Mapping[str, int]) -> bool:
+        """Whether a searched axis can split the sequence between blocks, where that is asked for."""
+        strategies, batch = self.setting.strategies, self.setting.batch
+        degree = max((degrees[a] for a, s in strategies.items() if s.placement_search), default=1)
+        lengths = {
+            self._local_shape(name, tuple(t.shape), degrees)[1]
+            for name, t in batch.tensors()
+            if t.dim() > 1 and t.shape[1] == batch.sequence_length
+        }
+        return sequence.divides(self.setting, degree, lengths)
 
     def _one_search(self, degrees: Mapping[str, int]) -> bool:
         searched = [a for a, d in degrees.items() if d > 1 and self.setting.strategies[a].placement_search]
@@ -263,6 +277,7 @@ class Search:
         if placement is None:
             raise UsageError(
                 "the placement search found no legal placement; check the pinned parameter placements"
+                + sequence.needs(self.setting)
             )
         return placement
 

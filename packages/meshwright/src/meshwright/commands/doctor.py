@@ -19,7 +19,7 @@ from rich.table import Table
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import apply_request, parse_degrees
+from meshwright.commands.options import apply_request, parse_degrees, pinning
 from meshwright_dtensor.planning import PlanRequest
 
 DISTRIBUTIONS = (
@@ -103,7 +103,7 @@ def programs(model: str, pins: dict[str, int], batch_size: int, sequence_length:
     source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=0)
     with mw.deferred_init():
         instance = source.make()
-    instance, plan = apply_request(instance, source.batch, PlanRequest(dp=pins.get("dp"), tp=pins.get("tp")))
+    instance, plan = apply_request(instance, source.batch, PlanRequest(**pinning(pins)))
     output: Any = instance(**source.batch) if isinstance(source.batch, dict) else instance(source.batch)
     loss = getattr(output, "loss", output)
     if loss.ndim == 0 and loss.requires_grad:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import Planner, PlanRequest
+from meshwright_dtensor.planning import KEYWORDS, Planner, PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-PINNED = ("dp", "tp", "pp", "cp", "ep", "zero")
 
 
 def model_options(function: F) -> F:
@@ -119,14 +117,17 @@ def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
             fix = f"did you mean {close[0]!r}?" if close else "use one of them, or install its strategy"
             known = ", ".join(axes) or "none"
             raise UsageError(f"--degree {text}: there is no mesh axis {axis!r} (installed: {known}); {fix}")
-        if axis not in PINNED:
-            raise UsageError(
-                f"--degree {text}: the axis {axis!r} is searched, it cannot be pinned; leave it out"
-            )
         if axis in degrees:
             raise UsageError(f"--degree {text}: {axis} is already pinned to {degrees[axis]}; give it once")
         degrees[axis] = int(number)
     return degrees
+
+
+def pinning(pins: Mapping[str, int]) -> dict[str, Any]:
+    """The keywords of PlanRequest that pin these degrees."""
+    own = {KEYWORDS[axis]: degree for axis, degree in pins.items() if axis in KEYWORDS}
+    others = {axis: degree for axis, degree in pins.items() if axis not in KEYWORDS}
+    return {**own, "degrees": others}
 
 
 def plan_request(
@@ -154,15 +155,10 @@ def plan_request(
         optimizer=optimizer,
         top_k=top_k,
         memory_limit=None if memory_limit is None else parse_size(memory_limit),
-        dp=pins.get("dp"),
-        tp=pins.get("tp"),
-        pp=pins.get("pp"),
-        cp=pins.get("cp"),
-        ep=pins.get("ep"),
         context_attention=context_attention,
         zero=zero,
-        zero_degree=pins.get("zero", zero_degree),
         precision=precision,
+        **{"zero_degree": zero_degree, **pinning(pins)},
     )
 
 
@@ -188,6 +184,7 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
         pp=request.pp,
         cp=request.cp,
         ep=request.ep,
+        degrees=request.degrees,
         context_attention=request.context_attention,
         context_balance=request.context_balance,
         zero=request.zero,
