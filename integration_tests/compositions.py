@@ -1,39 +1,62 @@
-"""Every pair and triple of parallelisms on small models: what pins ask for it, and how far it is from one device.
+"""Every pair and triple of parallelisms on small models, and some with more: how far three steps are from one device.
 
-    python integration_tests/compositions.py            # all of them, a table; 1 when any is wrong
+    python integration_tests/compositions.py                    # all of them, a line each; 1 when any is wrong
+    python integration_tests/compositions.py "llama tp+" cp     # those whose name contains one of the texts
+    python integration_tests/compositions.py --table            # the same as a table in Markdown
 
-"sp" is sequence parallelism, a way of the tensor axis: it doubles the tensor degree when both are named.
+A refusal is shown as what it is: an error with its reason, before memory is taken; `legal` says where one is due.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from zoo import CASES
+from architectures.float64 import Float64
+from compositions_models import MODELS
 
 import meshwright as mw
-from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel.comparison import NOISE_REACH, apart, magnitude, one_rounding_away
 
 PARALLELISMS = ("tp", "sp", "ep", "cp", "dp", "zero")
 STEPS = 3
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-}
+FLOAT64 = 1e-9
+"""Largest relative difference in float64: Adam makes full steps of what rounding leaves of small gradients."""
+Label = tuple[int, str, str]
+OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = MappingProxyType(
+    {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    }
+)
 
 
 @dataclass(frozen=True)
 class Composition:
-    """Parallelisms together, on one model; `stage` is that of ZeRO, where it takes part."""
+    """Parallelisms together, on one model.
+
+    Attributes:
+        model: a name in MODELS.
+        parts: of PARALLELISMS; "sp" is sequence parallelism, a way of the tensor axis: it doubles the tensor degree
+            when both are named.
+        stage: that of ZeRO, where it takes part.
+        more: further keywords of `mw.plan`.
+    """
 
     model: str
     parts: tuple[str, ...]
     stage: int = 3
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def pins(self) -> dict[str, Any]:
@@ -48,63 +71,205 @@ class Composition:
         }
         if "zero" in parts:
             pins.update(zero=self.stage, zero_degree=2)
-        return pins
+        return {**pins, **self.more}
 
     @property
     def world_size(self) -> int:
         """Ranks it takes."""
         pins = self.pins
-        return int(pins["tp"] * pins["cp"] * pins["ep"] * pins["dp"])
+        others = pins.get("degrees", {}).values()
+        size = pins["tp"] * pins["cp"] * pins["ep"] * pins["dp"]
+        for degree in others:
+            size *= degree
+        return int(size)
 
     @property
     def name(self) -> str:
         """As "llama tp+dp+zero3"."""
         shown = [f"zero{self.stage}" if part == "zero" else part for part in self.parts]
+        shown += [str(value) if key == "precision" else key for key, value in self.more.items()]
         return f"{self.model} {'+'.join(shown)}"
+
+    @property
+    def legal(self) -> bool:
+        """Whether it can be: experts are shared only where there are some."""
+        return "ep" not in self.parts or "mixtral" in self.model
+
+
+MORE = (
+    Composition("gpt2", ("tp", "dp")),
+    Composition("gpt2", ("tp", "zero")),
+    Composition("gpt2", ("tp", "cp")),
+    Composition("phi3", ("tp", "zero"), 1),
+    Composition("llama-tied", ("sp", "zero"), 2),
+    Composition("mixtral", ("ep",), more={"precision": "bf16"}),
+    Composition("mixtral", ("ep", "tp"), more={"precision": "bf16"}),
+    Composition("mixtral", ("ep",), more={"recompute": "full"}),
+    Composition("mixtral", ("ep", "zero"), more={"recompute": "full"}),
+    Composition("llama", ("cp",), more={"recompute": "full"}),
+    Composition("llama", ("cp", "tp"), more={"recompute": "full"}),
+    Composition("llama", ("cp",), more={"context_attention": "ring", "recompute": "full"}),
+)
+"""Fused projections, tied weights, precision and recomputation, with other things."""
 
 
 def compositions(sizes: tuple[int, ...] = (2, 3)) -> Iterator[Composition]:
-    """Every choice of so many parallelisms: a dense model without experts, and one with; ZeRO at every stage in pairs."""
+    """Every choice of so many parallelisms: a dense model, and one with experts; ZeRO at every stage in pairs."""
     for size in sizes:
         for parts in itertools.combinations(PARALLELISMS, size):
-            stages = (1, 2, 3) if "zero" in parts and size == 2 else (3,)
-            for stage in stages:
-                if "ep" not in parts:
-                    yield Composition("llama", parts, stage)
+            for stage in (1, 2, 3) if "zero" in parts and size == 2 else (3,):
+                yield Composition("llama", parts, stage)
                 yield Composition("mixtral", parts, stage)
 
 
-def check(rank: int, world_size: int, composition: Composition, optimizer: str) -> tuple[bool, str]:
-    """(passed, what was seen) on one rank; a refusal is passed on as an error."""
-    case = CASES[composition.model]
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one composition with one optimizer.
+
+    Attributes:
+        kind: "equal", "wrong" or "refused".
+        seen: the worst tensor and how far it is from that of one device, or the reason of a refusal.
+    """
+
+    kind: str
+    seen: str
+
+    def due(self, composition: Composition) -> bool:
+        """Whether that is what should have come."""
+        return self.kind == ("equal" if composition.legal else "refused")
+
+
+def planned(composition: Composition, float64: bool = False) -> ParallelPlan:
+    """The only plan that the pins leave."""
+    make, batch = _made(composition.model, float64)
     torch.manual_seed(0)
-    plan = mw.plan(case.model(), case.batch(), world_size=world_size, **composition.pins)
+    plan = mw.plan(make(), batch, world_size=composition.world_size, **composition.pins)
     assert isinstance(plan, ParallelPlan)
-    report = mw.verify(case.model, case.batch(), plan, steps=STEPS, optimizer=OPTIMIZERS[optimizer])
+    return plan
+
+
+def check(
+    rank: int, world_size: int, model: str, plan: ParallelPlan, optimizer: str, float64: bool
+) -> tuple[Outcome, dict[Label, float]]:
+    """Three steps under `plan` beside one device, on one rank; and what differs too much, by how much."""
+    make, batch = _made(model, float64)
+    with Float64() if float64 else contextlib.nullcontext():
+        report = mw.verify(
+            make,
+            batch,
+            plan,
+            steps=STEPS,
+            optimizer=OPTIMIZERS[optimizer],
+            tolerance=FLOAT64 if float64 else None,
+        )
     (worst,) = report.worst(1)
-    seen = f"{worst.kind} {worst.name} {worst.relative:.1e}" + (f" ({worst.note})" if worst.note else "")
-    return report.ok, seen
+    where = f"{worst.kind} {worst.name} of step {worst.step}" + (f" ({worst.note})" if worst.note else "")
+    wrong = {(c.step, c.kind, c.name): c.relative for c in report.failures}
+    return Outcome("wrong" if wrong else "equal", f"{worst.relative:.1e} {where}"), wrong
 
 
-def main() -> int:
-    """Run all, print one line each."""
-    from meshwright_dtensor.testing import RankPool
+def outcome(pool: RankPool, composition: Composition, optimizer: str, timeout: float = 300.0) -> Outcome:
+    """Plan and run it; a refusal is an outcome, and any other error goes up.
 
+    Where one device is no surer of its own float32 values than the two runs agree, the same run in float64 decides.
+    """
+    ranks, model = composition.world_size, composition.model
+    try:
+        plan = planned(composition)
+        found, wrong = pool.run(ranks, check, model, plan, optimizer, False, timeout=timeout)[0]
+    except (PlanError, UsageError, InfeasibleError) as error:
+        return Outcome("refused", str(error))
+    if not wrong or "precision" in composition.more:
+        return found
+    moves = rounding(model, optimizer)
+    sure = [label for label, relative in wrong.items() if not relative <= NOISE_REACH * moves.get(label, 0.0)]
+    if sure:
+        label = sure[0]
+        seen = f"{wrong[label]:.1e} {label}; rounding moves it by {moves.get(label, 0.0):.1e} on one device"
+        return Outcome("wrong", seen)
+    exact, still = pool.run(
+        ranks, check, model, planned(composition, True), optimizer, True, timeout=timeout
+    )[0]
+    if still:
+        return Outcome("wrong", f"{found.seen}; in float64: {exact.seen}")
+    most = max(moves[label] for label in wrong)
+    return Outcome("equal", f"{found.seen}; one rounding: {most:.1e}; in float64: {exact.seen}")
+
+
+def rounding(model: str, optimizer: str) -> dict[Label, float]:
+    """How far one rounding of the initial weights moves each value of three steps on one device, of its largest."""
+    runs = []
+    for turn in range(4):
+        torch.manual_seed(0)
+        make, batch = _made(model, False)
+        instance = make()
+        parameters = list(instance.parameters())
+        if turn:  # in another order each time, so that each draws other directions
+            one_rounding_away(parameters[turn:] + parameters[:turn])
+        runs.append(_values(instance, batch, OPTIMIZERS[optimizer](parameters)))
+    return {
+        label: max(apart(value, near[label])[0] for near in runs[1:]) / (magnitude(value) or 1.0)
+        for label, value in runs[0].items()
+    }
+
+
+def _values(model: Any, batch: Any, optimizer: torch.optim.Optimizer) -> dict[Label, torch.Tensor]:
+    found: dict[Label, torch.Tensor] = {}
+    for step in range(STEPS):
+        torch.manual_seed(1 + step)
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        found[step, "loss", ""] = loss.detach().clone()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            found[step, "parameter", name] = p.detach().clone()
+            if p.grad is not None:
+                found[step, "gradient", name] = p.grad.clone()
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[step, "state", f"{name}/{key}"] = value.clone()
+    return found
+
+
+def _made(name: str, float64: bool) -> tuple[Callable[[], Any], Any]:
+    case = MODELS[name]
+
+    def make() -> Any:
+        model: Any = case.model().double()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # torch's grouped product knows no float64
+        return model
+
+    return (make if float64 else case.model), case.batch()
+
+
+def main(arguments: list[str]) -> int:
+    """Run those that are asked for, a line each."""
+    table = "--table" in arguments
+    texts = [a for a in arguments if a != "--table"]
+    asked = [c for c in (*compositions(), *MORE) if not texts or any(t in f"{c.name} " for t in texts)]
     bad = 0
     with RankPool() as pool:
-        for composition, optimizer in itertools.product(compositions(), OPTIMIZERS):
+        for composition, optimizer in itertools.product(asked, OPTIMIZERS):
+            if not composition.legal and optimizer != "sgd":
+                continue
+            start = time.monotonic()
             try:
-                results = pool.run(composition.world_size, check, composition, optimizer)
-                passed, seen = min(results)
-            except MeshwrightError as error:
-                passed, seen = False, f"{type(error).__name__}: {error}"
-            bad += not passed
-            print(
-                f"{'ok ' if passed else 'BAD'} {composition.name:32} {optimizer:6} {seen[:150]}", flush=True
-            )
-    print(f"{bad} of them not as on one device" if bad else "all as on one device")
+                found = outcome(pool, composition, optimizer)
+            except Exception as error:  # the others are of interest too, whatever broke
+                found = Outcome("failed", f"{type(error).__name__}: {error}"[:400])
+            bad += not found.due(composition)
+            line = [composition.name, str(composition.world_size), optimizer, found.kind, found.seen]
+            if table:
+                print(f"| {' | '.join(line)} |", flush=True)
+            else:
+                took = f"{time.monotonic() - start:4.0f}s"
+                mark = "ok " if found.due(composition) else "BAD"
+                print(f"{mark} {took} {line[0]:32} {' '.join(line[1:])}"[:400], flush=True)
+    print(f"{bad} of them not as they should be" if bad else "all as they should be", file=sys.stderr)
     return int(bad > 0)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
