@@ -16,7 +16,6 @@ from meshwright_dtensor.testing import RankPool
 STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "tp2": (2, {"tp": 2}),
     "zero3": (2, {"zero": 3, "tp": 1}),
     "dp2-tp2": (4, {"dp": 2, "tp": 2}),
     "sp4": (4, {"tp": 4, "sequence_parallel": True}),
@@ -25,7 +24,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 MIXTURE: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "ep2-tp2": (4, {"dp": 1, "ep": 2, "tp": 2}),
-    "ep2": (2, {"dp": 1, "ep": 2, "tp": 1}),
 }
 
 

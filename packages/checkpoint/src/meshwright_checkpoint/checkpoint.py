@@ -7,8 +7,8 @@ from types import MappingProxyType
 from meshwright_checkpoint.checksum import block_sums
 from meshwright_checkpoint.dtypes import BY_NAME
 from meshwright_checkpoint.errors import CorruptError
-from meshwright_checkpoint.local import LocalPlace
 from meshwright_checkpoint.manifest import Manifest
+from meshwright_checkpoint.places import Place
 from meshwright_checkpoint.reading import Fragment, ReadFile, Source
 
 
@@ -25,7 +25,7 @@ class Checkpoint:
         CorruptError: its manifest is damaged.
     """
 
-    def __init__(self, place: LocalPlace) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
         self.where = place.where
         self.manifest: Manifest = place.manifest()

@@ -20,6 +20,7 @@ from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.datafile import lay_out
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.local import LocalPlace, Writer, sync_directory
+from meshwright_checkpoint.places import place_of_path
 from meshwright_checkpoint.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.reading import Source, Wanted, read
 from meshwright_checkpoint.saving import save
@@ -61,7 +62,7 @@ def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     """The same from a checkpoint, in one process that needs no model. Raises CheckpointError, CorruptError."""
     target = LocalPlace(path).path
     _free(target)
-    with Checkpoint(LocalPlace(source)) as checkpoint:
+    with Checkpoint(place_of_path(source)) as checkpoint:
         convert(checkpoint, target, Ranks())
 
 

@@ -19,8 +19,8 @@ from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.encode import decode
 from meshwright_checkpoint.errors import MismatchError
 from meshwright_checkpoint.holding import Held, held
-from meshwright_checkpoint.local import LocalPlace
 from meshwright_checkpoint.optimizers import OptimizerTargets
+from meshwright_checkpoint.places import DEFAULT, local_path, place_of
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
 from meshwright_checkpoint.state import MODEL, Named, named
@@ -38,6 +38,7 @@ def load(
     only: str | Sequence[str] | None = None,
     cast: bool = False,
     random: bool = True,
+    backend: str = DEFAULT,
 ) -> Any:
     """Load a checkpoint in place (a collective call). Saved and present layouts, plans and numbers of ranks may differ.
 
@@ -48,7 +49,8 @@ def load(
         strict: names that only the model or only the checkpoint has are an error. Other shapes always are.
         only: load the tensors of the model whose names match (one of) these patterns, "decoder.*"; the rest is left as it is.
         cast: let a tensor of another dtype be converted to the model's; without it that is an error.
-        random: set the random streams as they were saved.
+        random: set the random streams as they were saved, unless only a part is loaded.
+        backend: name of a checkpoint backend; `meshwright plugins` lists them.
 
     Returns:
         What was saved as `extra`; None from a directory of `from_pretrained`.
@@ -61,7 +63,7 @@ def load(
     ranks = Ranks()
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     inner = unwrapped(model)
-    store = ranks.together(lambda: _open(path, inner))
+    store = ranks.together(lambda: _open(path, inner, backend))
     with store:
         checkpoint = store if isinstance(store, Checkpoint) else None
         if checkpoint is None and optimizer is not None:
@@ -82,7 +84,7 @@ def load(
             if states is not None:
                 states.install()
             _set_extra_states(inner, checkpoint, names, patterns)
-            if random:
+            if random and patterns is None:
                 _restore_random(checkpoint, ranks)
             keys = [key for key in checkpoint.tensors if key.startswith("extra/")]
             held_back = read_whole(checkpoint, keys)
@@ -91,9 +93,12 @@ def load(
         return ranks.together(fill)
 
 
-def _open(path: str | os.PathLike[str], model: nn.Module) -> Checkpoint | Pretrained:
-    place = LocalPlace(path)
-    return Pretrained(place.path, model) if is_pretrained(place.path) else Checkpoint(place)
+def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Checkpoint | Pretrained:
+    place = place_of(path, backend)
+    directory = local_path(place)
+    if directory is not None and is_pretrained(directory):
+        return Pretrained(directory, model)
+    return Checkpoint(place)
 
 
 @dataclass

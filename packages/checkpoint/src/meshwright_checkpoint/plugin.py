@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright_dtensor.plugins import CommandSpec, hookimpl
+from meshwright_dtensor.plugins import BackendSpec, CommandSpec, hookimpl
 
 
 @hookimpl
@@ -14,4 +14,14 @@ def meshwright_commands() -> Iterator[CommandSpec]:
         name="checkpoint",
         target="meshwright_checkpoint.commands:command",
         summary="inspect, verify, compare, export and rewrite checkpoints",
+    )
+
+
+@hookimpl
+def meshwright_checkpoint_backends() -> Iterator[BackendSpec]:
+    """Where checkpoints are kept."""
+    yield BackendSpec(
+        name="safetensors",
+        target="meshwright_checkpoint.places:place_of_path",
+        summary="safetensors and a manifest, in a directory or at a URL that fsspec knows",
     )

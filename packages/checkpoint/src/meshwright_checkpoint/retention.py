@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.local import LocalPlace
 from meshwright_checkpoint.manifest import Manifest
+from meshwright_checkpoint.places import Place, place_of_path
 from meshwright_dtensor.errors import UsageError
 
 
-def whole(place: LocalPlace) -> Manifest | None:
+def whole(place: Place) -> Manifest | None:
     """The manifest of a checkpoint whose files are all there in full length; None where it is not whole."""
     try:
         manifest = place.manifest()
@@ -22,7 +22,7 @@ def whole(place: LocalPlace) -> Manifest | None:
 
 def checkpoints(path: str | os.PathLike[str]) -> list[str]:
     """The whole checkpoints in the directory `path`, oldest first: by step, then by time of creation."""
-    return [place.where for place, _ in _sorted(LocalPlace(path))]
+    return [place.where for place, _ in _sorted(place_of_path(path))]
 
 
 def latest(path: str | os.PathLike[str]) -> str | None:
@@ -34,7 +34,7 @@ def latest(path: str | os.PathLike[str]) -> str | None:
     return found[-1] if found else None
 
 
-def _sorted(parent: LocalPlace) -> list[tuple[LocalPlace, Manifest]]:
+def _sorted(parent: Place) -> list[tuple[Place, Manifest]]:
     found = [(place, manifest) for place in parent.inside() if (manifest := whole(place)) is not None]
     return sorted(
         found, key=lambda pair: (-1 if pair[1].step is None else pair[1].step, pair[1].created, pair[0].name)
@@ -62,7 +62,7 @@ class Retention:
             )
         return cls(keep_last, keep_every)
 
-    def apply(self, saved: LocalPlace) -> None:
+    def apply(self, saved: Place) -> None:
         """Remove what is not to be kept beside `saved`, which is committed. Checkpoints without a step are left alone."""
         if self.keep_last is None:
             return
@@ -73,5 +73,5 @@ class Retention:
                 and manifest.step is not None
                 and manifest.step % self.keep_every == 0
             )
-            if not kept and place.path != saved.path:
+            if not kept and place.where != saved.where:
                 place.remove(manifest.id)

@@ -16,8 +16,8 @@ from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.checksum import BLOCK, block_sums
 from meshwright_checkpoint.datafile import Body, lay_out
 from meshwright_checkpoint.dtypes import dtype_name
-from meshwright_checkpoint.local import LocalPlace
 from meshwright_checkpoint.manifest import Manifest
+from meshwright_checkpoint.places import Place
 from meshwright_checkpoint.reading import Source, Wanted, read
 from meshwright_checkpoint.shares import Catalogued, share
 from meshwright_checkpoint.state import MODEL, OPTIMIZER
@@ -28,7 +28,7 @@ from meshwright_dtensor.regions import region_boxes, region_of
 
 def rewrite(
     checkpoint: Checkpoint,
-    place: LocalPlace,
+    place: Place,
     ranks: int,
     plan: ParallelPlan | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -105,7 +105,7 @@ def _catalogued(key: str, source: Source, ranks: int, plan: ParallelPlan | None)
 
 
 def _write(
-    checkpoint: Checkpoint, place: LocalPlace, name: str, body: Body, progress: Callable[[int], None]
+    checkpoint: Checkpoint, place: Place, name: str, body: Body, progress: Callable[[int], None]
 ) -> list[str]:
     """One file; the checksums of its pieces."""
     writer = place.writer(name)

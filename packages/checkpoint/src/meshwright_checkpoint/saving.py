@@ -19,7 +19,7 @@ from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.datafile import lay_out
 from meshwright_checkpoint.dtypes import dtype_name
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.local import LocalPlace
+from meshwright_checkpoint.places import DEFAULT, Place, place_of
 from meshwright_checkpoint.retention import Retention
 from meshwright_checkpoint.shares import Catalogued, Piece, share
 from meshwright_checkpoint.snapshot import Snapshots
@@ -40,11 +40,12 @@ def save(
     step: int | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    backend: str = DEFAULT,
 ) -> SaveHandle:
     """Save a checkpoint (a collective call). It appears at `path` whole, or not at all.
 
     Args:
-        path: a directory that does not exist yet, such as "run/step-100"; every rank sees it.
+        path: a directory that does not exist yet, such as "run/step-100", or a URL of fsspec; every rank sees it.
         model: any module of plain tensors and DTensors; a plain tensor counts as equal on all ranks that have it.
         optimizer: over parameters of `model`; its states are stored by parameter name.
         extra: numbers, text, lists, tuples, dicts and plain tensors, such as the state_dict() of a scheduler, a grad scaler
@@ -54,6 +55,7 @@ def save(
         step: number of the training step; by default the number that `path` ends in, if any.
         keep_last: after this one is safe, remove all but the last so many checkpoints (by step) beside it.
         keep_every: ... except those whose step is a multiple of this.
+        backend: name of a checkpoint backend; `meshwright plugins` lists them.
 
     Returns:
         A handle; `handle.wait()` returns once the checkpoint is committed, and raises if it failed.
@@ -63,7 +65,7 @@ def save(
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     retention = Retention.of(keep_last, keep_every)
-    place = LocalPlace(path)
+    place = place_of(path, backend)
     if step is None:
         found = re.search(r"(\d{1,18})$", place.name)
         step = int(found[1]) if found else None
@@ -83,7 +85,7 @@ class Saver:
 
     def save(
         self,
-        place: LocalPlace,
+        place: Place,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Any,

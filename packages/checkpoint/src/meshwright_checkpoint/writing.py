@@ -20,20 +20,21 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.checksum import block_sums
 from meshwright_checkpoint.datafile import Body
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.local import LocalPlace
 from meshwright_checkpoint.manifest import Manifest
+from meshwright_checkpoint.places import Place
 from meshwright_checkpoint.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
 
 CHUNK = 16 << 20
 POLL = 0.02
+GIVEN_UP = "rank 0 gave it up, or died; nothing was committed"
 
 
 @dataclass
 class Job:
     """One save of one rank. `about`, `kinds`, `body` and `data` are filled in before the thread starts."""
 
-    place: LocalPlace
+    place: Place
     save_id: str
     rank: int
     ranks: int
@@ -91,7 +92,8 @@ class SaveHandle:
             else:
                 _follow(job)
         except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            self._error = error
+            gone = isinstance(error, FileNotFoundError) and job.rank  # rank 0 has removed what was written
+            self._error = CheckpointError(GIVEN_UP) if gone else error
             with suppress(OSError):  # best effort: rank 0 also sees that this rank has let go without a note
                 job.place.mark(job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         finally:
@@ -158,7 +160,7 @@ def _follow(job: Job) -> None:
         time.sleep(POLL)
         outcome = job.place.outcome(job.save_id)
     if not outcome:
-        raise CheckpointError("rank 0 gave it up, or died; nothing was committed")
+        raise CheckpointError(GIVEN_UP)
 
 
 def _let_go(job: Job) -> None:

@@ -22,15 +22,15 @@ _PATH = click.Path(path_type=Path)
 
 
 @command.command("inspect")
-@click.argument("path", type=_PATH)
+@click.argument("path")
 @click.option("--tensor", default=None, help="Draw which file holds which part of this tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: Path, tensor: str | None, as_json: bool) -> None:
+def inspect(path: str, tensor: str | None, as_json: bool) -> None:
     """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
-    from meshwright_checkpoint.local import LocalPlace
+    from meshwright_checkpoint.places import place_of_path
     from meshwright_dtensor.errors import UsageError
 
-    manifest = LocalPlace(path).manifest()
+    manifest = place_of_path(path).manifest()
     if tensor is not None:
         key = next((k for k in (tensor, f"model/{tensor}") if k in manifest.tensors), None)
         if key is None:
@@ -49,15 +49,15 @@ def inspect(path: Path, tensor: str | None, as_json: bool) -> None:
 
 
 @command.command("verify")
-@click.argument("path", type=_PATH)
+@click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(path: Path, as_json: bool) -> int:
+def verify(path: str, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit code 4 where something is damaged."""
     from meshwright_checkpoint.checking import verify as check
     from meshwright_checkpoint.checkpoint import Checkpoint
-    from meshwright_checkpoint.local import LocalPlace
+    from meshwright_checkpoint.places import place_of_path
 
-    with Checkpoint(LocalPlace(path)) as checkpoint:
+    with Checkpoint(place_of_path(path)) as checkpoint:
         total = sum(file.nbytes for file in checkpoint.manifest.files)
         with _progress("verify", total) as told:
             problems = check(checkpoint, told)
@@ -72,16 +72,16 @@ def verify(path: Path, as_json: bool) -> int:
 
 
 @command.command("diff")
-@click.argument("a", type=_PATH)
-@click.argument("b", type=_PATH)
+@click.argument("a")
+@click.argument("b")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def diff(a: Path, b: Path, as_json: bool) -> None:
+def diff(a: str, b: str, as_json: bool) -> None:
     """Say what differs between two checkpoints, whatever their layouts; values are compared bit for bit."""
     from meshwright_checkpoint.checking import compare
     from meshwright_checkpoint.checkpoint import Checkpoint
-    from meshwright_checkpoint.local import LocalPlace
+    from meshwright_checkpoint.places import place_of_path
 
-    with Checkpoint(LocalPlace(a)) as one, Checkpoint(LocalPlace(b)) as other:
+    with Checkpoint(place_of_path(a)) as one, Checkpoint(place_of_path(b)) as other:
         found = compare(one, other)
     if as_json:
         click.echo(json.dumps([difference.to_dict() for difference in found]))
@@ -91,10 +91,10 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
 
 
 @command.command("export")
-@click.argument("path", type=_PATH)
+@click.argument("path")
 @click.argument("target", type=_PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def export(path: Path, target: Path, as_json: bool) -> None:
+def export(path: str, target: Path, as_json: bool) -> None:
     """Write the model of a checkpoint as a directory that transformers' from_pretrained reads."""
     from meshwright_checkpoint.exporting import export_checkpoint
 
@@ -106,18 +106,18 @@ def export(path: Path, target: Path, as_json: bool) -> None:
 
 
 @command.command("reshard")
-@click.argument("path", type=_PATH)
-@click.argument("target", type=_PATH)
+@click.argument("path")
+@click.argument("target")
 @click.option("--ranks", type=click.IntRange(1, 1 << 20), default=None, help="How many ranks will read it.")
 @click.option("--plan", "plan_file", type=_PATH, default=None, help="The plan of those ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def reshard(path: Path, target: Path, ranks: int | None, plan_file: Path | None, as_json: bool) -> None:
+def reshard(path: str, target: str, ranks: int | None, plan_file: Path | None, as_json: bool) -> None:
     """Write a checkpoint anew for other ranks, so that each finds its part in one place.
 
     Loading never needs this: any layout reads any checkpoint. It makes later loads faster.
     """
     from meshwright_checkpoint.checkpoint import Checkpoint
-    from meshwright_checkpoint.local import LocalPlace
+    from meshwright_checkpoint.places import place_of_path
     from meshwright_checkpoint.rewriting import rewrite
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.plan import ParallelPlan
@@ -126,10 +126,10 @@ def reshard(path: Path, target: Path, ranks: int | None, plan_file: Path | None,
     if (ranks is None) == (plan is None):
         raise UsageError("reshard needs to know for whom: give either --ranks or --plan")
     count = plan.world_size if plan is not None else ranks or 1
-    with Checkpoint(LocalPlace(path)) as checkpoint:
+    with Checkpoint(place_of_path(path)) as checkpoint:
         total = sum(one.nbytes for one in checkpoint.manifest.tensors.values())
         with _progress("reshard", total) as told:
-            rewrite(checkpoint, LocalPlace(target), count, plan, told)
+            rewrite(checkpoint, place_of_path(target), count, plan, told)
     click.echo(json.dumps({"path": str(target), "ranks": count}) if as_json else f"{target}: {count} files")
 
 

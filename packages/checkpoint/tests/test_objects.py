@@ -1,0 +1,90 @@
+"""Object stores by fsspec: in memory, and in a directory with real ranks; and backends by hook."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from models import adam, build, differences, everything, train
+
+from meshwright_checkpoint import CheckpointError, CorruptError, checkpoints, latest, load, objects, save
+from meshwright_checkpoint.places import place_of
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.testing import RankPool
+
+
+@pytest.fixture
+def store() -> Any:
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.rm("/run", recursive=True) if fs.exists("/run") else None
+
+
+def test_in_memory(store: Any) -> None:
+    model = build("plain")
+    optimizer = adam(model)
+    train(model, optimizer)
+    for step in (1, 2, 3):
+        save(f"memory://run/step-{step}", model=model, optimizer=optimizer, keep_last=2).wait()
+    assert [Path(p).name for p in checkpoints("memory://run")] == ["step-2", "step-3"]
+    found = latest("memory://run")
+    assert found is not None and sorted(Path(p).name for p in store.ls("/run/step-3", detail=False)) == [
+        "data-00000.safetensors",
+        "manifest.json",
+    ]
+    other = build("plain", 1)
+    its = adam(other)
+    load(found, model=other, optimizer=its)
+    assert not differences(everything(model, optimizer), everything(other, its))
+    with pytest.raises(CheckpointError, match="exists already"):
+        save(found, model=model)
+    data = bytearray(store.cat_file("/run/step-3/data-00000.safetensors"))
+    data[-9] ^= 1
+    store.pipe_file("/run/step-3/data-00000.safetensors", bytes(data))
+    with pytest.raises(CorruptError, match="damaged"):
+        load(found, model=other, optimizer=its)
+    store.pipe_file("/run/step-3/data-00000.safetensors", bytes(data[:-9]))
+    assert latest("memory://run") == "memory:///run/step-2"
+
+
+def test_leases_in_memory(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("plain")
+    lease = {"time": time.time(), "by": "another"}
+    store.pipe_file("/run/x/.saving-lock", json.dumps(lease).encode())
+    store.pipe_file("/run/x/data-00000.safetensors", b"half")
+    with pytest.raises(CheckpointError, match="another job is saving"):
+        save("memory://run/x", model=model)
+    assert latest("memory://run") is None
+    monkeypatch.setattr(objects, "LEASE", 0.0)  # it has died
+    assert objects.beats(store, "/run/x/.saving-lock") is None
+    monkeypatch.setattr(objects, "LEASE", 60.0)
+    store.pipe_file("/run/x/.saving-lock", json.dumps({**lease, "time": time.time() - 61}).encode())
+    save("memory://run/x", model=model, asynchronous=False)
+    load("memory://run/x", model=model)
+
+
+def saved(rank: int, size: int, url: str) -> dict[str, Any]:
+    model = build("fsdp")
+    optimizer = adam(model)
+    train(model, optimizer)
+    save(url, model=model, optimizer=optimizer, asynchronous=False)
+    return everything(model, optimizer)
+
+
+def test_ranks_share_a_store(rank_pool: RankPool, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/x"
+    value = rank_pool.run(2, saved, url)[0]
+    model = build("plain", 1)
+    optimizer = adam(model)
+    load(url, model=model, optimizer=optimizer)
+    assert not differences(value, everything(model, optimizer))
+    assert len(list((tmp_path / "x").iterdir())) == 3
+
+
+def test_backends_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="nothing"):
+        place_of(tmp_path, "nothing")

@@ -1,0 +1,69 @@
+"""Real ranks, one of which fails or dies in the middle of a save: all others are told, nothing is committed, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build
+
+from meshwright_checkpoint import CheckpointError, latest, local, save
+from meshwright_dtensor.testing import RankError, RankPool
+
+
+def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) -> list[str]:
+    """What the handle and the next save say, after a save during which one rank fails or dies while it writes."""
+    model = build("fsdp")
+    save(f"{folder}/step-1", model=model, asynchronous=False)
+    write = local.Writer.write
+
+    def fail(self: Any, data: Any) -> None:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(5, "Input/output error")
+
+    if rank == failing_rank:
+        local.Writer.write = fail  # type: ignore[method-assign]
+    try:
+        handle = save(f"{folder}/step-2", model=model)
+        said = []
+        try:
+            handle.wait(60)
+        except CheckpointError as error:
+            said.append(str(error))
+        if dies:
+            Path(folder, f"told-{rank}").write_text(said[0])
+            return said
+        try:
+            save(f"{folder}/step-3", model=model)
+        except CheckpointError as error:
+            said.append(str(error))
+    finally:
+        local.Writer.write = write  # type: ignore[method-assign]
+    save(f"{folder}/step-3", model=model, asynchronous=False)
+    return said
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_write_error_on_one_rank(failing_rank: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    for said in rank_pool.run(2, failing, str(tmp_path), failing_rank, False):
+        assert len(said) == 2 and "the save before this one failed" in said[1]
+        assert "Input/output error" in said[0] or "rank 0 gave it up" in said[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_rank_is_killed(killed: int, tmp_path: Path) -> None:
+    with RankPool(grace=20.0) as pool, pytest.raises(RankError, match="SIGKILL"):
+        pool.run(2, failing, str(tmp_path), killed, True)
+    said = (tmp_path / f"told-{1 - killed}").read_text()
+    assert "rank 1 died" in said or "rank 0 gave it up, or died" in said
+    assert latest(tmp_path) == str(tmp_path / "step-1")
+    save(
+        tmp_path / "step-2", model=torch.nn.Linear(2, 2), asynchronous=False
+    )  # the lock has gone with its holder
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
