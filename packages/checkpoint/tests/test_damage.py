@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Bomb:
         return (os.mkdir, (BOMB,))
 
 
-BOMB = "/tmp/meshwright-checkpoint-test-bomb"
+BOMB = os.path.join(tempfile.gettempdir(), f"meshwright-test-bomb-{os.getpid()}")
 
 
 def test_a_pickle_is_never_opened(saved: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,26 @@ def written(rank: int, size: int, path: str) -> list[int]:
     )
     save(path, model=model, asynchronous=False)
     return sorted(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
+def streams(rank: int, size: int, path: str, private: bool, loads: bool) -> list[float]:
+    """Save, or load, and draw from torch and from Python."""
+    model = torch.nn.Linear(2, 2)
+    torch.manual_seed(99 if loads else rank if private else 5)
+    random.seed(rank)
+    if loads:
+        with warnings.catch_warnings(record=True) as caught:
+            load(path, model=model)
+        assert len(caught) == (private and size == 1)
+    else:
+        save(path, model=model, asynchronous=False)
+    return [float(torch.rand(())), random.random()]
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_random_streams(private: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    drawn = rank_pool.run(2, streams, path, private, False)
+    assert rank_pool.run(2, streams, path, private, True) == drawn
+    alone = rank_pool.run(1, streams, path, private, True)[0]
+    assert (alone[0] == drawn[0][0]) == (not private)

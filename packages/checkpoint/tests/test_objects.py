@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from models import adam, build, differences, everything, train
 
 from meshwright_checkpoint import CheckpointError, CorruptError, checkpoints, latest, load, objects, save
-from meshwright_checkpoint.places import place_of
+from meshwright_dtensor import plugins
 from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.testing import RankPool
 
 
@@ -85,6 +87,13 @@ def test_ranks_share_a_store(rank_pool: RankPool, tmp_path: Path) -> None:
     assert len(list((tmp_path / "x").iterdir())) == 3
 
 
-def test_backends_by_name(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="nothing"):
-        place_of(tmp_path, "nothing")
+def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint(name="acme", value="backend_plugin", group="meshwright")
+    host = PluginHost.build([point], ())
+    monkeypatch.setattr(plugins, "discover", lambda: host)
+    model = build("plain")
+    save(tmp_path / "x", model=model, backend="acme", asynchronous=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["x-of-acme"]
+    load(tmp_path / "x", model=model, backend="acme")
+    with pytest.raises(PluginError, match="did you mean 'acme'"):
+        load(tmp_path / "x", model=model, backend="acne")

@@ -225,14 +225,17 @@ def _restore_random(checkpoint: Checkpoint, ranks: Ranks) -> None:
     info = checkpoint.manifest.rng
     if info is None:
         return
-    if info.ranks not in (1, ranks.size):
-        if ranks.rank == 0:
-            warnings.warn(
-                f"the random streams of {checkpoint.where} differ between its {info.ranks} ranks and this run has {ranks.size}: "
-                "they are left as they are; seed them, or give random=False",
-                stacklevel=4,
-            )
-        return
-    prefix = f"rng/{0 if info.ranks == 1 else ranks.rank}/"
-    keys = [prefix + stream for stream in info.streams if prefix + stream in checkpoint.tensors]
-    rng.restore({key.removeprefix(prefix): value for key, value in read_whole(checkpoint, keys).items()})
+    differing = [s for s, count in info.streams.items() if count not in (1, ranks.size)]
+    if any(stream.startswith("torch") for stream in differing) and ranks.rank == 0:
+        warnings.warn(
+            f"the random streams {', '.join(differing)} of {checkpoint.where} differ between its ranks, of which this run has "
+            f"{ranks.size}: they are left as they are; seed them, or give random=False",
+            stacklevel=4,
+        )
+    keys = {}
+    for stream, count in info.streams.items():
+        key = f"rng/{0 if count == 1 else ranks.rank}/{stream}"
+        if stream not in differing and key in checkpoint.tensors:
+            keys[stream] = key
+    found = read_whole(checkpoint, list(keys.values()))
+    rng.restore({stream: found[key] for stream, key in keys.items()})

@@ -95,10 +95,9 @@ class OptimizerInfo(_Model):
 
 
 class RandomInfo(_Model):
-    """Random streams, kept as tensors rng/<rank>/<stream>; `ranks` is 1 where every rank had the same."""
+    """Random streams, kept as tensors rng/<rank>/<stream>; on how many ranks they differ, 1 where every rank had the same."""
 
-    ranks: Annotated[StrictInt, Field(ge=1, le=1 << 20)]
-    streams: tuple[StrictStr, ...]
+    streams: dict[StrictStr, Annotated[StrictInt, Field(ge=1, le=1 << 20)]]
 
 
 class Manifest(_Model):

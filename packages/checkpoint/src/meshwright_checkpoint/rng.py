@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -33,13 +33,15 @@ def state() -> dict[str, torch.Tensor]:
     return streams
 
 
-def digest() -> str:
-    """Equal on ranks whose streams are."""
-    found = hashlib.sha256()
-    for name, value in state().items():
-        found.update(name.encode())
-        found.update(value.contiguous().numpy().tobytes())
-    return found.hexdigest()
+def digests() -> dict[str, str]:
+    """Stream -> what is equal on ranks where the stream is."""
+    return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in state().items()}
+
+
+def shared(digests_of_ranks: Sequence[Mapping[str, str]]) -> set[str]:
+    """The streams that are the same on all ranks."""
+    first, *others = digests_of_ranks
+    return {name for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def restore(streams: Mapping[str, torch.Tensor]) -> None:

@@ -95,12 +95,12 @@ class Saver:
         """Copy, start writing, return the handle. See `save`."""
         ranks = Ranks()
         ranks.together(self._settle)
-        told = ranks.gather({"path": place.where, "rng": rng.digest(), "id": uuid.uuid4().hex})
+        told = ranks.gather({"path": place.where, "rng": rng.digests(), "id": uuid.uuid4().hex})
         paths = sorted({one["path"] for one in told})
         if len(paths) > 1:
             raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
-        save_id, same_rng = told[0]["id"], len({one["rng"] for one in told}) == 1
-        collected = ranks.together(lambda: collect(model, optimizer, extra, ranks.rank, ranks.size, same_rng))
+        save_id, shared = told[0]["id"], rng.shared([one["rng"] for one in told])
+        collected = ranks.together(lambda: collect(model, optimizer, extra, ranks.rank, ranks.size, shared))
         catalog = _catalog(collected)
         shares, kinds = self._shares(ranks, catalog)
         job = Job(place, save_id, ranks.rank, ranks.size, step, retention)

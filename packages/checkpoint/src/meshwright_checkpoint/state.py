@@ -82,9 +82,9 @@ def collect(
     extra: Any,
     rank: int,
     ranks: int,
-    same_rng: bool,
+    shared: set[str],
 ) -> Collected:
-    """Everything that `save` saves. `same_rng`: all ranks' random streams are equal, and rank 0 brings them."""
+    """Everything that `save` saves. `shared`: random streams that are the same on all ranks; rank 0 brings those."""
     collected = Collected()
     inner = unwrapped(model)
     names = named(inner)
@@ -101,13 +101,12 @@ def collect(
             "extra_state": {name: encode(value, putting, name) for name, value in names.extra_state.items()},
         },
         "optimizer": None if optimizer is None else _optimizer(optimizer, names, collected),
-        "rng": {"ranks": 1 if same_rng else ranks, "streams": []},
+        "rng": {"streams": {}},
     }
-    if rank == 0 or not same_rng:
-        streams = rng.state()
-        for name, state in streams.items():
+    for name, state in rng.state().items():
+        if rank == 0 or name not in shared:
             collected.put(f"rng/{rank}/{name}", state)
-        collected.about["rng"]["streams"] = list(streams)
+            collected.about["rng"]["streams"][name] = 1 if name in shared else ranks
     if rank == 0:
         collected.about["extra"] = encode(extra, _putter(collected, EXTRA), "extra")
     return collected

@@ -180,10 +180,7 @@ def _manifest(job: Job, notes: list[Any]) -> Manifest:
             tensors[key]["parts"].append({"box": box, "file": rank, "offset": offset, "sums": sums})
     about = dict(job.about)
     about["optimizer"] = _merged([note["optimizer"] for note in notes])
-    about["rng"] = {
-        "ranks": about["rng"]["ranks"],
-        "streams": sorted({s for n in notes for s in n["streams"]}),
-    }
+    about["rng"] = {"streams": {name: count for note in notes for name, count in note["streams"].items()}}
     data = {
         "id": job.save_id,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
