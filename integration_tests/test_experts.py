@@ -15,7 +15,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.commlog import communication
-from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel.comparison import compare, one_rounding_away
 
@@ -249,6 +249,8 @@ def test_three_steps_of_mixtral(rank_pool: RankPool) -> None:
 def test_degrees_that_cannot_be() -> None:
     with pytest.raises(PlanError, match="8 experts do not divide by 3"):
         mw.plan(make("mixtral"), batch(3), world_size=3, ep=3)
+    with pytest.raises(UsageError, match="no combination of degrees multiplies to world_size 4"):
+        mw.plan(make("mixtral"), batch(2), world_size=4, dp=2, ep=2)
     from zoo import causal, llama
 
     with pytest.raises(PlanError, match="no module of experts"):

@@ -45,13 +45,13 @@ def differences(got: nn.Module, want: nn.Module, what: str, limit: float = 1e-5)
 def steps(
     rank: int, world_size: int, kind: str, degrees: dict[str, int], same: bool = False, top: int = 2
 ) -> dict[str, Any]:
-    """Three AdamW steps with clipping, of even and odd batches, beside one device."""
+    """Four AdamW steps with clipping, of batches that divide over all axes, some of them or none, beside one device."""
     single = mixture(KINDS[kind], top)
     model = copy.deepcopy(single)
     parallelize(model, plan_for(model, degrees))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
     wrong: Problems = []
-    for step, rows in enumerate((4, 3, 8)):
+    for step, rows in enumerate((4, 3, 6, 8)):
         batch = tokens(rows, seed=step, same=same)
         with communication() as log:
             loss = model(**batch).loss

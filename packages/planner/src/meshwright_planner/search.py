@@ -156,7 +156,7 @@ class Search:
         data = degrees.get("dp", 1) * degrees.get(SHARED, 1)
         if self.setting.data not in (None, data):
             return False
-        return degrees.get(SHARED, 1) == 1 or self.setting.batch.size % self._batch_factor(degrees) == 0
+        return self.setting.batch.size % self._batch_factor(degrees) == 0
 
     def _sequence_divides(self, degrees: Mapping[str, int]) -> bool:
         """Whether a searched axis can split the sequence between blocks, where that is asked for."""

@@ -88,7 +88,8 @@ class Dispatch:
         own = space.axes.index(self.axis)
         states = self._row_states(space, tokens._layout, own)
         x, chosen, weight = (local_in(t, states) for t in (tokens, assignment, weights))
-        start, length = 0, x.shape[0]
+        whole = length = x.shape[0]
+        start = 0
         if states[own] == "X":  # every rank has all the rows: each speaks for its part of them
             step = -(-length // space.sizes[own])
             start = min(space.coords[own] * step, length)
@@ -100,7 +101,7 @@ class Dispatch:
             route, space.coords[own], x, rows, states, _Call(bound, chosen, weight.ndim, ndim)
         )
         if states[own] == "X":
-            out = nn.functional.pad(out, (0, 0, start, tokens.shape[0] - start - length))
+            out = nn.functional.pad(out, (0, 0, start, whole - start - length))
         left: States = tuple(s if is_shard(s) else "P" if s == "X" else "I" for s in states)
         return wrap(out, space.layout(left, tokens.shape, out.dtype))
 
