@@ -186,6 +186,7 @@ def check(plan: ParallelPlan, world_size: int | None, axes: tuple[str, ...] | No
         rule = f"it speaks of the axis 'cp', and the axes of the plan are {listing(plan.degrees)}"
         raise PlanError("context", plan.context.attention, f"{rule}; add cp to degrees or remove the field")
     _check_experts(plan)
+    _check_pipeline(plan)
     for index, collective in enumerate(plan.collectives):
         for axis in collective.axis.split("+"):
             _known_axis(plan, f"collectives[{index}].axis", axis)
@@ -256,6 +257,28 @@ def _check_experts(plan: ParallelPlan) -> None:
         if named != (rule.count if rule.kind == "container" else 0) or named != len(rule.children):
             text = f"a container of {rule.count} experts names each of them once, any other kind names none"
             raise PlanError(f"experts[{index}].children", list(rule.children), text)
+
+
+def _check_pipeline(plan: ParallelPlan) -> None:
+    pipeline, degree = plan.pipeline, plan.degree("pp")
+    if pipeline is None:
+        if degree > 1:
+            rule = (
+                f"the {degree} ranks of pp need stages: give the field pipeline, or leave pp out of degrees"
+            )
+            raise PlanError("pipeline", None, rule)
+        return
+    if "pp" not in plan.degrees:
+        rule = f"it speaks of the axis 'pp', and the axes of the plan are {listing(plan.degrees)}"
+        raise PlanError("pipeline", pipeline.schedule, f"{rule}; add pp to degrees or remove the field")
+    count = len(pipeline.stages)
+    if count == 0 or count % degree:
+        rule = f"each of the {degree} ranks of pp has equally many stages, at least one"
+        nearest = max(1, round(count / degree)) * degree
+        raise PlanError("pipeline.stages", f"{count} stages", rule, f"{nearest} stages")
+    for index, stage in enumerate(pipeline.stages):
+        if not stage:
+            raise PlanError(f"pipeline.stages[{index}]", [], "a stage needs at least one module")
 
 
 def _nearest_degrees(degrees: dict[str, int], world_size: int) -> str:

@@ -44,6 +44,7 @@ def explain(plan: ParallelPlan, width: int = 110) -> str:
         )
     for recomputed in plan.recompute:
         console.print(Text(f"  recomputed: {recomputed.pattern} ({recomputed.policy})"))
+    _pipeline(plan, console)
     _parameters(plan, console)
     _activations(plan, console)
     _experts(plan, console)
@@ -111,6 +112,36 @@ def _experts(plan: ParallelPlan, console: Console) -> None:
             Text(rule.module), Text(str(rule.count)), Text(each), Text(rule.kind), Text(rule.assignment)
         )
     console.print(table)
+
+
+def _pipeline(plan: ParallelPlan, console: Console) -> None:
+    rule = plan.pipeline
+    if rule is None:
+        return
+    title = f"pipeline: {len(rule.stages)} stages, {rule.microbatches} microbatches a step, schedule {rule.schedule}"
+    table = _table(console, title, ["stage", "modules"])
+    for index, stage in enumerate(rule.stages):
+        table.add_row(Text(str(index)), Text(", ".join(_runs(stage))))
+    if rule.shared:
+        table.add_row(Text("all"), Text(", ".join(rule.shared)))
+    console.print(table)
+
+
+def _runs(names: Iterable[str]) -> list[str]:
+    """Names with neighbours that differ in their last number drawn together: "layers.0-3"."""
+    runs: list[tuple[str, int | None, int]] = []
+    for name in names:
+        head, _, last = name.rpartition(".")
+        number = int(last) if last.isdecimal() else None
+        if number is not None and runs and runs[-1][0] == head and runs[-1][1] is not None:
+            if runs[-1][2] + 1 == number:
+                runs[-1] = (head, runs[-1][1], number)
+                continue
+        runs.append((name if number is None else head, number, number or 0))
+    return [
+        head if first is None else f"{head}.{first}" if first == last else f"{head}.{first}-{last}"
+        for head, first, last in runs
+    ]
 
 
 def _states(values: Iterable[Mapping[str, str] | None]) -> str:

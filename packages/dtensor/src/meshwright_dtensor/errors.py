@@ -57,6 +57,27 @@ class UnsupportedError(MeshwrightError):
     """The operation is not supported here, and raising is the only answer that is not silently wrong."""
 
 
+class StageError(MeshwrightError):
+    """A stage of a pipeline failed. Raised on every rank; on the rank of the stage, the error itself is its cause.
+
+    Attributes: `stage`, `microbatch`, `action` ("forward" or "backward"), `rank` (of the run) and `reason`.
+    """
+
+    def __init__(self, stage: int, microbatch: int, action: str, rank: int, reason: str) -> None:
+        self.stage, self.microbatch, self.action, self.rank, self.reason = (
+            stage,
+            microbatch,
+            action,
+            rank,
+            reason,
+        )
+        text = f"stage {stage} failed in the {action} of microbatch {microbatch}, on rank {rank}: {reason}"
+        super().__init__(_one_line(text))
+
+    def __reduce__(self) -> tuple[type[StageError], tuple[int, int, str, int, str]]:
+        return type(self), (self.stage, self.microbatch, self.action, self.rank, self.reason)
+
+
 def _short(value: object, limit: int = 120) -> str:
     """`ascii(value)`, cut to `limit` characters. ascii, so that a lone surrogate can still be printed."""
     try:

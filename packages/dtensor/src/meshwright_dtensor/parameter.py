@@ -42,6 +42,7 @@ from meshwright_dtensor.permuted import (
 from meshwright_dtensor.regions import take
 from meshwright_dtensor.space import Space
 from meshwright_dtensor.special import is_in_place
+from meshwright_dtensor.stages import is_repeated, mark_repeated
 from meshwright_dtensor.states import States
 
 Tensor = torch.Tensor
@@ -96,6 +97,8 @@ class MeshParameter(DTensor):
         if shown is None or dtensor_local(shown) is not local:
             value = mesh_value(dtensor_from(local, dtensor_spec(self)))
             shown = self._shown_gradient = tagged(value, self._layout)
+            if is_repeated(self):
+                mark_repeated(shown)
         return shown
 
     @grad.setter

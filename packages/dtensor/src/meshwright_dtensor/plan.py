@@ -237,6 +237,24 @@ class RecomputeRule(_Model):
         return fnmatchcase(module, self.pattern)
 
 
+class PipelineRule(_Model):
+    """How the ranks along the axis "pp" share the modules of a model, and pass microbatches on.
+
+    stages: per stage, shell-style patterns on names of modules ("model.layers.[0-3]"); a pattern names what is inside too.
+        Stages are dealt to ranks by the schedule. A module that is called in several stages is named in each of them.
+    microbatches: equal parts that the rows of a batch are cut into.
+    schedule: name of a registered schedule.
+    shared: patterns on names of modules and parameters that every stage holds; their gradients are summed.
+    outputs: what a call with gradients returns beside the loss: nothing ("loss"), or everything on every rank ("all").
+    """
+
+    stages: tuple[tuple[Word, ...], ...]
+    microbatches: Positive = 1
+    schedule: Word = "1f1b"
+    shared: tuple[Word, ...] = ()
+    outputs: Literal["loss", "all"] = "loss"
+
+
 class Provenance(_Model):
     """Where a plan comes from. `created` (ISO 8601) does not count for equality; `notes` are the planner's reasons."""
 
@@ -260,6 +278,7 @@ class ParallelPlan(_Model):
     context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
     recompute: modules whose activations are computed again in the backward pass; the first rule that matches counts.
     experts: modules whose experts are shared along the axis "ep" and get their tokens sent.
+    pipeline: stages and schedule along the axis "pp"; needed where that axis has more than one rank.
 
     Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
     """
@@ -276,6 +295,7 @@ class ParallelPlan(_Model):
     context: ContextSharing | None = None
     recompute: tuple[RecomputeRule, ...] = ()
     experts: tuple[ExpertsRule, ...] = ()
+    pipeline: PipelineRule | None = None
     predicted: Prediction | None = None
     collectives: tuple[PlannedCollective, ...] = ()
     provenance: Provenance = Field(default_factory=Provenance)
@@ -409,6 +429,7 @@ __all__ = [
     "ExpertsRule",
     "ParallelPlan",
     "ParameterRule",
+    "PipelineRule",
     "PlannedCollective",
     "PrecisionRule",
     "Prediction",

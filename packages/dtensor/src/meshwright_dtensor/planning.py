@@ -31,10 +31,10 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "context_balance": ("none", "zigzag"),
 }
 
+_PIPELINE = ("microbatches", "schedule")
+
 # Options of the API that nothing executes yet, with the value that asks for nothing and what would have to exist.
 _NOT_BUILT: Mapping[str, tuple[Any, str]] = {
-    "microbatches": (None, "a pipeline schedule"),
-    "schedule": (None, "a pipeline schedule"),
     "compile": (None, "compiled regions"),
 }
 
@@ -62,6 +62,8 @@ class PlanRequest:
         recompute: "full" or "selective" for every repeated block, or a pattern of module names (recomputed in full).
         sequence_parallel: True has tp split the sequence between blocks (norms, dropout, residual), False forbids it,
             None takes what is cheaper.
+        microbatches: equal parts that a pipeline cuts the batch into; None takes up to four for each stage.
+        schedule: name of a registered schedule; None takes "1f1b".
         keep_user_sharding: respect placements that the user marked (`mark_sharding`); False searches freely.
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """
@@ -116,9 +118,10 @@ class PlanRequest:
         return bool(self.zero) or self.zero_degree is not None
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """The keywords that strategies know by name, those that were given."""
-        return {name: getattr(self, name) for name in _CHOICES if getattr(self, name) is not None}
+        names = (*_CHOICES, *_PIPELINE)
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self, axes: Collection[str]) -> None:
         """Refuse what cannot be done; `axes` are those that installed strategies own.
@@ -127,7 +130,8 @@ class PlanRequest:
             UsageError: for a number out of range, a degree on an axis that no installed strategy owns, or an option
                 that nothing executes yet.
         """
-        for name in ("world_size", "global_batch_size", "top_k", "memory_limit", "zero_degree", *DEGREES):
+        numbers = ("world_size", "global_batch_size", "top_k", "memory_limit", "zero_degree", "microbatches")
+        for name in (*numbers, *DEGREES):
             _check_count(name, getattr(self, name))
         self._check_degrees(axes)
         for name, choices in _CHOICES.items():
@@ -162,6 +166,13 @@ class PlanRequest:
             if getattr(self, name) != default:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r}: nothing executes it yet, it needs {missing}; leave it out"
+                )
+        if self.schedule is not None and (not isinstance(self.schedule, str) or not self.schedule):
+            raise UsageError(f"schedule={self.schedule!r} is no name; give that of a registered schedule")
+        for name in _PIPELINE:
+            if getattr(self, name) is not None and self.pp in (None, 1):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} needs a pipeline; give pp a degree greater than 1 too"
                 )
         for axis, degree in self.pins.items():
             if degree > 1 and axis not in axes:

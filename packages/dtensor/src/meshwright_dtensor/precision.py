@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.plan import ParallelPlan
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 """By their names in plans."""
+
+
+def computes_as_stored(plan: ParallelPlan) -> bool:
+    """Whether a model is computed in the dtype of its parameters."""
+    return plan.precision is None or plan.precision.parameters == "fp32"
 
 
 def cast_buffers(model: nn.Module) -> set[int]:

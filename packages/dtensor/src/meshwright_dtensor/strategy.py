@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -104,6 +105,25 @@ class ParameterSize:
 
 
 @dataclass(frozen=True)
+class ModuleWork:
+    """Consecutive operations of one module, forward and backward, on one rank.
+
+    Args:
+        module: its full name.
+        seconds: predicted.
+        saved_bytes: what autograd keeps of them.
+        parameters: names of the parameters that they read, the first name of tied ones.
+        entering: (number of a value, module that made it, bytes) of the floating-point tensors that other modules made.
+    """
+
+    module: str
+    seconds: float = 0.0
+    saved_bytes: float = 0.0
+    parameters: frozenset[str] = frozenset()
+    entering: frozenset[tuple[int, str, int]] = frozenset()
+
+
+@dataclass(frozen=True)
 class Survey:
     """What a strategy found in a model before the search.
 
@@ -146,6 +166,7 @@ class SearchRequest:
         own_bytes, own_gradient_bytes: those of the parameters that its survey names, which the others include.
         entering: module of the survey -> (shape, bytes) of every floating-point tensor that goes into it.
         degrees: of every axis, where they are decided.
+        work: what modules do, in the order of execution; for strategies that divide a model by modules.
     """
 
     world_size: int
@@ -168,6 +189,7 @@ class SearchRequest:
     own_gradient_bytes: int = 0
     entering: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
+    work: tuple[ModuleWork, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,6 +214,8 @@ class StrategyCost:
         parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
         collectives: what is communicated.
         fields: fields of the plan that say which way was costed, such as {"context": {...}}.
+        compute: factor on the time that one rank computes.
+        holds: names of the parameters that the fullest rank holds, None for all.
     """
 
     exposed_seconds: float = 0.0
@@ -202,6 +226,21 @@ class StrategyCost:
     activations: float = 1.0
     collectives: tuple[CollectiveUse, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
+    compute: float = 1.0
+    holds: frozenset[str] | None = None
+
+
+class Division(ABC):
+    """A model of which this rank holds some modules only: what is left to do once their parameters are placed."""
+
+    @abstractmethod
+    def install(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device, plain: bool) -> None:
+        """Take over the calls of `model`, last of all.
+
+        Args:
+            mesh: of the other axes, on which the parameters lie; None where they are ordinary ones.
+            plain: that mesh is one rank, and nothing is lost by computing with ordinary tensors.
+        """
 
 
 class Strategy(ABC):
@@ -217,6 +256,7 @@ class Strategy(ABC):
             "deferred" - autograd delivers each rank's part (state X) and the one engine of `parallelize` sums later.
         gathers: parameters that are stored in shards on this axis are computed with whole: the engine gathers them.
         optional: an axis of degree 1 is left out of plans.
+        divides: ranks hold different modules (`divide`); the other axes are a mesh of their own, inside of what a rank holds.
     """
 
     name: ClassVar[str]
@@ -227,6 +267,7 @@ class Strategy(ABC):
     gradient: ClassVar[GradientKind] = "complete"
     gathers: ClassVar[bool] = False
     optional: ClassVar[bool] = False
+    divides: ClassVar[bool] = False
 
     def survey(self, model: nn.Module) -> Survey | None:
         """What the strategy looks for in a model, once per search; values of parameters are not there to be read."""
@@ -288,6 +329,23 @@ class Strategy(ABC):
     ) -> State:
         """As `parameter_state`, knowing the states on the `others` axes; asked of strategies that gather."""
         return self.parameter_state(fqn, shape, plan, degree)
+
+    def check(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Refuse a plan that `divide` could not carry out, before any memory is taken; asked of strategies that divide.
+
+        Raises:
+            PlanError: what does not fit.
+        """
+        return None
+
+    def divide(self, model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh) -> Division:
+        """Take out of `model` what this rank does not hold; asked of strategies that divide.
+
+        Args:
+            model: the whole model, of ordinary parameters.
+            mesh: all axes.
+        """
+        raise NotImplementedError(f"strategy {self.name!r} says that it divides models, and has no divide()")
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Install the strategy's engine on a model whose parameters are already placed on `mesh`."""

@@ -27,7 +27,7 @@ from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.permuted import install_true_order
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.precision import DTYPES, cast_buffers
+from meshwright_dtensor.precision import DTYPES, cast_buffers, computes_as_stored
 from meshwright_dtensor.regions import region_of
 from meshwright_dtensor.runtime import install_targets
 from meshwright_dtensor.states import State
@@ -39,6 +39,7 @@ from meshwright_parallel.checks import (
     resolve_strategies,
     stored_states,
 )
+from meshwright_parallel.dividing import inside, link, with_axis_inside
 from meshwright_parallel.engine import install_copies, install_reduction, make_groups
 from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import attend_to_steps, refuse_assignment
@@ -73,28 +74,38 @@ def parallelize(
     host = same_plugins(plugins)
     world_size = dist.get_world_size()
     check_model(model)
-    strategies = resolve_strategies(plan, host, world_size)
-    states = stored_states(model, plan, strategies)
-    check_plan(model, plan, strategies, batch, states)
-    recomputed_modules(model, plan)
+    whole = with_axis_inside(plan)
+    part = inside(whole, resolve_strategies(whole, host, world_size))
+    outer, inner, strategies = part.outer, part.plan, part.strategies
+    states = stored_states(model, inner, strategies)
+    check_plan(model, inner, strategies, batch, states)
+    recomputed_modules(model, inner)
+    if outer is not None:
+        outer.check(model, whole)
     check_optimizers(model)
     if world_size > 1:
         check_alike(model, plan, device)
-    mesh = build_mesh(plan)
+    all_axes = build_mesh(whole)
+    mesh = part.mesh(all_axes)
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
-    placed = Placed(plan, mesh, strategies)
+    division = None if outer is None else outer.divide(model, whole, all_axes)
+    plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)
+    placed = Placed(inner, mesh, strategies, plain)
     _place_parameters(model, mesh, states, device)
-    _place_buffers(model, device, plan)
+    _place_buffers(model, device, inner)
+    link(model, mesh)
     install_true_order(model)
-    install_recompute(model, plan, device)
-    install_targets(model, mesh, plan, everywhere=any(strategy.locates for strategy in strategies))
+    install_recompute(model, inner, device)
+    install_targets(model, mesh, inner, everywhere=any(strategy.locates for strategy in strategies))
     install_conversions(model)
     install_inputs(model, placed)
     refuse_assignment(model)
     attend_to_steps()
     for strategy in strategies:
-        strategy.attach(model, mesh, plan)
-    install_reduction(model, mesh, install_copies(model, mesh, plan, strategies))
+        strategy.attach(model, mesh, inner)
+    install_reduction(model, mesh, install_copies(model, mesh, inner, strategies))
+    if division is not None:
+        division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
     LivePlacements.add(placed)
     return model

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.commlog import record
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.stages import StageInfo, is_repeated, stage_link
 from meshwright_parallel._torch import local_of, scale_in_place
 
 CHUNK = 1024
@@ -45,7 +46,7 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [p.grad for p in given if p.grad is not None]
-    total = get_total_norm(gradients, norm_type, error_if_nonfinite)
+    total = _total_norm(gradients, _division([*given, *gradients]), norm_type, error_if_nonfinite)
     with torch.no_grad():
         factor = torch.clamp(
             max_norm / (total + 1e-6), max=1.0
@@ -62,22 +63,57 @@ def get_total_norm(
 
     Arguments, result and errors as in `clip_grad_norm_`; an empty list has norm 0.
     """
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return _total_norm(given, _division(given), norm_type, error_if_nonfinite)
+
+
+@torch.no_grad()
+def _total_norm(
+    given: Sequence[torch.Tensor], division: StageInfo | None, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """See get_total_norm; `division`: other ranks hold other tensors, and all take part."""
     p = float(norm_type)
     if math.isnan(p):
         raise UsageError(f"norm_type={norm_type!r} is no norm; use 2.0, math.inf or another number")
-    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if not given:
+    if not given and division is None:
         return torch.tensor(0.0)
-    whole = [_without_partial(tensor) for tensor in given]
-    norms = _norms(whole, p)
-    first = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), p)
+    own = [tensor for tensor in given if not is_repeated(tensor)]
+    norms = _norms([_without_partial(tensor) for tensor in own], p)
+    if division is not None:
+        total = _over_stages(norms, division, p)
+    else:
+        first = norms[0].device
+        total = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), p)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the total norm of order {p} of the gradients is {total.item()}, so they cannot be clipped; "
             "find the step that produced it, or set error_if_nonfinite=False"
         )
     return total
+
+
+def _division(tensors: Iterable[torch.Tensor]) -> StageInfo | None:
+    """How the model of these tensors is divided by modules, None where it is not."""
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    return next((found for mesh in meshes if (found := stage_link(mesh)) is not None), None)
+
+
+def _over_stages(norms: Sequence[torch.Tensor], division: StageInfo, p: float) -> torch.Tensor:
+    """The norm of the norms of all ranks that hold other parts of the model."""
+    dtype = norms[0].dtype if norms else torch.float32
+    device = norms[0].device if norms else torch.device("cpu")
+    own = torch.stack([_part(norm.to(device), p) for norm in norms]) if norms else torch.zeros(0)
+    lowest = p == -math.inf
+    if math.isinf(p):
+        empty = own.new_full((1,), math.inf if lowest else 0.0, dtype=torch.float64, device=device)
+        value = torch.cat([own.double().to(device), empty])
+        power = value.min() if lowest else value.max()
+    else:
+        power = own.double().sum().to(device)
+    op = dist.ReduceOp.SUM if not math.isinf(p) else dist.ReduceOp.MIN if lowest else dist.ReduceOp.MAX
+    record("all_reduce", "pp", 8, "backward", function="clip_grad_norm_")
+    dist.all_reduce(power, op=op, group=division.group)
+    return _root(power, p).to(dtype)
 
 
 def _without_partial(tensor: torch.Tensor) -> torch.Tensor:

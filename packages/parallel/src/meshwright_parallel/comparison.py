@@ -60,6 +60,7 @@ def compare(
     *,
     neighbour: Tensors = MappingProxyType({}),
     reach: Mapping[str, float] = MappingProxyType({}),
+    found_only: bool = False,
 ) -> list[Comparison]:
     """One comparison per name of either side, in order; `found` holds tensors that lie on a mesh, or plain ones.
 
@@ -69,10 +70,11 @@ def compare(
             beyond recognition holds rounding noise only (an attention key's bias has no gradient but that), and is
             held to stay that small.
         reach: name -> largest difference, for tensors that are no measure.
+        found_only: this rank holds only a part of the tensors; the others are for other ranks to compare.
     """
     largest = _largest(kind, expected)
     results = []
-    for name in dict.fromkeys([*expected, *found]):
+    for name in dict.fromkeys(found if found_only else [*expected, *found]):
         want, got = expected.get(name), whole(found.get(name))
         sample = want if want is not None else got
         if sample is None:
@@ -134,22 +136,35 @@ def farthest_move(before: Tensors, after: Tensors) -> dict[str, float]:
     }
 
 
-def agreed(mine: list[Comparison]) -> list[Comparison]:
-    """The same comparisons with the largest difference of any rank, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not mine:
+def agreed(mine: list[Comparison], divided: bool = False) -> list[Comparison]:
+    """The same comparisons with the largest difference of any rank, on every rank.
+
+    `divided`: ranks hold different tensors, and each comparison has to be made by one of them at least.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not (mine or divided):
         return mine
-    everyone: list[dict[Key, tuple[float, str]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {_key(c): (c.difference, c.note) for c in mine})
+    everyone: list[dict[Key, Comparison]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, {_key(c): c for c in mine})
     results = []
-    for own in mine:
-        entries = [(rank, *theirs[_key(own)]) for rank, theirs in enumerate(everyone) if _key(own) in theirs]
-        rank, difference, note = max(entries, key=lambda entry: entry[1])
+    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
+        entries = [(rank, theirs[key]) for rank, theirs in enumerate(everyone) if key in theirs]
+        rank, worst = max(entries, key=lambda entry: entry[1].difference)
+        difference, note = worst.difference, worst.note
         shown = f"{note} (rank {rank})" if math.isinf(difference) else note
-        if len(entries) < len(everyone):
-            lack = next(rank for rank, theirs in enumerate(everyone) if _key(own) not in theirs)
+        if len(entries) < len(everyone) and not divided:
+            lack = next(rank for rank, theirs in enumerate(everyone) if key not in theirs)
             difference, shown = math.inf, f"missing on rank {lack}"
-        results.append(replace(own, difference=difference, note=shown))
+        results.append(replace(entries[0][1], difference=difference, note=shown))
     return results
+
+
+def uncompared(
+    made: Iterable[Comparison], step: int, kind: Kind, expected: Iterable[str], dtype: str
+) -> list[Comparison]:
+    """A failure for every name of `expected` that no rank has compared."""
+    names = {c.name for c in made if c.step == step and c.kind == kind}
+    missing = (name for name in expected if name not in names)
+    return [Comparison(step, kind, name, dtype, math.inf, 0.0, 0.0, "on no rank", None) for name in missing]
 
 
 def _key(comparison: Comparison) -> Key:

@@ -28,11 +28,15 @@ _ATTRIBUTE = "_meshwright_placed"
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """What `parallelize` did to a model: plan, mesh, and the strategy of each mesh axis, in mesh order."""
+    """What `parallelize` did to a model: plan, mesh, and the strategy of each mesh axis, in mesh order.
+
+    `plain`: the model is run on ordinary tensors, its mesh being one rank.
+    """
 
     plan: ParallelPlan
     mesh: DeviceMesh
     strategies: tuple[Strategy, ...]
+    plain: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
         return self  # a copied model lies on the same mesh
@@ -101,4 +105,4 @@ def _distribute(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     placed = placed_of(model)
-    return (args, kwargs) if placed is None else placed.place(args, kwargs)
+    return (args, kwargs) if placed is None or placed.plain else placed.place(args, kwargs)

@@ -65,8 +65,9 @@ def plan(
         precision: "bf16", "fp16" or "fp32": what a float32 model is computed in.
         recompute: "full" or "selective" for every repeated block, or a pattern of module names.
         sequence_parallel: True has tp split the sequence between blocks, False forbids it, None takes what is cheaper.
-        microbatches, schedule, compile: refused, nothing executes
-            them yet.
+        microbatches: equal parts that a pipeline (pp) cuts the batch into; None takes up to four for each stage.
+        schedule: name of a registered pipeline schedule; None takes "1f1b".
+        compile: refused, nothing executes it yet.
         keep_user_sharding: keep parameters where `mark_sharding` put them, and plan around that; False searches freely.
 
     Returns:

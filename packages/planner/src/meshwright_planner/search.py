@@ -16,7 +16,14 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy, Survey
+from meshwright_dtensor.strategy import (
+    Link,
+    ParameterSize,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    Survey,
+)
 from meshwright_dtensor.units import parameter_units
 from meshwright_planner import sequence
 from meshwright_planner._torch import is_fake
@@ -32,6 +39,7 @@ from meshwright_planner.quotient import quotient
 from meshwright_planner.recording import record
 from meshwright_planner.surveys import placements, surveys
 from meshwright_planner.tape import Tape
+from meshwright_planner.work import inside_of, module_work
 
 SHARED = "zero"
 """The axis along which ranks share training state."""
@@ -329,6 +337,14 @@ class Search:
             units=self._units(problem, placement) if shards > 1 else (),
             degrees=dict(degrees),
         )
+        outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
+        divided = StrategyCost()
+        if outer is not None:  # what it leaves to one rank is what all others see
+            asked = replace(common, survey=self.surveys.get(outer), work=module_work(problem, placement))
+            divided = setting.strategies[outer].cost(asked, degrees[outer], self._link(degrees, outer))
+            common = inside_of(common, divided, math.ceil)
+            units = self._units(problem, placement, divided.holds) if shards > 1 else ()
+            common = replace(common, units=units)
         # what ranks share is summed over the replicas of each shard
         parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
         fields: dict[str, Any] = {}
@@ -356,7 +372,7 @@ class Search:
                 gradient_bytes=max(0, request.gradient_bytes - math.ceil(others)),
                 entering={} if survey is None else {m: tape.entering(m) for m in survey.modules},
             )
-            cost = strategy.cost(asked, degree, link)
+            cost = divided if name == outer else strategy.cost(asked, degree, link)
             exposed += cost.exposed_seconds
             hidden += cost.overlapped_seconds
             fields.update(cost.fields)
@@ -380,8 +396,8 @@ class Search:
             searched=axis,
             problem=problem,
             placement=placement,
-            compute_seconds=placement.compute_seconds,
-            exposed_seconds=placement.communication_seconds + exposed,
+            compute_seconds=placement.compute_seconds * divided.compute,
+            exposed_seconds=placement.communication_seconds * divided.compute + exposed,
             hidden_seconds=hidden,
             optimizer_seconds=optimizer_seconds(
                 setting.cluster, memory["gradients"], OPTIMIZERS[setting.optimizer]
@@ -396,7 +412,7 @@ class Search:
         )
 
     def _units(
-        self, problem: PlacementProblem, placement: Placement
+        self, problem: PlacementProblem, placement: Placement, holds: frozenset[str] | None = None
     ) -> tuple[tuple[ParameterSize, ...], ...]:
         tape, degree = problem.tape, problem.costs.degree
         used = self.setting.dtype
@@ -412,7 +428,10 @@ class Search:
             return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
 
         units = parameter_units(self.setting.model)
-        return tuple(tuple(size(name, p) for name, p in named) for _, _, named in units)
+        return tuple(
+            tuple(size(name, p) for name, p in named if holds is None or name in holds)
+            for _, _, named in units
+        )
 
     def _batch_factor(self, degrees: Mapping[str, int]) -> int:
         return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())

@@ -1,0 +1,57 @@
+"""Pipelines with everything around them: planned, verified against one device, with other parallelisms inside a stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from zoo import CASES
+
+import meshwright as mw
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import verify
+
+
+def check(rank: int, size: int, model: str, pins: dict[str, Any], max_norm: float | None) -> list[str]:
+    """Two steps, every gradient, parameter and momentum; dropout on, labels ignored unevenly."""
+    case = CASES[model]
+    torch.manual_seed(0)
+    built = case.model()
+    batch = case.batch()
+    plan = mw.plan(built, batch, world_size=size, cluster="laptop-cpu", **pins)
+    assert plan.pipeline is not None and plan.pipeline.microbatches > 1
+    report = verify(
+        case.model,
+        batch,
+        plan,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        max_norm=max_norm,
+    )
+    return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
+
+
+ONE = {"dp": 1, "tp": 1, "cp": 1}
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5", "mixtral"])
+def test_planned_pipelines_are_one_device(rank_pool: RankPool, model: str) -> None:
+    for failures in rank_pool.run(2, check, model, {"pp": 2, **ONE}, 1.0):
+        assert not failures
+
+
+@pytest.mark.parametrize(
+    ("model", "pins"),
+    [
+        ("gpt2", {**ONE, "dp": 2}),
+        ("llama", {**ONE, "tp": 2, "sequence_parallel": True}),
+        ("bert", {**ONE, "dp": 2, "zero": 3}),
+        ("llama", {**ONE, "dp": 2, "zero": 1, "precision": "bf16"}),
+    ],
+    ids=["dp", "tp", "zero3", "zero1-bf16"],
+)
+def test_other_parallelisms_work_inside_a_stage(
+    rank_pool: RankPool, model: str, pins: dict[str, Any]
+) -> None:
+    for failures in rank_pool.run(4, check, model, {"pp": 2, **pins}, 0.5):
+        assert not failures

@@ -1,0 +1,77 @@
+"""Plans with an axis that divides the model by modules: what is left of the plan inside of one rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.stages import link_stage, mark_repeated, stages_of
+from meshwright_dtensor.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A plan, taken apart.
+
+    Attributes:
+        outer: the strategy that divides the model by modules, None where none does.
+        plan: what holds inside of one rank's part: the plan without that axis.
+        strategies: of the axes of `plan`.
+    """
+
+    outer: Strategy | None
+    plan: ParallelPlan
+    strategies: tuple[Strategy, ...]
+
+    def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The mesh that parameters lie on, of the mesh of all axes."""
+        return mesh if self.outer is None else mesh[self.plan.axes]
+
+
+def with_axis_inside(plan: ParallelPlan) -> ParallelPlan:
+    """The plan, with an axis of one rank where nothing but "pp" is there: parameters need a mesh to lie on."""
+    if tuple(plan.degrees) == ("pp",):
+        return plan.replace(degrees={**plan.degrees, "dp": 1})
+    return plan
+
+
+def inside(plan: ParallelPlan, strategies: Sequence[Strategy]) -> Inside:
+    """Take a plan apart.
+
+    Raises:
+        PlanError: two axes divide the model.
+    """
+    outer = [s for s in strategies if s.divides and plan.degree(s.axis) > 1]
+    if len(outer) > 1:
+        names = " and ".join(s.axis for s in outer)
+        raise PlanError("degrees", dict(plan.degrees), f"{names} both divide the model by modules; keep one")
+    dividing = {s.axis for s in strategies if s.divides}
+    if not dividing:
+        return Inside(None, plan, tuple(strategies))
+    degrees = {axis: degree for axis, degree in plan.degrees.items() if axis not in dividing}
+    left = plan.replace(
+        world_size=plan.world_size // (plan.degree(outer[0].axis) if outer else 1),
+        degrees=degrees,
+        strategies={axis: name for axis, name in plan.strategies.items() if axis not in dividing},
+        pipeline=None,
+        collectives=(),
+        predicted=None,
+    )
+    kept = tuple(s for s in strategies if s.axis not in dividing)
+    return Inside(outer[0] if outer else None, left, kept)
+
+
+def link(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let parameters know of those that other ranks hold."""
+    info = stages_of(model)
+    if info is None:
+        return
+    link_stage(mesh, info)
+    for name, parameter in model.named_parameters():
+        if name in info.repeated:
+            mark_repeated(parameter)

@@ -1,0 +1,37 @@
+"""Pipelines: any model cut into stages, without a graph, in the loop of one device."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright_pipeline.actions import Action as Action
+    from meshwright_pipeline.actions import Schedule as Schedule
+    from meshwright_pipeline.actions import Shape as Shape
+    from meshwright_pipeline.actions import timetable as timetable
+    from meshwright_pipeline.api import pipeline as pipeline
+    from meshwright_pipeline.division import call_of as call_of
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Action": "meshwright_pipeline.actions",
+    "Schedule": "meshwright_pipeline.actions",
+    "Shape": "meshwright_pipeline.actions",
+    "call_of": "meshwright_pipeline.division",
+    "pipeline": "meshwright_pipeline.api",
+    "timetable": "meshwright_pipeline.actions",
+}
+
+__all__ = sorted([*_EXPORTS, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'meshwright_pipeline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

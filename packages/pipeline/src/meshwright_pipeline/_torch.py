@@ -1,0 +1,108 @@
+"""Every private name of torch that this package uses, in one place: the page to read when torch changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _python_dispatch, _pytree
+from torch.utils.weak import WeakIdKeyDictionary as _WeakIdKeyDictionary
+
+pytree = _pytree
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+WeakTensorKeys = _WeakIdKeyDictionary
+"""A dict with tensors as keys, by identity, that keeps none of them alive."""
+
+OWN_PARTS = frozenset(vars(nn.Module()))
+"""Names of the attributes that torch itself keeps in every module."""
+
+
+def op_name(op: Any) -> str:
+    """The name of an overload's operator without its namespace, such as "zeros_like"."""
+    return str(op._schema.name).split("::")[1]
+
+
+def draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of an overload draws random numbers: attention may, and does not where its dropout is 0."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return True
+
+
+def hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+    """The forward hooks of a module by their ids."""
+    return module._forward_hooks
+
+
+@contextlib.contextmanager
+def forward_hooks(module: nn.Module, hooks: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a module has these forward hooks and no other."""
+    before = dict(module._forward_hooks)
+    module._forward_hooks.clear()
+    module._forward_hooks.update(hooks)
+    try:
+        yield
+    finally:
+        module._forward_hooks.clear()
+        module._forward_hooks.update(before)
+
+
+def take_over(model: nn.Module, call: Callable[..., Any]) -> None:
+    """Make `model(...)` be `call(...)`."""
+    model.__dict__["_call_impl"] = call
+
+
+def ordinary_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `model(...)` is without `take_over`: hooks and forward."""
+    return nn.Module._call_impl(model, *args, **kwargs)
+
+
+def leaf_of(parameter: nn.Parameter) -> torch.Tensor:
+    """The leaf at which autograd accumulates, of an ordinary parameter or of one that is stored over a mesh."""
+    copy = getattr(parameter, "_copy", None)
+    if copy is not None:
+        return copy.leaf()  # type: ignore[no-any-return]
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the backward pass that runs now has finished; after those that are queued already."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def remove_parameter(module: nn.Module, name: str) -> None:
+    """Take a parameter out of a module; its name stands for nothing afterwards."""
+    del module._parameters[name]
+
+
+def remove_buffer(module: nn.Module, name: str) -> None:
+    """Take a buffer out of a module."""
+    del module._buffers[name]
+    module._non_persistent_buffers_set.discard(name)
+
+
+@contextlib.contextmanager
+def parameters_swapped(pairs: list[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+    """Inside, modules hold these tensors in the place of their parameters."""
+    before = [(module, name, module._parameters[name]) for module, name, _ in pairs]
+    for module, name, tensor in pairs:
+        module._parameters[name] = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, name, old in before:
+            module._parameters[name] = old
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient, in its own memory."""
+    gradient = parameter.grad
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,183 @@
+"""Where to cut a model: stages of equal predicted time, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright_dtensor._names import listing
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    Link,
+    ModuleWork,
+    SearchRequest,
+    StrategyCost,
+    Survey,
+    divisors,
+)
+from meshwright_pipeline.cutting import balanced
+from meshwright_pipeline.units import find_units
+
+PER_STAGE = 4
+"""Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What planning needs to know of a model.
+
+    Attributes:
+        units: names of its units, in the order of registration.
+        names: first name of a parameter -> all its names.
+        sizes: first name of a parameter -> its bytes.
+    """
+
+    units: tuple[str, ...]
+    names: Mapping[str, tuple[str, ...]]
+    sizes: Mapping[str, int]
+
+    def unit(self, module: str) -> str:
+        """The unit that a module, or a parameter, lies in; "" where there is none."""
+        return next((u for u in self.units if module == u or module.startswith(f"{u}.")), "")
+
+
+def survey(model: nn.Module) -> Survey:
+    """Look at the units of a model."""
+    names: dict[int, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = names.setdefault(id(parameter), [])
+        own.append(name)
+        sizes[own[0]] = parameter.numel() * parameter.element_size()
+    every = {own[0]: tuple(own) for own in names.values()}
+    return Survey(details=Surveyed(find_units(model).names, every, sizes))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive work of one unit."""
+
+    unit: str
+    seconds: float
+    saved_bytes: float
+    entering: frozenset[tuple[int, str, int]]
+
+
+def runs_of(work: Sequence[ModuleWork], known: Surveyed) -> list[Run]:
+    """The work of units in the order of execution; what lies between them is left out, since every stage does it."""
+    found: list[Run] = []
+    for part in work:
+        unit = known.unit(part.module)
+        if not unit:
+            continue
+        before = found[-1] if found and found[-1].unit == unit else None
+        if before is None:
+            found.append(Run(unit, part.seconds, part.saved_bytes, part.entering))
+        else:
+            seconds, saved = before.seconds + part.seconds, before.saved_bytes + part.saved_bytes
+            found[-1] = Run(unit, seconds, saved, before.entering | part.entering)
+    return found
+
+
+def read_outside(work: Sequence[ModuleWork], known: Surveyed) -> list[str]:
+    """Units whose parameters are computed with outside of them: every stage has to hold those."""
+    found: set[str] = set()
+    for part in work:
+        here = known.unit(part.module)
+        for name in part.parameters:
+            owners = {known.unit(alias) for alias in known.names.get(name, (name,))}
+            if here not in owners:
+                found |= owners - {""}
+    return [unit for unit in known.units if unit in found]
+
+
+def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+    """One step of a pipeline of `degree` stages, one a rank, cut where the slowest is fastest."""
+    assert request.survey is not None
+    known: Surveyed = request.survey.details
+    shared = read_outside(request.work, known)
+    runs = [run for run in runs_of(request.work, known) if run.unit not in shared]
+    if len({run.unit for run in runs}) < degree:
+        text = f"the model has {listing(known.units)} to be given to stages, which is not enough"
+        raise PlanError("degrees.pp", degree, text, str(max(1, len({run.unit for run in runs}))))
+    cuts = balanced([run.seconds for run in runs], degree)
+    bounds = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
+    stages = _stages([[run.unit for run in runs[a:b]] for a, b in bounds], known, shared)
+    count = _microbatches(request, degree)
+    whole = sum(part.seconds for part in request.work)
+    between = whole - sum(run.seconds for run in runs)
+    slowest = max(sum(run.seconds for run in runs[a:b]) for a, b in bounds) + between
+    held = [_held(stage, known, shared) for stage in stages]
+    total = sum(known.sizes.values()) or 1
+    fullest = max(held, key=lambda names: sum(known.sizes[name] for name in names))
+    share = sum(known.sizes[name] for name in fullest) / total
+    kept = sum(run.saved_bytes for run in runs) or 1.0
+    alive = max(
+        sum(run.saved_bytes for run in runs[a:b]) * min(count, degree - index) / count
+        for index, (a, b) in enumerate(bounds)
+    )
+    uses = _messages(runs, cuts, known, count)
+    once = sum(link.seconds("send_recv", use.nbytes, degree) for use in uses)
+    return StrategyCost(
+        exposed_seconds=once,
+        parameters=share,
+        gradients=share,
+        optimizer=share,
+        activations=alive / kept,
+        collectives=tuple(uses),
+        compute=slowest / whole * (count + degree - 1) / count if whole else 1.0 / degree,
+        holds=fullest,
+        fields={
+            "pipeline": {
+                "stages": stages,
+                "microbatches": count,
+                "schedule": request.options.get("schedule", "1f1b"),
+                "shared": shared,
+            }
+        },
+    )
+
+
+def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[str]) -> list[list[str]]:
+    """The units of each stage in the order of registration, with those that did nothing beside the one before them."""
+    stages: list[list[str]] = [list(dict.fromkeys(part)) for part in parts]
+    placed = {unit: index for index, stage in reversed(list(enumerate(stages))) for unit in stage}
+    current = 0
+    for unit in known.units:
+        if unit in placed:
+            current = placed[unit]
+        elif unit not in shared:
+            stages[current].append(unit)
+    place = {unit: index for index, unit in enumerate(known.units)}
+    return [sorted(stage, key=place.__getitem__) for stage in stages]
+
+
+def _held(stage: Sequence[str], known: Surveyed, shared: Sequence[str]) -> frozenset[str]:
+    """First names of the parameters that a stage holds."""
+    own = {*stage, *shared, ""}
+    return frozenset(n for n, aliases in known.names.items() if any(known.unit(a) in own for a in aliases))
+
+
+def _microbatches(request: SearchRequest, degree: int) -> int:
+    said = request.options.get("microbatches")
+    if said is not None:
+        return int(said)
+    return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
+
+
+def _messages(runs: Sequence[Run], cuts: Sequence[int], known: Surveyed, count: int) -> list[CollectiveUse]:
+    """What crosses the cuts in a step: what units behind one take from units before it."""
+    found = []
+    for index, place in enumerate(cuts):
+        before = {run.unit for run in runs[:place]}
+        behind = {item for run in runs[place:] for item in run.entering if known.unit(item[1]) in before}
+        nbytes = sum(size for _, _, size in behind) // count
+        for phase in ("forward", "backward"):
+            why = (
+                f"from stage {index} to {index + 1}" if phase == "forward" else f"gradients to stage {index}"
+            )
+            found.append(CollectiveUse("send_recv", nbytes, count, phase, why))  # type: ignore[arg-type]
+    return found

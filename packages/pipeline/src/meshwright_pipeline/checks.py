@@ -1,0 +1,36 @@
+"""What must hold of a plan with stages before a model is divided."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_pipeline.actions import Shape
+from meshwright_pipeline.division import checked_timetable, schedule_of
+from meshwright_pipeline.units import ownership
+
+
+def check_division(model: nn.Module, plan: ParallelPlan) -> None:
+    """That the stages of `plan` fit the model, and its schedule the stages; nothing is changed.
+
+    Raises:
+        PlanError: naming field, value, rule and fix.
+    """
+    rule = plan.pipeline
+    assert rule is not None
+    owned = ownership(model, rule)
+    shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
+    checked_timetable(schedule_of(rule), shape, rule)
+    if rule.microbatches > 1:
+        for name, module in model.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                text = f"module {name!r} normalises by the whole batch, which microbatches would change; take 1, or eval()"
+                raise PlanError("pipeline.microbatches", rule.microbatches, text, "1")
+    for index, recomputed in enumerate(plan.recompute):
+        for name, _ in model.named_modules():
+            inside = any(unit.startswith(f"{name}.") for unit in owned.units)
+            if name and inside and recomputed.matches(name):
+                text = f"module {name!r} holds modules of several stages; recompute those instead"
+                raise PlanError(f"recompute[{index}].pattern", recomputed.pattern, text)

@@ -1,0 +1,127 @@
+"""Which stage runs which call of which unit, and what crosses the cuts between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright_dtensor._names import listing
+from meshwright_dtensor.errors import PlanError
+from meshwright_pipeline.interception import Key, Label
+from meshwright_pipeline.profiling import READ, Profile
+from meshwright_pipeline.units import Ownership
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A profiled model, cut.
+
+    Attributes:
+        stage: (unit, call) -> the stage that runs it.
+        last: per stage, the last call that it runs.
+        crossing: per stage but the last, what it sends to the next, in order. What a later stage needs is passed on by those
+            between.
+    """
+
+    stage: Mapping[Key, int]
+    last: tuple[Key, ...]
+    crossing: tuple[tuple[Label, ...], ...]
+
+    def received(self, stage: int) -> tuple[Label, ...]:
+        """What a stage gets from the one before it."""
+        return self.crossing[stage - 1] if stage else ()
+
+    def sent(self, stage: int) -> tuple[Label, ...]:
+        """What a stage sends to the next."""
+        return self.crossing[stage] if stage < len(self.crossing) else ()
+
+
+def cut(profile: Profile, owned: Ownership) -> Cut:
+    """Assign every call to the stages that hold its unit, never going back.
+
+    Raises:
+        PlanError: a unit runs after later stages have begun and none of those holds it, a stage has nothing to run, or
+            parameters are read outside of their unit on other stages.
+    """
+    stage = _assign(profile.order, owned)
+    last: list[Key] = []
+    for index in range(len(owned.stages)):
+        own = [key for key in profile.order if stage[key] == index]
+        if not own:
+            text = (
+                f"none of its modules is called after those of stage {index - 1}; the order of calls is "
+                + listing(dict.fromkeys(unit for unit, _ in profile.order), 8)
+            )
+            raise PlanError(f"pipeline.stages[{index}]", listing(owned.stages[index], 4), text)
+        last.append(own[-1])
+    everywhere = set(owned.everywhere)
+    for unit in profile.read:
+        if unit not in everywhere:
+            text = f"code outside of module {unit!r} computes with its parameters; add it to pipeline.shared"
+            raise PlanError("pipeline.shared", listing(owned.everywhere), text, unit)
+    return Cut(stage, tuple(last), crossing(profile, stage, len(owned.stages)))
+
+
+def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
+    stage: dict[Key, int] = {}
+    current = 0
+    for unit, call in order:
+        allowed = owned.allowed(unit)
+        here = next((index for index in allowed if index >= current), None)
+        if here is None:
+            again = "" if call == 0 else f" for the {call + 1}. time"
+            text = f"it is called{again} after stage {current} has begun: name it in stage {current} or a later one too"
+            raise PlanError(f"pipeline.stages[{allowed[-1]}]", unit, text)
+        stage[unit, call] = current = here
+    return stage
+
+
+def crossing(profile: Profile, stage: Mapping[Key, int], count: int) -> tuple[tuple[Label, ...], ...]:
+    """Per cut, the labels made before it that something behind it consumes."""
+    position = {key: index for index, key in enumerate(profile.order)}
+    needs = [(stage[key], labels) for key, labels in profile.consumes.items()] + [(count - 1, profile.final)]
+    found: list[tuple[Label, ...]] = []
+    for before in range(count - 1):
+        labels = {
+            label
+            for behind, wanted in needs
+            if behind > before
+            for label in wanted
+            if label[1] != READ and stage[label[:2]] <= before
+        }
+        found.append(tuple(sorted(labels, key=lambda label: (position[label[:2]], label[2:]))))
+    return tuple(found)
+
+
+def balanced(costs: Sequence[float], count: int) -> list[int]:
+    """Where to cut a sequence into `count` runs whose largest sum is smallest: `count` - 1 ascending places.
+
+    Dynamic programming over prefixes, exact; of equal answers the one with the earliest cuts. No run is empty.
+
+    Raises:
+        ValueError: fewer elements than runs.
+    """
+    total = len(costs)
+    if total < count:
+        raise ValueError(f"{total} elements cannot be cut into {count} runs that are not empty")
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    # best[i]: smallest largest sum of the first i elements in the runs so far, and where the last of these begins
+    best = [prefix[i] for i in range(total + 1)]
+    starts: list[list[int]] = []
+    for runs in range(2, count + 1):
+        new, where = [float("inf")] * (total + 1), [0] * (total + 1)
+        for end in range(runs, total + 1):
+            for begin in range(runs - 1, end):
+                value = max(best[begin], prefix[end] - prefix[begin])
+                if value < new[end]:
+                    new[end], where[end] = value, begin
+        best = new
+        starts.append(where)
+    cuts: list[int] = []
+    end = total
+    for where in reversed(starts):
+        end = where[end]
+        cuts.append(end)
+    return cuts[::-1]

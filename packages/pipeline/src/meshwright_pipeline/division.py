@@ -1,0 +1,134 @@
+"""Give a rank its stages: empty what others hold, and take over the calls of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.plan import PipelineRule
+from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
+from meshwright_dtensor.stages import StageInfo, describe_stages
+from meshwright_dtensor.strategy import Division
+from meshwright_pipeline._torch import hooks_of, take_over
+from meshwright_pipeline.actions import Schedule, Shape, Timetable, timetable
+from meshwright_pipeline.call import PipelinedCall, Place
+from meshwright_pipeline.skeleton import empty, skeleton
+from meshwright_pipeline.tied import TiedSum, ties
+from meshwright_pipeline.units import Ownership, ownership
+
+_ATTRIBUTE = "_meshwright_pipeline"
+
+
+def schedule_of(rule: PipelineRule, host: PluginHost | None = None) -> Schedule:
+    """The schedule that `rule` names.
+
+    Raises:
+        PluginError: it is not installed, or is no Schedule.
+    """
+    target = (host or discover()).get(ScheduleSpec, rule.schedule).load()
+    made = target() if isinstance(target, type) else target
+    if not isinstance(made, Schedule):
+        raise UsageError(
+            f"schedule {rule.schedule!r} is a {type(made).__name__}; it has to be a meshwright_pipeline.Schedule"
+        )
+    return made
+
+
+class StageDivision(Division):
+    """What one rank of a pipeline holds of a model.
+
+    Args:
+        model: the whole model; this empties what other ranks hold.
+        rule: stages and schedule.
+        group: the ranks of the axis.
+    """
+
+    def __init__(self, model: nn.Module, rule: PipelineRule, group: dist.ProcessGroup) -> None:
+        self.rule, self.group = rule, group
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.owned = ownership(model, rule)
+        self.schedule = schedule_of(rule)
+        self.shape = Shape(ranks, len(rule.stages), rule.microbatches)
+        self.table = checked_timetable(self.schedule, self.shape, rule)
+        holders = _holders(model, self.owned, self.schedule, self.shape)
+        self.ties = ties(model, holders)
+        self.known = {part: frozenset(hooks_of(part)) for part in model.modules()}
+        self.skeleton = skeleton(model, self.owned.units)
+        here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
+        for unit in self.owned.units:
+            if unit not in here:
+                empty(model.get_submodule(unit))
+        self._describe(model, holders, rank)
+
+    def _describe(self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], rank: int) -> None:
+        aliases = {name: tie.names[0] for tie in self.ties for name in tie.names[1:]}
+        describe_stages(
+            model,
+            StageInfo(
+                group=self.group,
+                rank=rank,
+                ranks=self.shape.ranks,
+                holders=dict(holders),
+                aliases=aliases,
+                repeated=frozenset(name for tie in self.ties if tie.ranks[0] != rank for name in tie.names),
+            ),
+        )
+
+    def install(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device, plain: bool) -> None:
+        """See Division."""
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        speaks = mesh is None or all(place == 0 for place in mesh.get_coordinate() or ())
+        call = PipelinedCall(
+            model,
+            self.skeleton,
+            self.owned,
+            self.schedule,
+            self.table,
+            self.shape,
+            TiedSum(self.ties, self.group),
+            Place(self.group, everyone, mesh, plain, device, speaks),
+            self.rule.outputs == "all",
+        )
+        call.hooks_are_ours(self.known)
+        model.__dict__[_ATTRIBUTE] = call
+        take_over(model, call)
+
+
+def checked_timetable(schedule: Schedule, shape: Shape, rule: PipelineRule) -> Timetable:
+    """The timetable of a plan.
+
+    Raises:
+        PlanError: the schedule cannot run this pipeline.
+    """
+    try:
+        return timetable(schedule, shape)
+    except UsageError as error:
+        raise PlanError("pipeline.schedule", rule.schedule, str(error)) from None
+
+
+def call_of(model: nn.Module) -> PipelinedCall | None:
+    """What runs the steps of a pipelined model, None of any other."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, PipelinedCall) else None
+
+
+def _holders(
+    model: nn.Module, owned: Ownership, schedule: Schedule, shape: Shape
+) -> dict[str, tuple[int, ...]]:
+    """Parameter name, every alias included -> ranks that hold it under that name."""
+    everyone = tuple(range(shape.ranks))
+    found: dict[str, tuple[int, ...]] = {}
+    owners = {
+        unit: tuple(sorted({schedule.owner(stage, shape) for stage in owned.allowed(unit)}))
+        for unit in owned.units
+    }
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in owners if name == unit or name.startswith(f"{unit}.")), None)
+        found[name] = everyone if unit is None else owners[unit]
+    return found

@@ -1,0 +1,53 @@
+"""Take the place of the forward of chosen modules, for as long as a model runs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+Key = tuple[str, int]
+"""(name of a unit, which of its calls in one forward)."""
+
+Label = tuple[str, int, str, int]
+"""A result of a unit: (unit, call, "" or the path of a part of it, index of the leaf)."""
+
+Calls = Callable[..., Any]
+Handler = Callable[[Key, Calls, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextlib.contextmanager
+def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Iterator[None]:
+    """Inside, a call of a unit runs `handler((unit, call), its own forward, args, kwargs)` in the place of its forward.
+
+    Hooks of the module itself run around that as ever.
+    """
+    counts: Counter[str] = Counter()
+    before: list[tuple[nn.Module, Any]] = []
+
+    def stand_in(unit: str, forward: Calls) -> Calls:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            key = (unit, counts[unit])
+            counts[unit] += 1
+            return handler(key, forward, args, kwargs)
+
+        with contextlib.suppress(TypeError, ValueError):  # models look at the parameters of forward
+            run.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        return run
+
+    for unit in units:
+        module = model.get_submodule(unit)
+        before.append((module, module.__dict__.get("forward")))
+        module.__dict__["forward"] = stand_in(unit, module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in reversed(before):
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward

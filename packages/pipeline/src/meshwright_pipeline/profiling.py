@@ -1,0 +1,241 @@
+"""One watched run of a skeleton: which units run in which order, and which of their results later ones depend on.
+
+Units run on the meta device and return labelled zeros; the code between them runs as it is. A label (unit, call, path)
+follows a value through every operation below autograd ("taint"), so that what a later unit, or the result, consumes of
+earlier units is known exactly. That is what has to cross a cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_pipeline._torch import (
+    TorchDispatchMode,
+    WeakTensorKeys,
+    draws,
+    forward_hooks,
+    hooks_of,
+    op_name,
+)
+from meshwright_pipeline.counting import Counting
+from meshwright_pipeline.drawing import BETWEEN, Draw, Draws
+from meshwright_pipeline.interception import Calls, Key, Label, intercepted
+from meshwright_pipeline.skeleton import filled, stand_in, stood_in
+from meshwright_pipeline.trees import map_leaves, nothing, tensors_of
+
+Labels = frozenset[Label]
+NOTHING: Labels = frozenset()
+READ = -1
+"""The call of a label that stands for the parameters of a unit."""
+
+# results that take nothing but the shape of their input
+_SHAPE_ONLY = frozenset(
+    "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like".split()
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call of a unit returned: its tree, with zeros, and by path what hooks inside of it saw of its parts."""
+
+    output: Any
+    side: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One watched run.
+
+    Attributes:
+        order: (unit, call) as they ran.
+        consumes: (unit, call) -> the labels that its arguments depend on.
+        final: the labels that the result of the model depends on.
+        results: (unit, call) -> what it returned, as zeros without memory.
+        output: what the model returned; its tensors mean nothing.
+        read: units whose parameters code between units computes with.
+        draws: the random operations, in order.
+        losses: per call of a loss that averages over targets, the index that it ignores.
+    """
+
+    order: tuple[Key, ...]
+    consumes: dict[Key, Labels]
+    final: Labels
+    results: dict[Key, Result]
+    output: Any
+    read: tuple[str, ...]
+    draws: tuple[Draw, ...] = ()
+    losses: tuple[int, ...] = ()
+
+
+class _Taint(TorchDispatchMode):
+    """Labels follow values; inside units nothing is followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = WeakTensorKeys()
+        self.inside = 0
+        self.key = BETWEEN
+        self.draws = Draws()
+
+    def of(self, tree: Any) -> Labels:
+        found = NOTHING
+        for tensor in tensors_of(tree):
+            found |= self.labels.get(tensor, NOTHING)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if draws(func, args, kwargs):
+            self.draws.note(self.key, func, args, kwargs, result)
+        if not self.inside:
+            found = self.of((args, kwargs))
+            if found and op_name(func) not in _SHAPE_ONLY:
+                for tensor in tensors_of(result):
+                    self.labels[tensor] = self.labels.get(tensor, NOTHING) | found
+        return result
+
+
+class Profiler:
+    """Runs a skeleton under watch.
+
+    Args:
+        model: the skeleton.
+        units: names of its units.
+    """
+
+    def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
+        self.model, self.units = model, units
+        self.reads = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
+        """Profile one call with these arguments; no random number is consumed.
+
+        Raises:
+            UnsupportedError: the model cannot be run with its units skipped.
+        """
+        device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return self._run(args, kwargs, device)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                if self.reads:
+                    raise
+            # code between units computes with the parameters of some: they become zeros
+            self.reads = True
+            for unit in self.units:
+                stand_in(self.model.get_submodule(unit), device)
+            return self._run(args, kwargs, device)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Profile:
+        taint = _Taint()
+        order: list[Key] = []
+        consumes: dict[Key, Labels] = {}
+        results: dict[Key, Result] = {}
+
+        def one(key: Key, forward: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+            order.append(key)
+            consumes[key] = taint.of((a, k))
+            taint.inside, taint.key = taint.inside + 1, key
+            try:
+                result = _shape_run(self.model.get_submodule(key[0]), forward, a, k, device, taint.draws)
+            finally:
+                taint.inside, taint.key = taint.inside - 1, BETWEEN
+            results[key] = result
+
+            def labelled(path: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
+                def mark(index: int, like: torch.Tensor) -> torch.Tensor:
+                    zeros = nothing(like, device)
+                    taint.labels[zeros] = frozenset({(*key, path, index)})
+                    return zeros
+
+                return mark
+
+            unit = self.model.get_submodule(key[0])
+            for path, value in result.side.items():
+                show(
+                    unit.get_submodule(path),
+                    hooks_of(unit.get_submodule(path)),
+                    map_leaves(labelled(path), value),
+                )
+            return map_leaves(labelled(""), result.output)
+
+        if self.reads:
+            for unit in self.units:
+                for tensor in stood_in(self.model.get_submodule(unit)):
+                    taint.labels[tensor] = frozenset({(unit, READ, "", 0)})
+        counting = Counting()
+        with intercepted(self.model, self.units, one), counting, taint:
+            output = self.model(*args, **kwargs)
+        final = taint.of(output)
+        read = {unit for labels in (*consumes.values(), final) for unit, call, _, _ in labels if call == READ}
+        if not order:
+            raise UnsupportedError(
+                f"no module of this {type(self.model).__name__} that could be given to a stage was called; "
+                "a pipeline needs modules that are called through module(...)"
+            )
+        return Profile(
+            tuple(order),
+            consumes,
+            final,
+            results,
+            output,
+            tuple(sorted(read)),
+            tuple(taint.draws.found),
+            tuple(counting.ignored),
+        )
+
+
+def show(module: nn.Module, hooks: Any, output: Any) -> None:
+    """Let forward hooks see an output that the module did not make."""
+    for hook in list(hooks.values()):
+        hook(module, (), output)
+
+
+def _shape_run(
+    unit: nn.Module,
+    forward: Calls,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    drawn: Draws,
+) -> Result:
+    """Run a unit for its shapes only: on the meta device, or with zeros where it does not run there."""
+    seen: dict[str, Any] = {}
+    watched = [(path, part) for path, part in unit.named_modules() if path and hooks_of(part)]
+
+    def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda _module, _args, output: seen.__setitem__(path, output)
+
+    before = drawn.mark()
+    with contextlib.ExitStack() as stack:
+        for path, part in watched:
+            stack.enter_context(forward_hooks(part, {-1: watch(path)}))
+        try:
+            a, k = map_leaves(lambda _, t: t.to("meta"), (args, kwargs))
+            output = forward(*a, **k)
+        except (
+            Exception
+        ):  # no meta kernel, or a look at values: any error says that it has to be tried with numbers
+            seen.clear()
+            drawn.back_to(before)
+            with filled(unit, device):
+                a, k = map_leaves(
+                    lambda _, t: torch.zeros(t.shape, dtype=t.dtype, device=device), (args, kwargs)
+                )
+                output = forward(*a, **k)
+    return Result(_zeros(output, device), {path: _zeros(value, device) for path, value in seen.items()})
+
+
+def _zeros(tree: Any, device: torch.device) -> Any:
+    return map_leaves(lambda _, t: nothing(t, device), tree)

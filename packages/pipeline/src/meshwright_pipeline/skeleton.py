@@ -1,0 +1,85 @@
+"""The skeleton of a model: its structure and code without the memory of its units; and modules emptied in place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_pipeline._torch import remove_buffer, remove_parameter
+
+
+def skeleton(model: nn.Module, units: Iterable[str]) -> nn.Module:
+    """A copy of `model` whose `units` hold meta tensors; what lies outside of them is copied as it is.
+
+    Parameters and buffers of units are not copied on the way: nothing of their size is ever allocated.
+    """
+    memo: dict[int, Any] = {}
+    keep: list[torch.Tensor] = []  # ids in memo must stay theirs
+    for unit in units:
+        module = model.get_submodule(unit)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in memo:
+                keep.append(tensor)
+                memo[id(tensor)] = _as_meta(tensor)
+    made = copy.deepcopy(model, memo)
+    for unit in units:
+        empty(made.get_submodule(unit))
+    return made
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def empty(module: nn.Module) -> None:
+    """Make the parameters and buffers of a module, and of all inside of it, ordinary attributes on the meta device.
+
+    They are no part of `parameters()` or `state_dict()` any more, but code may go on asking for their shape and dtype.
+    """
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            remove_parameter(part, name)
+            part.__dict__[name] = parameter.detach().to("meta")
+        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            remove_buffer(part, name)
+            part.__dict__[name] = buffer.detach().to("meta")
+
+
+def emptied(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """(part, name, meta tensor) of everything that `empty` left in a module."""
+    return [
+        (part, name, value)
+        for part in module.modules()
+        for name, value in part.__dict__.items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    ]
+
+
+@contextlib.contextmanager
+def filled(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, an emptied module has zeros on `device`, for code that does not run on the meta device."""
+    held = emptied(module)
+    for part, name, value in held:
+        part.__dict__[name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+    try:
+        yield
+    finally:
+        for part, name, value in held:
+            part.__dict__[name] = value
+
+
+def stand_in(module: nn.Module, device: torch.device) -> None:
+    """Give an emptied module zeros of no memory on `device`: code between units reads its parameters itself."""
+    for part, name, value in emptied(module):
+        part.__dict__[name] = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+
+
+def stood_in(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that `stand_in` left in a module."""
+    return [v for part in module.modules() for v in part.__dict__.values() if isinstance(v, torch.Tensor)]

@@ -1,0 +1,118 @@
+"""Parameters that several ranks of a pipeline hold: tied weights on two stages, and what every stage has.
+
+Their gradients are summed on the first rank that holds one and sent back, so that every copy gets the same update, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright_dtensor.commlog import record
+from meshwright_pipeline._torch import local_gradient
+
+_TAG = (1 << 30) + (1 << 20)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter that several ranks hold.
+
+    Attributes:
+        names: its names in the model as the user built it, the first one first.
+        ranks: ranks of the axis that hold it, ascending.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def ties(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> list[Tie]:
+    """The parameters of a whole model that more than one rank holds.
+
+    Args:
+        holders: parameter name -> ranks that hold it under that name.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for own in names.values():
+        ranks = sorted({rank for name in own for rank in holders[name]})
+        if len(ranks) > 1:
+            found.append(Tie(tuple(own), tuple(ranks)))
+    return found
+
+
+class TiedSum:
+    """Adds gradients up over the ranks that hold a parameter.
+
+    Args:
+        found: all ties, alike on every rank.
+        group: the ranks of the axis.
+    """
+
+    def __init__(self, found: Sequence[Tie], group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        self.ties = [(place, tie) for place, tie in enumerate(found) if self.rank in tie.ranks]
+
+    def local_name(self, tie: Tie, names: Mapping[str, object]) -> str:
+        """Under which of its names this rank has it."""
+        return next(name for name in tie.names if name in names)
+
+    def sum(
+        self, gradients: dict[str, torch.Tensor | None], like: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor | None]:
+        """The gradients by name, those of tied parameters summed; None where no rank has one.
+
+        Args:
+            like: name -> the parameter's leaf, for the shape of what is missing.
+        """
+        for place, tie in self.ties:
+            name = self.local_name(tie, like)
+            leaf, mine = like[name], gradients[name]
+            # one element more says whether there is a gradient
+            packed = leaf.new_zeros(leaf.numel() + 1, requires_grad=False)
+            if mine is not None:
+                packed[:-1].copy_(mine.reshape(-1))
+                packed[-1] = 1
+            self._add(packed, tie.ranks, _TAG + place)
+            has = bool(packed[-1].item())
+            gradients[name] = packed[:-1].view(leaf.shape) if has else None
+        return gradients
+
+    def _add(self, packed: torch.Tensor, ranks: Sequence[int], tag: int) -> None:
+        first, nbytes = ranks[0], packed.numel() * packed.element_size()
+        record("send_recv", "pp", nbytes, "backward", function="tied parameters")
+        if self.rank != first:
+            dist.send(packed, group=self.group, group_dst=first, tag=tag)
+            dist.recv(packed, group=self.group, group_src=first, tag=tag)
+            return
+        for rank in ranks[1:]:
+            part = torch.empty_like(packed)
+            dist.recv(part, group=self.group, group_src=rank, tag=tag)
+            packed += part
+        for rank in ranks[1:]:
+            dist.send(packed, group=self.group, group_dst=rank, tag=tag)
+
+    @torch.no_grad()
+    def settle(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give every copy the gradient of the first: sums over other axes may have been rounded in another order."""
+        for place, tie in self.ties:
+            parameter = parameters[self.local_name(tie, parameters)]
+            gradient = local_gradient(parameter)
+            if gradient is None:
+                continue
+            first, dense = tie.ranks[0], gradient.contiguous()
+            if self.rank == first:
+                for rank in tie.ranks[1:]:
+                    dist.send(dense, group=self.group, group_dst=rank, tag=_TAG + place)
+            else:
+                dist.recv(dense, group=self.group, group_src=first, tag=_TAG + place)
+                if dense is not gradient:
+                    gradient.copy_(dense)

@@ -1,0 +1,148 @@
+"""Messages between stages: the local parts of what crosses a cut, and of its gradients.
+
+The first message over a cut says how everything lies; those that follow are bare tensors in buffers of known shape. A rank
+that has failed goes on sending messages of the right shape, or says once that there is nothing to come: nobody hangs, and
+the end of the step tells everyone.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor.commlog import record
+from meshwright_dtensor.global_tensor import GlobalTensor, wrap
+from meshwright_dtensor.space import Space
+from meshwright_dtensor.states import States
+
+Tensor = torch.Tensor
+_ANNOUNCED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """How one value lies: its local shape and dtype; over a mesh, its states and global shape; whether it has a gradient."""
+
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+    states: States | None
+    shape: tuple[int, ...]
+    differentiable: bool
+
+    @staticmethod
+    def of(value: Tensor) -> Crossing:
+        """That of a value."""
+        if isinstance(value, GlobalTensor):
+            layout, local = value.global_layout, value.to_local()
+            return Crossing(
+                tuple(local.shape), local.dtype, layout.states, tuple(layout.shape), local.requires_grad
+            )
+        return Crossing(tuple(value.shape), value.dtype, None, tuple(value.shape), value.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer for the local part, or for its gradient."""
+        return torch.empty(self.local_shape, dtype=self.dtype, device=device)
+
+    def value(self, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        """The value of which `local` is this rank's part."""
+        if self.states is None or mesh is None:
+            return local
+        space = Space.of(mesh)
+        return wrap(local, space.layout(self.states, self.shape, self.dtype))
+
+
+Wire = tuple[Crossing, ...]
+
+
+class Broken(Exception):
+    """The stage at the other end has failed before it could say what it sends."""
+
+
+class Transport:
+    """Messages along the axis of the pipeline.
+
+    Args:
+        group: the ranks of the axis.
+        device: where tensors are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank = dist.get_rank(group)
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+
+    def announce(self, wire: Wire | None, peer: int, cut: int) -> None:
+        """Say how what follows lies; None: nothing will come."""
+        data = pickle.dumps(wire)
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        tag = _ANNOUNCED + 2 * cut
+        self._post(torch.tensor([len(data)], dtype=torch.int64, device=self.device), peer, tag)
+        self._post(content, peer, tag + 1)
+
+    def hear(self, peer: int, cut: int) -> Wire:
+        """What the peer announces.
+
+        Raises:
+            Broken: nothing will come.
+        """
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        tag = _ANNOUNCED + 2 * cut
+        dist.recv(size, group=self.group, group_src=peer, tag=tag)
+        content = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        dist.recv(content, group=self.group, group_src=peer, tag=tag + 1)
+        wire: Wire | None = pickle.loads(bytes(content.cpu().tolist()))
+        if wire is None:
+            raise Broken
+        return wire
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any) -> None:
+        """Send tensors; they must not be written to until `settle`."""
+        for place, tensor in enumerate(tensors):
+            contiguous = tensor.detach().contiguous()
+            nbytes = contiguous.numel() * contiguous.element_size()
+            record("send_recv", "pp", nbytes, phase, function="pipeline")
+            self._post(contiguous, peer, tag + place)
+
+    def receive(self, wire: Wire, peer: int, tag: int) -> Arriving:
+        """Start to receive what lies as `wire` says."""
+        buffers = [one.empty(self.device) for one in wire]
+        works = [
+            dist.irecv(buffer, group=self.group, group_src=peer, tag=tag + place)
+            for place, buffer in enumerate(buffers)
+        ]
+        return Arriving(buffers, works)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+
+    def _post(self, tensor: Tensor, peer: int, tag: int) -> None:
+        # what has left need not be kept until the end of the step
+        self._sent = [
+            (work, kept) for work, kept in self._sent if work is not None and not work.is_completed()
+        ]
+        self._sent.append((dist.isend(tensor, group=self.group, group_dst=peer, tag=tag), tensor))
+
+
+@dataclass
+class Arriving:
+    """Tensors on their way."""
+
+    buffers: list[Tensor]
+    works: Sequence[dist.Work | None]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, arrived."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        return self.buffers

@@ -1,0 +1,143 @@
+"""Units of a pipeline: the modules that are given to stages whole.
+
+Members of the outermost repeated lists, every other module with parameters that holds no such list, and dropouts. The
+code between units (masks, positions, residual sums) belongs to no stage and runs on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from meshwright_dtensor._names import did_you_mean, listing
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan import PipelineRule
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a model.
+
+    Attributes:
+        names: in the order of registration.
+        free: names of parameters that lie in no unit; code between units reads them.
+    """
+
+    names: tuple[str, ...]
+    free: tuple[str, ...]
+
+
+def find_units(model: nn.Module) -> Units:
+    """The units of `model`, and the parameters outside of them."""
+    containers = set(_containers(model))
+    names: list[str] = []
+    free: list[str] = []
+
+    def walk(name: str, module: nn.Module) -> None:
+        if name in containers or (not name and _repeats(module)):
+            names.extend(_join(name, key) for key, _ in module.named_children())
+        elif not name or any(c.startswith(f"{name}.") for c in containers):
+            free.extend(_join(name, key) for key, _ in module.named_parameters(recurse=False))
+            for key, child in module.named_children():
+                walk(_join(name, key), child)
+        elif isinstance(module, DROPOUTS) or next(module.parameters(), None) is not None:
+            names.append(name)
+
+    walk("", model)
+    return Units(tuple(names), tuple(free))
+
+
+def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    for key, child in module.named_children():
+        name = _join(prefix, key)
+        if _repeats(child):
+            yield name
+        else:
+            yield from _containers(child, name)
+
+
+def _repeats(module: nn.Module) -> bool:
+    """A list of at least two modules of one class, all with parameters."""
+    children = list(module.children())
+    return (
+        isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(children) > 1
+        and len({type(child) for child in children}) == 1
+        and all(next(child.parameters(), None) is not None for child in children)
+    )
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which units each stage holds.
+
+    Attributes:
+        stages: per stage the units that it may run, in the order of registration.
+        everywhere: units that every stage holds and runs: named by `shared`, or without parameters and named by no stage.
+        free: parameters outside of units, which every stage holds too.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    everywhere: tuple[str, ...]
+    free: tuple[str, ...]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units that belong to stages."""
+        return tuple(dict.fromkeys(unit for stage in self.stages for unit in stage))
+
+    def allowed(self, unit: str) -> list[int]:
+        """The stages that hold a unit, ascending."""
+        return [index for index, stage in enumerate(self.stages) if unit in stage]
+
+
+def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
+    """What `rule` says of the units of `model`.
+
+    Raises:
+        PlanError: a pattern matches nothing, a unit with parameters is named by no stage, or a stage has none.
+    """
+    units = find_units(model)
+    names = [*units.names, *units.free]
+    shared = [unit for unit in units.names if any(_matches(p, unit) for p in rule.shared)]
+    for place, pattern in enumerate(rule.shared):
+        _check_pattern(f"pipeline.shared[{place}]", pattern, names)
+    stages: list[tuple[str, ...]] = []
+    for index, patterns in enumerate(rule.stages):
+        for place, pattern in enumerate(patterns):
+            _check_pattern(f"pipeline.stages[{index}][{place}]", pattern, units.names)
+        own = [u for u in units.names if u not in shared and any(_matches(p, u) for p in patterns)]
+        if not any(next(model.get_submodule(unit).parameters(), None) is not None for unit in own):
+            text = f"a stage needs a module with parameters; the modules are {listing(units.names)}"
+            raise PlanError(f"pipeline.stages[{index}]", list(patterns), text)
+        stages.append(tuple(own))
+    placed = {unit for stage in stages for unit in stage} | set(shared)
+    for unit in units.names:
+        if unit not in placed and next(model.get_submodule(unit).parameters(), None) is not None:
+            text = f"module {unit!r} has parameters and is in no stage; name it in one of them, or in shared"
+            raise PlanError("pipeline.stages", [list(stage) for stage in rule.stages], text)
+    left = [unit for unit in units.names if unit not in placed]
+    return Ownership(tuple(stages), (*shared, *left), units.free)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _check_pattern(field: str, pattern: str, names: tuple[str, ...] | list[str]) -> None:
+    if not any(_matches(pattern, name) for name in names):
+        raise PlanError(
+            field,
+            pattern,
+            f"it matches none of the modules that can be given to a stage: {listing(names, 6)}",
+            did_you_mean(pattern, names),
+        )

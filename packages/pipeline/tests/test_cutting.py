@@ -1,0 +1,107 @@
+"""Units, what crosses a cut, and where to cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from pipe_models import Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
+from meshwright_pipeline.checks import check_division
+from meshwright_pipeline.cutting import balanced, cut
+from meshwright_pipeline.profiling import Profiler
+from meshwright_pipeline.skeleton import skeleton
+from meshwright_pipeline.units import find_units, ownership
+
+
+def test_units_are_blocks_and_what_stands_alone() -> None:
+    units = find_units(Chain())
+    assert units.names == ("embed", "drop", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "head")
+    assert units.free == ("scale",)
+
+
+def test_what_crosses_is_what_is_used_behind_the_cut() -> None:
+    model, plan = Crossed(), crossed_plan()
+    owned = ownership(model, plan.pipeline)
+    before = torch.get_rng_state()
+    profile = Profiler(skeleton(model, owned.units), owned.units).run((), crossed_batch())
+    assert torch.equal(before, torch.get_rng_state())
+    made = cut(profile, owned)
+    assert [[label[0] for label in sent] for sent in made.crossing] == [
+        ["encoder.1"],
+        ["encoder.1", "start", "decoder.0"],
+        ["encoder.1", "start", "decoder.1"],
+    ]
+
+
+def test_a_skeleton_takes_no_memory_and_leaves_the_model() -> None:
+    model = Chain()
+    copied = skeleton(model, find_units(model).names)
+    assert {name for name, _ in copied.named_parameters()} == {"scale"}
+    assert copied.embed.weight.is_meta and not model.embed.weight.is_meta
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cut_is_the_best_there_is(seed: int) -> None:
+    """Uneven blocks and a heavy head: as good as trying everything."""
+    random.seed(seed)
+    count = random.randint(2, 4)
+    costs = [random.choice([1.0, 1.0, 2.5]) for _ in range(random.randint(count, 9))] + [6.0]
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+
+    best = min(slowest(c) for c in itertools.combinations(range(1, len(costs)), count - 1))
+    assert slowest(tuple(balanced(costs, count))) == pytest.approx(best)
+
+
+def plan_of(**rule: object) -> ParallelPlan:
+    return ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=PipelineRule(**rule))
+
+
+@pytest.mark.parametrize(
+    ("stages", "shared", "message"),
+    [
+        ([["embed", "drop", "layers.9"], ["head"]], [], "layers.9"),
+        ([["embed", "layers.[01]"], ["layers.[23]", "norm"]], [], "'head' has parameters and is in no stage"),
+        ([["drop"], ["embed", "layers.*", "norm", "head"]], [], "a stage needs a module with parameters"),
+        ([["embed", "layers.[01]"], ["layers.[23]", "norm", "head"]], ["nothing"], "pipeline.shared"),
+    ],
+)
+def test_a_wrong_plan_names_its_field(stages: object, shared: object, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_division(Chain(), plan_of(stages=stages, shared=shared))
+    assert message in str(caught.value)
+
+
+def test_batch_norm_and_microbatches_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+    with pytest.raises(PlanError, match="normalises by the whole batch"):
+        check_division(model, plan_of(stages=[["0"], ["1"]], microbatches=2))
+    check_division(model, plan_of(stages=[["0"], ["1"]], microbatches=1))
+
+
+def test_order_that_goes_back_is_refused() -> None:
+    model = Chain()
+    stages = [["layers.[01]", "norm", "head"], ["embed", "layers.[23]"]]
+    owned = ownership(model, plan_of(stages=stages).pipeline)
+    profile = Profiler(skeleton(model, owned.units), owned.units).run((), chain_batch())
+    with pytest.raises(PlanError, match="after stage 1 has begun"):
+        cut(profile, owned)
+
+
+def test_fields_are_checked_and_explained() -> None:
+    plan = chain_plan()
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+    assert "pipeline: 2 stages, 4 microbatches a step, schedule 1f1b" in plan.explain()
+    assert any("pipeline.microbatches: 4 -> 8" in line for line in plan.diff(chain_plan(microbatches=8)))
+    with pytest.raises(PlanError, match="equally many stages"):
+        plan.replace(degrees={"pp": 3}, world_size=3).validate_for()
+    with pytest.raises(PlanError, match="need stages"):
+        plan.replace(pipeline=None).validate_for()
+    with pytest.raises(PlanError, match="add pp to degrees"):
+        plan.replace(degrees={"dp": 2}).validate_for()
