@@ -74,7 +74,7 @@ def test_tied_weights_and_unequal_tokens(rank_pool: RankPool, schedule: str) -> 
 def test_unequal_tokens_need_their_weights(rank_pool: RankPool) -> None:
     """The negative control: a plain mean over microbatches is far off."""
     (loss, _, _), *_ = rank_pool.run(2, unweighted, chain_plan())
-    assert loss > 100 * LIMIT
+    assert not loss < 100 * LIMIT  # nan: a microbatch without any token
 
 
 def unweighted(rank: int, size: int, plan: ParallelPlan) -> tuple[float, float, list[str]]:

@@ -47,6 +47,8 @@ class Placed:
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments with every plain tensor distributed; tensors that are placed already stay."""
+        if self.plain:
+            return args, kwargs
         size = size_of(args, kwargs)
         dtype = None if self.plan.precision is None else DTYPES[self.plan.precision.parameters]
 
@@ -105,4 +107,4 @@ def _distribute(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     placed = placed_of(model)
-    return (args, kwargs) if placed is None or placed.plain else placed.place(args, kwargs)
+    return (args, kwargs) if placed is None else placed.place(args, kwargs)

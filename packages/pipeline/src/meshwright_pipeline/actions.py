@@ -168,11 +168,15 @@ def _simulate(
                 moved = True
     stuck = [(rank, actions[place[rank]]) for rank, actions in enumerate(ranks) if place[rank] < len(actions)]
     if stuck:
-        rank, action = stuck[0]
-        missing = next(one for one in _needs(action, shape) if one not in ends)
-        others = "; ".join(f"rank {r} at {a}" for r, a in stuck[1:4])
+        missing = {
+            rank: next(one for one in _needs(action, shape) if one not in ends) for rank, action in stuck
+        }
+        # the cause, where there is one: a rank that waits for what it does itself later
+        itself = [entry for entry in stuck if schedule.owner(missing[entry[0]].stage, shape) == entry[0]]
+        rank, action = (itself or stuck)[0]
+        others = "; ".join(f"rank {r} at {a}" for r, a in stuck[:4] if r != rank)
         raise UsageError(
-            f"schedule {schedule.name!r} would hang: rank {rank} waits at {action} for {missing}, which never comes"
+            f"schedule {schedule.name!r} would hang: rank {rank} waits at {action} for {missing[rank]}, which never comes"
             f"{f' ({others})' if others else ''}; bring that one forward"
         )
     return tuple(most), ends

@@ -119,6 +119,8 @@ class PipelinedCall:
             UsageError: the batch cannot be cut, or the model computes no loss.
             StageError: a stage failed; on every rank.
         """
+        if self.place.plain:  # of a loader that lays batches over the mesh of the stage, one rank
+            args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: t.to_local(), (args, kwargs))
         calls = microbatches(args, kwargs, self.shape.microbatches)
         training = torch.is_grad_enabled()
         prepared = self._prepared(calls[0], (args, kwargs), training)

@@ -11,6 +11,7 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.parameter import layout_of_dtensor
 from meshwright_dtensor.plan import ExpertsRule, ParallelPlan
 from meshwright_dtensor.runs import Runs
+from meshwright_dtensor.stages import stages_of
 from meshwright_dtensor.states import State, is_shard, parse_state
 from meshwright_parallel.experts.detect import Detection, Experts, detect
 from meshwright_parallel.experts.dispatch import Dispatch
@@ -142,7 +143,7 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
         kept: Any = module
         kept.forward = Dispatch(module, name, rule, axis, module.forward)
         reached |= own
-    if not reached:
+    if not reached and stages_of(model) is None:  # a stage of a pipeline may have none
         raise PlanError(
             f"degrees.{axis}",
             plan.degree(axis),
