@@ -172,7 +172,7 @@ def fail(rank: int, size: int, where: str, late: bool) -> str:
             raise ValueError("boom ahead")
         return Bomb.apply(output) if armed[0] else output
 
-    model.layers[1].register_forward_hook(ahead)
+    model.layers[1].outer.register_forward_hook(ahead)
     plan = chain_plan(ranks=4)
     many = pipeline(model, plan)
     if late:

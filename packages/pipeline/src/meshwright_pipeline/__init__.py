@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meshwright_pipeline.actions import timetable as timetable
     from meshwright_pipeline.api import pipeline as pipeline
     from meshwright_pipeline.division import call_of as call_of
+    from meshwright_pipeline.timeline import write_trace as write_trace
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ _EXPORTS = {
     "Shape": "meshwright_pipeline.actions",
     "call_of": "meshwright_pipeline.division",
     "pipeline": "meshwright_pipeline.api",
+    "write_trace": "meshwright_pipeline.timeline",
     "timetable": "meshwright_pipeline.actions",
 }
 

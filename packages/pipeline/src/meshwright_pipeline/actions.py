@@ -43,9 +43,13 @@ class Shape:
 
 
 class Schedule(ABC):
-    """An order of forwards and backwards. Stateless; registered by a ScheduleSpec under `name`."""
+    """An order of forwards and backwards. Stateless; registered by a ScheduleSpec under `name`.
+
+    stages_each: how many stages a planner gives to each rank.
+    """
 
     name: ClassVar[str]
+    stages_each: ClassVar[int] = 1
 
     def refusal(self, shape: Shape) -> str | None:
         """Why the schedule cannot run this pipeline, None where it can."""
@@ -91,6 +95,8 @@ class Timetable:
 
 
 _DURATION = {"F": 1.0, "B": 2.0}
+BUSY = sum(_DURATION.values())
+"""How long the forward and the backward of one microbatch take on a stage."""
 
 
 def timetable(schedule: Schedule, shape: Shape) -> Timetable:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.strategy import (
     CollectiveUse,
@@ -18,7 +17,9 @@ from meshwright_dtensor.strategy import (
     Survey,
     divisors,
 )
+from meshwright_pipeline.actions import BUSY, Shape
 from meshwright_pipeline.cutting import balanced
+from meshwright_pipeline.division import checked_timetable, schedule_named
 from meshwright_pipeline.units import find_units
 
 PER_STAGE = 4
@@ -95,46 +96,57 @@ def read_outside(work: Sequence[ModuleWork], known: Surveyed) -> list[str]:
 
 
 def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-    """One step of a pipeline of `degree` stages, one a rank, cut where the slowest is fastest."""
+    """One step of a pipeline over `degree` ranks, cut where the slowest stage is fastest.
+
+    Raises:
+        PlanError: there are not enough modules, or the schedule does not fit.
+    """
     assert request.survey is not None
     known: Surveyed = request.survey.details
+    schedule = schedule_named(request.options.get("schedule", "1f1b"))
+    shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
+    table = checked_timetable(schedule, shape)
     shared = read_outside(request.work, known)
     runs = [run for run in runs_of(request.work, known) if run.unit not in shared]
-    if len({run.unit for run in runs}) < degree:
-        text = f"the model has {listing(known.units)} to be given to stages, which is not enough"
-        raise PlanError("degrees.pp", degree, text, str(max(1, len({run.unit for run in runs}))))
-    cuts = balanced([run.seconds for run in runs], degree)
-    bounds = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
-    stages = _stages([[run.unit for run in runs[a:b]] for a, b in bounds], known, shared)
-    count = _microbatches(request, degree)
-    whole = sum(part.seconds for part in request.work)
+    here = len({run.unit for run in runs})
+    if here < shape.stages:
+        text = (
+            f"{shape.stages} stages need as many modules that can be given to one, and the model has {here}"
+        )
+        raise PlanError("degrees.pp", degree, text, str(max(1, here // schedule.stages_each)))
+    cuts = balanced([run.seconds for run in runs], shape.stages)
+    parts = [runs[a:b] for a, b in zip([0, *cuts], [*cuts, len(runs)], strict=True)]
+    stages = _stages([[run.unit for run in part] for part in parts], known, shared)
+    own = [schedule.own(rank, shape) for rank in range(degree)]
+    whole = sum(part.seconds for part in request.work) or 1.0
     between = whole - sum(run.seconds for run in runs)
-    slowest = max(sum(run.seconds for run in runs[a:b]) for a, b in bounds) + between
-    held = [_held(stage, known, shared) for stage in stages]
+    slowest = max(sum(run.seconds for i in mine for run in parts[i]) for mine in own)
+    # filling and draining, as the timetable has it
+    pace = table.length / (BUSY * shape.microbatches * shape.each)
+    held = [_held([unit for i in mine for unit in stages[i]], known, shared) for mine in own]
     total = sum(known.sizes.values()) or 1
     fullest = max(held, key=lambda names: sum(known.sizes[name] for name in names))
     share = sum(known.sizes[name] for name in fullest) / total
     kept = sum(run.saved_bytes for run in runs) or 1.0
     alive = max(
-        sum(run.saved_bytes for run in runs[a:b]) * min(count, degree - index) / count
-        for index, (a, b) in enumerate(bounds)
+        most * max(sum(run.saved_bytes for run in parts[i]) for i in mine) / shape.microbatches
+        for mine, most in zip(own, table.alive, strict=True)
     )
-    uses = _messages(runs, cuts, known, count)
-    once = sum(link.seconds("send_recv", use.nbytes, degree) for use in uses)
+    uses = _messages(runs, cuts, known, shape.microbatches)
     return StrategyCost(
-        exposed_seconds=once,
+        exposed_seconds=sum(link.seconds("send_recv", use.nbytes, degree) for use in uses),
         parameters=share,
         gradients=share,
         optimizer=share,
         activations=alive / kept,
         collectives=tuple(uses),
-        compute=slowest / whole * (count + degree - 1) / count if whole else 1.0 / degree,
+        compute=(slowest + between) / whole * pace,
         holds=fullest,
         fields={
             "pipeline": {
                 "stages": stages,
-                "microbatches": count,
-                "schedule": request.options.get("schedule", "1f1b"),
+                "microbatches": shape.microbatches,
+                "schedule": schedule.name,
                 "shared": shared,
             }
         },

@@ -45,6 +45,7 @@ class Place:
         mesh: the mesh of a stage; None where parameters are ordinary tensors.
         plain: compute with ordinary tensors, the mesh of a stage being one rank.
         device: of this rank.
+        dtype: what a float32 model is computed in.
         speaks: of the ranks of a stage, which all know the loss, this one tells it to the others.
     """
 
@@ -54,6 +55,7 @@ class Place:
     plain: bool
     device: torch.device
     speaks: bool
+    dtype: torch.dtype = torch.float32
 
 
 class PipelinedCall:
@@ -276,10 +278,10 @@ class PipelinedCall:
         for ours, copied in zip(self.model.modules(), self.skeleton.modules(), strict=True):
             copied.training = ours.training
         profiler = Profiler(self.skeleton, self.owned.units)
-        profile = profiler.run(*_whole(call))
+        profile = profiler.run(*self._whole(call))
         streams = None
         if profile.draws:
-            draws = profile.draws if self.shape.microbatches == 1 else profiler.run(*_whole(whole)).draws
+            draws = profile.draws if self.shape.microbatches == 1 else profiler.run(*self._whole(whole)).draws
             streams = Streams(draws, self.shape.microbatches)
         made = cut(profile, self.owned)
         stages = {
@@ -290,6 +292,17 @@ class PipelinedCall:
         runtime = Runtime(stages, self.shape, self.schedule, self.transport, mesh)
         return Prepared(runtime, profile, streams)
 
+    def _whole(self, call: Call) -> Call:
+        """Global values as ordinary tensors, in the dtype that they are computed in."""
+        dtype = self.place.dtype
+
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            whole = tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
+            return whole.to(dtype) if whole.dtype == torch.float32 else whole
+
+        changed: Call = pytree.tree_map_only(torch.Tensor, one, call)
+        return changed
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -298,11 +311,6 @@ class Prepared:
     runtime: Runtime
     profile: Profile
     streams: Streams | None
-
-
-def _whole(call: Call) -> Call:
-    whole: Call = pytree.tree_map_only(GlobalTensor, lambda t: t.full_tensor(), call)
-    return whole
 
 
 _NAMES = {"F": "forward", "B": "backward"}

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_pipeline.actions import Shape
-from meshwright_pipeline.division import checked_timetable, schedule_of
+from meshwright_pipeline.division import checked_timetable, schedule_named
 from meshwright_pipeline.units import ownership
 
 
@@ -22,7 +22,7 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     assert rule is not None
     owned = ownership(model, rule)
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
-    checked_timetable(schedule_of(rule), shape, rule)
+    checked_timetable(schedule_named(rule.schedule), shape)
     if rule.microbatches > 1:
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm) and module.training:

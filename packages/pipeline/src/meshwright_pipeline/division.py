@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import PipelineRule
-from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
+from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.stages import StageInfo, describe_stages
 from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
@@ -24,17 +24,18 @@ from meshwright_pipeline.units import Ownership, ownership
 _ATTRIBUTE = "_meshwright_pipeline"
 
 
-def schedule_of(rule: PipelineRule, host: PluginHost | None = None) -> Schedule:
-    """The schedule that `rule` names.
+def schedule_named(name: str) -> Schedule:
+    """The installed schedule of this name.
 
     Raises:
-        PluginError: it is not installed, or is no Schedule.
+        PluginError: it is not installed.
+        UsageError: it is no Schedule.
     """
-    target = (host or discover()).get(ScheduleSpec, rule.schedule).load()
+    target = discover().get(ScheduleSpec, name).load()
     made = target() if isinstance(target, type) else target
     if not isinstance(made, Schedule):
         raise UsageError(
-            f"schedule {rule.schedule!r} is a {type(made).__name__}; it has to be a meshwright_pipeline.Schedule"
+            f"schedule {name!r} is a {type(made).__name__}; it has to be a meshwright_pipeline.Schedule"
         )
     return made
 
@@ -46,19 +47,26 @@ class StageDivision(Division):
         model: the whole model; this empties what other ranks hold.
         rule: stages and schedule.
         group: the ranks of the axis.
+        dtype: what a float32 model is computed in.
     """
 
-    def __init__(self, model: nn.Module, rule: PipelineRule, group: dist.ProcessGroup) -> None:
-        self.rule, self.group = rule, group
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: PipelineRule,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.rule, self.group, self.dtype = rule, group, dtype
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.owned = ownership(model, rule)
-        self.schedule = schedule_of(rule)
+        self.schedule = schedule_named(rule.schedule)
         self.shape = Shape(ranks, len(rule.stages), rule.microbatches)
-        self.table = checked_timetable(self.schedule, self.shape, rule)
+        self.table = checked_timetable(self.schedule, self.shape)
         holders = _holders(model, self.owned, self.schedule, self.shape)
         self.ties = ties(model, holders)
         self.known = {part: frozenset(hooks_of(part)) for part in model.modules()}
-        self.skeleton = skeleton(model, self.owned.units)
+        self.skeleton = skeleton(model, self.owned.units, dtype)
         here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
         for unit in self.owned.units:
             if unit not in here:
@@ -92,7 +100,7 @@ class StageDivision(Division):
             self.table,
             self.shape,
             TiedSum(self.ties, self.group),
-            Place(self.group, everyone, mesh, plain, device, speaks),
+            Place(self.group, everyone, mesh, plain, device, speaks, self.dtype),
             self.rule.outputs == "all",
         )
         call.hooks_are_ours(self.known)
@@ -100,7 +108,7 @@ class StageDivision(Division):
         take_over(model, call)
 
 
-def checked_timetable(schedule: Schedule, shape: Shape, rule: PipelineRule) -> Timetable:
+def checked_timetable(schedule: Schedule, shape: Shape) -> Timetable:
     """The timetable of a plan.
 
     Raises:
@@ -109,7 +117,7 @@ def checked_timetable(schedule: Schedule, shape: Shape, rule: PipelineRule) -> T
     try:
         return timetable(schedule, shape)
     except UsageError as error:
-        raise PlanError("pipeline.schedule", rule.schedule, str(error)) from None
+        raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
 
 
 def call_of(model: nn.Module) -> PipelinedCall | None:

@@ -8,6 +8,7 @@ earlier units is known exactly. That is what has to cross a cut.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,11 +25,12 @@ from meshwright_pipeline._torch import (
     forward_hooks,
     hooks_of,
     op_name,
+    pytree,
 )
 from meshwright_pipeline.counting import Counting
 from meshwright_pipeline.drawing import BETWEEN, Draw, Draws
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
-from meshwright_pipeline.skeleton import filled, stand_in, stood_in
+from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
 from meshwright_pipeline.trees import map_leaves, nothing, tensors_of
 
 Labels = frozenset[Label]
@@ -217,8 +219,9 @@ def _shape_run(
     def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
         return lambda _module, _args, output: seen.__setitem__(path, output)
 
-    before = drawn.mark()
+    before, unchanged = drawn.mark(), _snapshot(args, kwargs)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(taken_back(unit))
         for path, part in watched:
             stack.enter_context(forward_hooks(part, {-1: watch(path)}))
         try:
@@ -230,11 +233,24 @@ def _shape_run(
             seen.clear()
             drawn.back_to(before)
             with filled(unit, device):
-                a, k = map_leaves(
-                    lambda _, t: torch.zeros(t.shape, dtype=t.dtype, device=device), (args, kwargs)
-                )
+                a, k = map_leaves(lambda _, t: torch.zeros(t.shape, dtype=t.dtype, device=device), unchanged)
                 output = forward(*a, **k)
     return Result(_zeros(output, device), {path: _zeros(value, device) for path, value in seen.items()})
+
+
+def _snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with copies of the objects that a run may change (a cache of keys, say)."""
+
+    def one(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, (torch.Tensor, nn.Module, bool, int, float, str)):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:  # whatever an object of the model does when it is copied: it is used as it is then
+            return leaf
+
+    copied: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(one, (args, kwargs))
+    return copied
 
 
 def _zeros(tree: Any, device: torch.device) -> Any:

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.precision import cast_buffers
 from meshwright_pipeline._torch import remove_buffer, remove_parameter
 
 
-def skeleton(model: nn.Module, units: Iterable[str]) -> nn.Module:
+def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
     """A copy of `model` whose `units` hold meta tensors; what lies outside of them is copied as it is.
 
-    Parameters and buffers of units are not copied on the way: nothing of their size is ever allocated.
+    Parameters and buffers of units are not copied on the way: nothing of their size is ever allocated. `dtype`: what a
+    float32 model is computed in.
     """
+    cast = cast_buffers(model)
     memo: dict[int, Any] = {}
     keep: list[torch.Tensor] = []  # ids in memo must stay theirs
     for unit in units:
@@ -25,15 +28,22 @@ def skeleton(model: nn.Module, units: Iterable[str]) -> nn.Module:
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in memo:
                 keep.append(tensor)
-                memo[id(tensor)] = _as_meta(tensor)
+                casts = tensor.dtype == torch.float32 and (
+                    isinstance(tensor, nn.Parameter) or id(tensor) in cast
+                )
+                memo[id(tensor)] = _as_meta(tensor, dtype if casts else tensor.dtype)
     made = copy.deepcopy(model, memo)
+    if dtype != torch.float32:
+        for parameter in made.parameters():  # those outside of units
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(dtype)
     for unit in units:
         empty(made.get_submodule(unit))
     return made
 
 
-def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    meta = torch.empty_like(tensor, device="meta")
+def _as_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    meta = torch.empty_like(tensor, dtype=dtype, device="meta")
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
@@ -78,6 +88,24 @@ def stand_in(module: nn.Module, device: torch.device) -> None:
     """Give an emptied module zeros of no memory on `device`: code between units reads its parameters itself."""
     for part, name, value in emptied(module):
         part.__dict__[name] = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+
+
+@contextlib.contextmanager
+def taken_back(module: nn.Module) -> Iterator[None]:
+    """Inside, what `stand_in` has put into a module is on the meta device again."""
+    held = [
+        (part, name, value)
+        for part in module.modules()
+        for name, value in part.__dict__.items()
+        if isinstance(value, torch.Tensor) and not value.is_meta
+    ]
+    for part, name, value in held:
+        part.__dict__[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    try:
+        yield
+    finally:
+        for part, name, value in held:
+            part.__dict__[name] = value
 
 
 def stood_in(module: nn.Module) -> list[torch.Tensor]:

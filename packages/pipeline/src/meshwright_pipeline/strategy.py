@@ -48,7 +48,9 @@ class Pipeline(Strategy):
 
     def divide(self, model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh) -> Division:
         """See Strategy."""
+        from meshwright_dtensor.precision import DTYPES
         from meshwright_pipeline.division import StageDivision
 
         assert plan.pipeline is not None
-        return StageDivision(model, plan.pipeline, mesh.get_group(self.axis))
+        dtype = DTYPES["fp32" if plan.precision is None else plan.precision.parameters]
+        return StageDivision(model, plan.pipeline, mesh.get_group(self.axis), dtype)

@@ -15,6 +15,7 @@ class Interleaved(Schedule):
     """Microbatches go through the stages of a rank in groups of as many as there are ranks."""
 
     name: ClassVar[str] = "interleaved"
+    stages_each: ClassVar[int] = 2
 
     def refusal(self, shape: Shape) -> str | None:
         """Microbatches in whole groups."""
