@@ -115,3 +115,21 @@ def test_a_plan_that_names_it_survives_the_round_trip() -> None:
     (plan, *_) = [plan for plan in plans if plan.degree("vp") == 2]
     assert ParallelPlan.from_json(plan.to_json()) == plan
     assert "vocabulary-shard" in plan.explain()
+
+
+def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
+    """A pipeline under the third party's schedule: (is it one device, microbatches held at once, schedule of the plan)."""
+    from meshwright_parallel import verify
+    from meshwright_pipeline import call_of
+
+    case = CASES["gpt2"]
+    plan = mw.plan(case.model(), case.batch(), world_size=world_size, pp=2, schedule="one-by-one")
+    assert isinstance(plan, ParallelPlan) and plan.pipeline is not None and plan.pipeline.microbatches == 4
+    report = verify(case.model, case.batch(), plan, steps=1)
+    model = mw.parallelize(case.model(), plan)
+    model(**case.batch())
+    return report.ok, call_of(model).last.most_alive, plan.pipeline.schedule  # type: ignore[union-attr]
+
+
+def test_its_schedule_is_planned_with_and_runs(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, scheduled) == [(True, 1, "one-by-one")] * 2

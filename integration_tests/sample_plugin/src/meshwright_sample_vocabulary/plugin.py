@@ -1,10 +1,10 @@
-"""What this distribution registers. Importing it is cheap: the strategy itself is loaded when it is used."""
+"""What this distribution registers. Importing it is cheap: strategy and schedule are loaded when they are used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright_dtensor.plugins import StrategySpec, hookimpl
+from meshwright_dtensor.plugins import ScheduleSpec, StrategySpec, hookimpl
 
 
 @hookimpl
@@ -15,4 +15,14 @@ def meshwright_strategies() -> Iterator[StrategySpec]:
         axis="vp",
         target="meshwright_sample_vocabulary.strategy:VocabularyShard",
         summary="ranks share the rows of embeddings and output heads, and nothing else",
+    )
+
+
+@hookimpl
+def meshwright_schedules() -> Iterator[ScheduleSpec]:
+    """One schedule."""
+    yield ScheduleSpec(
+        name="one-by-one",
+        target="meshwright_sample_vocabulary.schedule:OneByOne",
+        summary="one microbatch after the other: a rank holds the activations of one",
     )
