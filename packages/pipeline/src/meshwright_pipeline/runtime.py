@@ -259,7 +259,7 @@ class _Running:
                 leaf = local.detach()
                 if one.differentiable and self.seed is not None:
                     inputs.append(leaf.requires_grad_())
-                received[label] = one.value(leaf.view_as(leaf) if leaf.requires_grad else leaf, runtime.mesh)
+                received[label] = one.value(_arrived(leaf) if leaf.requires_grad else leaf, runtime.mesh)
         with Weighted(self.divisors) if self.divisors and stage.is_last else contextlib.nullcontext():
             values, result = stage.run(*self.calls[action.microbatch], received, action.microbatch)
         outputs: list[Tensor] = []
@@ -297,6 +297,23 @@ class _Running:
                 held.outputs, [_shaped(g, o) for g, o in zip(given, held.outputs, strict=True)]
             )
         return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in held.inputs]
+
+
+class _Arrived(torch.autograd.Function):
+    """Identity behind a leaf, which a model may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data  # a detached one would count as a view of the leaf
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _arrived(leaf: Tensor) -> Tensor:
+    value: Tensor = _Arrived.apply(leaf)
+    return value
 
 
 def _shaped(gradient: Tensor, output: Tensor) -> Tensor:

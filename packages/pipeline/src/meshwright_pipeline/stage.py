@@ -88,7 +88,7 @@ class Stage:
         """
         wanted = frozenset(self.cut.sent(self.index))
         values: dict[Label, torch.Tensor] = {label: received[label] for label in wanted if label in received}
-        versions: dict[Label, int] = {}
+        versions = {label: _version(value) for label, value in values.items()}
 
         def handle(key: Key, forward: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
             where = self.cut.stage.get(key)
