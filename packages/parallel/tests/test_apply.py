@@ -224,7 +224,7 @@ def refused(rank: int, world_size: int) -> None:
         return {"parameters": (ParameterRule(pattern=pattern, placement={"tp": state}),)}
 
     refuse(PlanError, "world_size", degrees={"dp": 2, "tp": 2})
-    refuse(PlanError, "no installed strategy works on axis 'pp'", degrees={"pp": 2})
+    refuse(PlanError, "no installed strategy works on axis 'qq'", degrees={"qq": 2})
     refuse(
         PlanError,
         r"parameters\[0\].pattern is 'embed.wieght'.*nearest legal: embed.weight",

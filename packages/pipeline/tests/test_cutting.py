@@ -85,6 +85,11 @@ def test_batch_norm_and_microbatches_are_refused() -> None:
     check_division(model, plan_of(stages=[["0"], ["1"]], microbatches=1))
 
 
+def test_half_precision_without_a_scaler_is_refused() -> None:
+    with pytest.raises(PlanError, match="take bf16"):
+        check_division(Chain(), chain_plan().replace(precision={"parameters": "fp16"}))
+
+
 def test_order_that_goes_back_is_refused() -> None:
     model = Chain()
     stages = [["layers.[01]", "norm", "head"], ["embed", "layers.[23]"]]

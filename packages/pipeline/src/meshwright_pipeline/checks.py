@@ -23,6 +23,9 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     owned = ownership(model, rule)
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
     checked_timetable(schedule_named(rule.schedule), shape)
+    if plan.precision is not None and plan.precision.parameters == "fp16":
+        text = "a step runs its backward passes before a scaler can scale the loss, and small gradients would be lost"
+        raise PlanError("precision.parameters", "fp16", f"{text}; take bf16", "bf16")
     if rule.microbatches > 1:
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm) and module.training:
