@@ -201,6 +201,20 @@ def test_a_stage_that_fails_is_told_on_every_rank(rank_pool: RankPool, where: st
         assert f"stage 1 failed in the {where} of microbatch 0, on rank 1: ValueError: boom" in message
 
 
+def load(rank: int, size: int) -> float:
+    """The state dict of one device loads into every stage."""
+    torch.manual_seed(99)
+    single = Chain()
+    many = pipeline(make("chain"), chain_plan())
+    assert not many.load_state_dict(single.state_dict()).missing_keys
+    loss = many(**chain_batch())["loss"]
+    return abs(loss.item() - single(**chain_batch())["loss"].item())
+
+
+def test_weights_of_one_device_load(rank_pool: RankPool) -> None:
+    assert max(rank_pool.run(2, load)) < LIMIT
+
+
 def refuse(rank: int, size: int) -> list[str]:
     many = pipeline(make("chain"), chain_plan())
     messages = []

@@ -22,13 +22,13 @@ from meshwright_pipeline.counting import divisors, may_differ
 from meshwright_pipeline.cutting import cut
 from meshwright_pipeline.drawing import Replay, Streams
 from meshwright_pipeline.gradients import Sink, Sinks, connected
-from meshwright_pipeline.losses import need_loss, with_loss
+from meshwright_pipeline.losses import need_loss, plain_or_none, with_loss
 from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.runtime import Runtime, Step
 from meshwright_pipeline.stage import Stage
 from meshwright_pipeline.tied import TiedSum
 from meshwright_pipeline.transport import Transport
-from meshwright_pipeline.trees import tensors_of
+from meshwright_pipeline.trees import leaves_of, tensors_of
 from meshwright_pipeline.units import Ownership
 
 MAX_SIGNATURES = 64
@@ -121,6 +121,11 @@ class PipelinedCall:
             UsageError: the batch cannot be cut, or the model computes no loss.
             StageError: a stage failed; on every rank.
         """
+        if any(hasattr(x, "get_seq_length") for x in leaves_of((args, kwargs))):
+            raise UnsupportedError(
+                "a pipelined model was given a cache of keys and values, which it would fill on one stage only; generate with "
+                "use_cache=False, or from an exported model"
+            )
         if self.place.plain:  # of a loader that lays batches over the mesh of the stage, one rank
             args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: t.to_local(), (args, kwargs))
         calls = microbatches(args, kwargs, self.shape.microbatches)
@@ -251,11 +256,21 @@ class PipelinedCall:
             leaves, spec = pytree.tree_flatten(
                 pytree.tree_map_only(GlobalTensor, lambda t: t.full_tensor(), whole)
             )
-            told = [[(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in leaves]]
+            same = len(leaves) == len(leaves_of(like))
+            told = [
+                [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in leaves]
+                if same
+                else None
+            ]
         source = dist.get_global_rank(self.place.group, owner)
         dist.broadcast_object_list(told, src=source, group=self.place.group, device=self.place.device)
+        if told[0] is None:
+            raise UnsupportedError(
+                "the model returned something else than when it was profiled; ask for tensors only (use_cache=False, say)"
+            )
         for place, sketch in enumerate(told[0]):
             if sketch is None:
+                leaves[place] = plain_or_none(leaves[place])
                 continue
             if self.rank != owner:
                 leaves[place] = torch.empty(sketch[0], dtype=sketch[1], device=self.place.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,11 +68,13 @@ class StageDivision(Division):
         holders = _holders(model, self.owned, self.schedule, self.shape)
         self.ties = ties(model, holders)
         self.known = {part: frozenset(hooks_of(part)) for part in model.modules()}
+        everything = frozenset(model.state_dict())
         self.skeleton = skeleton(model, self.owned.units, dtype)
         here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
         for unit in self.owned.units:
             if unit not in here:
                 empty(model.get_submodule(unit))
+        self.elsewhere = everything - frozenset(model.state_dict())
         self._describe(model, holders, rank)
 
     def _describe(self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], rank: int) -> None:
@@ -105,7 +109,19 @@ class StageDivision(Division):
         )
         call.hooks_are_ours(self.known)
         model.__dict__[_ATTRIBUTE] = call
+        model.register_load_state_dict_pre_hook(_Ignoring(self.elsewhere))
         take_over(model, call)
+
+
+@dataclass(frozen=True)
+class _Ignoring:
+    """Lets a state dict of the whole model load: what other ranks hold is left to them."""
+
+    names: frozenset[str]
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in self.names:
+            state.pop(prefix + name, None)
 
 
 def checked_timetable(schedule: Schedule, shape: Shape) -> Timetable:

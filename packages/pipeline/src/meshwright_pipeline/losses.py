@@ -41,6 +41,11 @@ def need_loss(result: Any) -> torch.Tensor:
     return loss
 
 
+def plain_or_none(leaf: Any) -> Any:
+    """What is no tensor and no object with a state of its own, such as a cache, of which each stage has a part."""
+    return leaf if isinstance(leaf, (bool, int, float, str)) else None
+
+
 def with_loss(result: Any, loss: torch.Tensor, keep: bool) -> Any:
     """The same result with another loss; unless `keep`, with None for every other tensor."""
     old = loss_of(result)
@@ -53,6 +58,6 @@ def with_loss(result: Any, loss: torch.Tensor, keep: bool) -> Any:
     def one(leaf: Any) -> Any:
         if leaf is old:
             return loss
-        return leaf if keep or not isinstance(leaf, torch.Tensor) else None
+        return plain_or_none(leaf) if not keep or not isinstance(leaf, torch.Tensor) else leaf
 
     return pytree.tree_unflatten([one(leaf) for leaf in leaves], spec)

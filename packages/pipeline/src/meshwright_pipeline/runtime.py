@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.errors import StageError, UnsupportedError
 from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline.actions import Action, Schedule, Shape
 from meshwright_pipeline.batching import Call
@@ -153,6 +154,8 @@ class _Running:
             given = self._given(action)
         except Broken:
             given = None
+        except RuntimeError as error:
+            raise self._lost(action, error) from error
         ready = time.perf_counter()
         if following is not None:
             self._prepare(following)
@@ -165,9 +168,18 @@ class _Running:
             ) as error:  # whatever a stage raises, its neighbours must come to the end of the step
                 self.step.failure = Failure(action, error)
                 self.held.clear()
-        self._pass_on(action, made)
+        try:
+            self._pass_on(action, made)
+        except RuntimeError as error:
+            raise self._lost(action, error) from error
         end = time.perf_counter()
         self.step.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
+
+    def _lost(self, action: Action, error: RuntimeError) -> StageError:
+        """A message that did not come or go: the rank at its other end is gone."""
+        kind = "forward" if action.kind == "F" else "backward"
+        reason = f"a message of it was lost, since a rank of the pipeline has died or hangs ({error})"
+        return StageError(action.stage, action.microbatch, kind, dist.get_rank(), reason)
 
     # ---- messages
     def _source(self, action: Action) -> tuple[int, int] | None:
