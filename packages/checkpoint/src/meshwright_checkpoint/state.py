@@ -18,6 +18,7 @@ from meshwright_checkpoint._torch import is_extra_state, plain_name, unwrapped
 from meshwright_checkpoint.encode import encode
 from meshwright_checkpoint.holding import Held, held
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.stages import stages_of
 
 MODEL, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
 
@@ -41,8 +42,16 @@ class Named:
 def named(model: nn.Module) -> Named:
     """What is in the model's state dict, as the very tensors that the model uses."""
     found = Named()
-    for raw, value in unwrapped(model).state_dict(keep_vars=True).items():
+    inner = unwrapped(model)
+    division = stages_of(inner)
+    first = {} if division is None else division.aliases  # a stage may hold a tied one under another name
+    for raw, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(raw)
+        if name in first:
+            found.aliases[name] = first[name]
+            name = first[name]
+            if name in found.tensors:
+                continue
         if is_extra_state(name):
             found.extra_state[name] = value
         elif not isinstance(value, torch.Tensor):
