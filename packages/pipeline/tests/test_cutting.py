@@ -107,6 +107,6 @@ def test_fields_are_checked_and_explained() -> None:
     with pytest.raises(PlanError, match="equally many stages"):
         plan.replace(degrees={"pp": 3}, world_size=3).validate_for()
     with pytest.raises(PlanError, match="need stages"):
-        plan.replace(pipeline=None).validate_for()
+        check_division(Chain(), plan.replace(pipeline=None))
     with pytest.raises(PlanError, match="add pp to degrees"):
         plan.replace(degrees={"dp": 2}).validate_for()

@@ -262,11 +262,6 @@ def _check_experts(plan: ParallelPlan) -> None:
 def _check_pipeline(plan: ParallelPlan) -> None:
     pipeline, degree = plan.pipeline, plan.degree("pp")
     if pipeline is None:
-        if degree > 1:
-            rule = (
-                f"the {degree} ranks of pp need stages: give the field pipeline, or leave pp out of degrees"
-            )
-            raise PlanError("pipeline", None, rule)
         return
     if "pp" not in plan.degrees:
         rule = f"it speaks of the axis 'pp', and the axes of the plan are {listing(plan.degrees)}"

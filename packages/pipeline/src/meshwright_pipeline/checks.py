@@ -18,10 +18,12 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     Raises:
         PlanError: naming field, value, rule and fix.
     """
-    rule = plan.pipeline
-    assert rule is not None
+    rule, degree = plan.pipeline, plan.degree("pp")
+    if rule is None:
+        text = f"the {degree} ranks of pp need stages: give the field pipeline, or leave pp out of degrees"
+        raise PlanError("pipeline", None, text)
     owned = ownership(model, rule)
-    shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
+    shape = Shape(degree, len(rule.stages), rule.microbatches)
     checked_timetable(schedule_named(rule.schedule), shape)
     if plan.precision is not None and plan.precision.parameters == "fp16":
         text = "a step runs its backward passes before a scaler can scale the loss, and small gradients would be lost"
