@@ -14,7 +14,7 @@ import torch
 from meshwright import cli
 from meshwright.commands.verify import OPTIMIZERS
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, UnsupportedError, VerificationError
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
 from meshwright_planner import costs
 
@@ -131,6 +131,20 @@ def test_explain_tells_plans_apart(run: Any, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out) == ParallelPlan.load(one).diff(ParallelPlan.load(two)) != []
     code, out, _ = run("explain", str(one), "--diff", str(one))
     assert code == 0 and out == "the plans are equal\n"
+
+
+def test_explain_draws_a_schedule(run: Any, tmp_path: Path) -> None:
+    path, picture = tmp_path / "plan.json", tmp_path / "timeline.png"
+    stages = tuple((f"layers.{stage}",) for stage in range(4))
+    pipeline = PipelineRule(stages=stages, microbatches=8)
+    ParallelPlan(world_size=4, degrees={"pp": 4}, pipeline=pipeline).save(path)
+    code, out, _ = run("explain", str(path), "--schedule", "--png", str(picture))
+    assert code == 0 and "rank 3 | .. .. .. F0 B0--- F1 B1---" in out and "bubble: 27.3% of a step" in out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    code, out, _ = run("explain", str(path), "--schedule", "--json")
+    assert json.loads(out)["alive"] == [4, 3, 2, 1]
+    code, _, err = run("explain", str(plan_file(tmp_path, dp=2)), "--schedule")
+    assert code == 2 and "no pipeline" in err
 
 
 def test_explain_checks_the_world_size(run: Any, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
-from meshwright_pipeline import call_of, pipeline
+from meshwright_pipeline import call_of, pipeline, write_trace
+from meshwright_pipeline.timeline import planned
 
 LIMIT = 1e-5
 
@@ -136,6 +139,23 @@ def test_accumulation_and_what_is_held(rank_pool: RankPool) -> None:
     found = rank_pool.run(2, accumulate)
     assert [given[1:] for given in found] == [(2, True), (1, True)]
     assert max(given[0] for given in found) < LIMIT
+
+
+def traced(rank: int, size: int, path: str) -> tuple[float, float]:
+    many = pipeline(make("chain"), chain_plan())
+    many(**chain_batch())["loss"].backward()
+    return write_trace(many, path), planned(many.parallel_plan).bubble  # type: ignore[arg-type]
+
+
+def test_a_step_is_written_as_a_trace(rank_pool: RankPool, tmp_path: Path) -> None:
+    """One track a rank, every action once."""
+    path = tmp_path / "trace.json"
+    (measured, planned_bubble), *_ = rank_pool.run(2, traced, str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in range(2):
+        names = [e["name"] for e in events if e["tid"] == rank and e["ph"] == "X" and e["name"] != "wait"]
+        assert sorted(names) == sorted(f"{kind} {m}" for kind in ("forward", "backward") for m in range(4))
+    assert 0 < measured < 1 and planned_bubble == pytest.approx(0.2)
 
 
 def tied_bits(rank: int, size: int) -> Tensor:
