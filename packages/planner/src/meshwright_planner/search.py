@@ -18,13 +18,11 @@ from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import (
     Link,
-    ParameterSize,
     SearchRequest,
     Strategy,
     StrategyCost,
     Survey,
 )
-from meshwright_dtensor.units import parameter_units
 from meshwright_planner import sequence
 from meshwright_planner._torch import is_fake
 from meshwright_planner.attention import attention_uses
@@ -39,7 +37,7 @@ from meshwright_planner.quotient import quotient
 from meshwright_planner.recording import record
 from meshwright_planner.surveys import placements, surveys
 from meshwright_planner.tape import Tape
-from meshwright_planner.work import inside_of, module_work
+from meshwright_planner.work import inside_of, module_work, parameter_sizes
 
 SHARED = "zero"
 """The axis along which ranks share training state."""
@@ -334,7 +332,7 @@ class Search:
             attention=attention_uses(tape, problem.costs, self.rules.composites.values()),
             forward_seconds=placement.compute_seconds / 3,
             stage=setting.stage,
-            units=self._units(problem, placement) if shards > 1 else (),
+            units=parameter_sizes(setting.model, setting.dtype, problem, placement) if shards > 1 else (),
             degrees=dict(degrees),
         )
         outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
@@ -343,7 +341,11 @@ class Search:
             asked = replace(common, survey=self.surveys.get(outer), work=module_work(problem, placement))
             divided = setting.strategies[outer].cost(asked, degrees[outer], self._link(degrees, outer))
             common = inside_of(common, divided, math.ceil)
-            units = self._units(problem, placement, divided.holds) if shards > 1 else ()
+            units = (
+                parameter_sizes(setting.model, setting.dtype, problem, placement, divided.holds)
+                if shards > 1
+                else ()
+            )
             common = replace(common, units=units)
         # what ranks share is summed over the replicas of each shard
         parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
@@ -409,28 +411,6 @@ class Search:
             placements=placements(self.setting.strategies, self.surveys, degrees),
             apart=tuple(m for a, survey in self.surveys.items() if degrees[a] > 1 for m in survey.modules),
             notes=tuple(n for a, survey in self.surveys.items() if degrees[a] > 1 for n in survey.notes),
-        )
-
-    def _units(
-        self, problem: PlacementProblem, placement: Placement, holds: frozenset[str] | None = None
-    ) -> tuple[tuple[ParameterSize, ...], ...]:
-        tape, degree = problem.tape, problem.costs.degree
-        used = self.setting.dtype
-
-        def size(name: str, p: torch.Tensor) -> ParameterSize:
-            value = tape.parameters.get(name)
-            state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
-            shape, taken = list(p.shape), []
-            if isinstance(state, int) and degree > 1:
-                shape[state] = -(-shape[state] // degree)
-                taken = [int(state)]
-            cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
-            return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
-
-        units = parameter_units(self.setting.model)
-        return tuple(
-            tuple(size(name, p) for name, p in named if holds is None or name in holds)
-            for _, _, named in units
         )
 
     def _batch_factor(self, degrees: Mapping[str, int]) -> int:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshwright_dtensor.strategy import ModuleWork, SearchRequest, StrategyCost
+import torch
+from torch import nn
+
+from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
+from meshwright_dtensor.units import parameter_units
 from meshwright_planner.placement import Placement, PlacementProblem
 
 
@@ -43,6 +47,35 @@ def module_work(problem: PlacementProblem, placement: Placement) -> tuple[Module
             entering=before.entering | entering,
         )
     return tuple(found)
+
+
+def parameter_sizes(
+    model: nn.Module,
+    used: torch.dtype | None,
+    problem: PlacementProblem,
+    placement: Placement,
+    holds: frozenset[str] | None = None,
+) -> tuple[tuple[ParameterSize, ...], ...]:
+    """The parameters of each unit (see units.parameter_units) as a placement leaves them to one rank.
+
+    `used`: dtype that they are computed in, None for their own. `holds`: names that the rank has, None for all.
+    """
+    tape, degree = problem.tape, problem.costs.degree
+
+    def size(name: str, p: torch.Tensor) -> ParameterSize:
+        value = tape.parameters.get(name)
+        state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
+        shape, taken = list(p.shape), []
+        if isinstance(state, int) and degree > 1:
+            shape[state] = -(-shape[state] // degree)
+            taken = [int(state)]
+        cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
+        return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
+
+    return tuple(
+        tuple(size(name, p) for name, p in own if holds is None or name in holds)
+        for _, _, own in parameter_units(model)
+    )
 
 
 def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], int]) -> SearchRequest:
