@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.testing import RankError, RankPool, fake_group
+from meshwright_dtensor.testing import RUNS_PER_WORLD, RankError, RankPool, fake_group
 
 
 @dataclass
@@ -153,6 +154,21 @@ def test_ranks_end_without_taking_the_interpreter_down() -> None:
         pool.run(2, exits_badly)
         processes = [rank.process for rank in pool._ranks]
     assert all(process.exitcode in (0, -signal.SIGKILL) for process in processes)  # killed where too slow
+
+
+def make_groups(rank: int, world_size: int) -> int:
+    """Threads of this process once there are a few more groups, each in a cycle as models are."""
+    cycle: list[Any] = [dist.new_group() for _ in range(3)]
+    cycle.append(cycle)
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_groups_of_earlier_runs_end() -> None:
+    with RankPool() as pool:
+        threads = [pool.run(2, make_groups)[0] for _ in range(2 * RUNS_PER_WORLD)]
+    first, second = threads[:RUNS_PER_WORLD], threads[RUNS_PER_WORLD:]
+    assert first[-1] >= first[0] + 3 * (RUNS_PER_WORLD - 1)  # they do pile up
+    assert max(second) <= max(first) and second[0] < first[-1]
 
 
 def test_the_fake_group_is_a_world_without_processes() -> None:

@@ -5,6 +5,7 @@ outcome.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -100,6 +101,7 @@ def _leave() -> None:
         with suppress(Exception):
             dist.destroy_process_group()
         forget_meshes()
+        gc.collect()  # what is left of models holds process groups, whose threads wake up a hundred times a second
 
 
 def _reset() -> None:

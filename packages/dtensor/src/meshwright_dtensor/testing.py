@@ -40,6 +40,8 @@ from meshwright_dtensor.errors import MeshwrightError, UsageError
 
 MAX_RANKS = 8
 DEFAULT_TIMEOUT = 300.0
+RUNS_PER_WORLD = 8
+"""After so many runs a world is made anew: nothing else ends the process groups that its runs have made."""
 
 
 class RankError(MeshwrightError):
@@ -69,6 +71,7 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
         self._meetings = 0
         self._world_size: int | None = None
+        self._runs = 0
         self._context = multiprocessing.get_context("spawn")
 
     def run(
@@ -141,9 +144,11 @@ class RankPool:
             process.start()
             there.close()
             self._ranks.append(_Rank(process, here))
-        if self._world_size != world_size:
+        if self._world_size != world_size or self._runs >= RUNS_PER_WORLD:
             self._world_size = world_size
             self._meetings += 1
+            self._runs = 0
+        self._runs += 1
         return str(self._folder / f"meet-{self._meetings}")
 
     def _collect(self, world_size: int, name: str, timeout: float) -> list[Outcome]:
