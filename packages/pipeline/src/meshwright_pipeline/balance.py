@@ -154,14 +154,18 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
 
 
 def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[str]) -> list[list[str]]:
-    """The units of each stage in the order of registration, with those that did nothing beside the one before them."""
+    """The units of each stage in the order of registration, with those that did nothing beside the one before them.
+
+    What has no parameters and did nothing (a dropout of 0) is left to every stage: it may be called anywhere.
+    """
+    holding = {known.unit(alias) for aliases in known.names.values() for alias in aliases}
     stages: list[list[str]] = [list(dict.fromkeys(part)) for part in parts]
     placed = {unit: index for index, stage in reversed(list(enumerate(stages))) for unit in stage}
     current = 0
     for unit in known.units:
         if unit in placed:
             current = placed[unit]
-        elif unit not in shared:
+        elif unit not in shared and unit in holding:
             stages[current].append(unit)
     place = {unit: index for index, unit in enumerate(known.units)}
     return [sorted(stage, key=place.__getitem__) for stage in stages]
