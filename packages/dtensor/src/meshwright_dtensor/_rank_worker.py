@@ -68,12 +68,14 @@ def run_worker(rank: int, pipe: Connection, folder: str) -> None:
                 _import(*source)
                 fn, args = pickle.loads(payload)
                 _reset()
-                outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)))
+                outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)), finished=time.monotonic())
             except BaseException as error:  # whatever it is, it belongs to the parent
-                outcome = Outcome(traceback=traceback.format_exc(), exception=_pickled(error))
+                finished = time.monotonic()  # before the others hear of it and fail too
+                outcome = Outcome(
+                    traceback=traceback.format_exc(), exception=_pickled(error), finished=finished
+                )
                 meeting = ""
                 _leave()  # closes the connections, so that ranks that wait for this one fail at once
-            outcome.finished = time.monotonic()
             try:
                 pipe.send(outcome)
             except OSError:
