@@ -14,80 +14,31 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)
+from pydantic import Field, StrictBool
 
 from . import _plan_checks as checks
 from . import _plan_json as plan_json
+from ._plan_model import (
+    Axis,
+    AxisProduct,
+    Count,
+    Frozen,
+    FrozenDict,
+    Model,
+    ParameterState,
+    Positive,
+    States,
+    Text,
+    Word,
+)
+from ._plan_prediction import Prediction, StageTime, StepSplit
 from .errors import PlanError
 from .states import State, parse_state
 
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass
-else:
-    ModelMetaclass = type(BaseModel)
 
-
-class _FrozenDict(dict[Any, Any]):
-    """A dict that refuses to change, since the plan that holds it is a value."""
-
-    def _refuse(self, *_: object, **__: object) -> Any:
-        raise TypeError("a plan is frozen: build a changed copy with plan.replace(...)")
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
-        return type(self), (dict(self),)
-
-
-def _count(value: int) -> int:
-    return checks.within(value, 0)
-
-
-def _positive(value: int) -> int:
-    return checks.within(value, 1)
-
-
-Text = Annotated[StrictStr, AfterValidator(checks.text)]
-Word = Annotated[Text, AfterValidator(checks.not_empty)]
-Count = Annotated[StrictInt, AfterValidator(_count)]
-Positive = Annotated[StrictInt, AfterValidator(_positive)]
-Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Axis = Annotated[StrictStr, AfterValidator(checks.axis_name)]
-AxisProduct = Annotated[StrictStr, AfterValidator(checks.axis_product)]
-Frozen = AfterValidator(_FrozenDict)
-ParameterState = Annotated[StrictStr, AfterValidator(checks.parameter_state)]
-ValueState = Annotated[StrictStr, AfterValidator(checks.value_state)]
-States = Annotated[dict[Axis, ValueState], Frozen]
-
-
-class _PlanMeta(ModelMetaclass):
-    if not TYPE_CHECKING:  # type checkers take the signature from the fields
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return super().__call__(*args, **kwargs)
-            except ValidationError as error:
-                raise checks.plan_error(cls, error) from None
-
-
-class _Model(BaseModel, metaclass=_PlanMeta):
-    """A frozen model whose typos are PlanErrors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-
-class ParameterRule(_Model):
+class ParameterRule(Model):
     """Where the parameters whose name matches `pattern` lie.
 
     pattern: a shell-style pattern (fnmatch, case counts) on the parameter's full name, "*.q_proj.weight".
@@ -96,14 +47,14 @@ class ParameterRule(_Model):
     """
 
     pattern: Word
-    placement: Annotated[dict[Axis, ParameterState], Frozen] = Field(default_factory=_FrozenDict)
+    placement: Annotated[dict[Axis, ParameterState], Frozen] = Field(default_factory=FrozenDict)
 
     def matches(self, fqn: str) -> bool:
         """Whether the rule speaks of this parameter."""
         return fnmatchcase(fqn, self.pattern)
 
 
-class ActivationRule(_Model):
+class ActivationRule(Model):
     """Target states for one call of a torch function.
 
     module: a shell-style pattern on the full name of the module whose forward makes the call ("" is the root).
@@ -126,7 +77,7 @@ class ActivationRule(_Model):
         )
 
 
-class ZeroRule(_Model):
+class ZeroRule(Model):
     """How the ranks along the mesh axis `zero` share one copy of the training state.
 
     stage: 1 shares optimizer states, 2 gradients too, 3 parameters too (gathered for use, one block at a time).
@@ -135,7 +86,7 @@ class ZeroRule(_Model):
     stage: Literal[1, 2, 3]
 
 
-class PrecisionRule(_Model):
+class PrecisionRule(Model):
     """In which precision a float32 model is computed; parameters and optimizer states stay float32.
 
     parameters: dtype of the copies that forward and backward compute with, and of floating batch tensors.
@@ -146,7 +97,7 @@ class PrecisionRule(_Model):
     reduce: Literal["fp32"] = "fp32"
 
 
-class ExpertsRule(_Model):
+class ExpertsRule(Model):
     """A module of experts: tokens are sent to the rank that has their expert, along the axis that shards the parameters.
 
     module: a shell-style pattern on full module names.
@@ -165,34 +116,14 @@ class ExpertsRule(_Model):
     assignment: Literal["index", "mask"] = "index"
     attributes: tuple[Word, ...] = ()
     children: tuple[Word, ...] = ()
-    inner: Annotated[dict[Word, ParameterState], Frozen] = Field(default_factory=_FrozenDict)
+    inner: Annotated[dict[Word, ParameterState], Frozen] = Field(default_factory=FrozenDict)
 
     def matches(self, module: str) -> bool:
         """Whether the rule speaks of this module."""
         return fnmatchcase(module, self.module)
 
 
-class Prediction(_Model):
-    """What the planner expects of one step.
-
-    step_seconds is what a step takes; compute_seconds and communication_seconds are its parts, which may overlap.
-    memory_bytes: bytes per rank by part ("parameters", "gradients", "optimizer", "activations", ...), and "total" for
-    the peak, where that is not the sum of the parts.
-    """
-
-    step_seconds: Seconds
-    compute_seconds: Seconds = 0.0
-    communication_seconds: Seconds = 0.0
-    memory_bytes: Annotated[dict[Text, Count], Frozen] = Field(default_factory=_FrozenDict)
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak bytes per rank: "total" where it is given, else the sum of the parts."""
-        parts = self.memory_bytes
-        return parts["total"] if "total" in parts else sum(parts.values())
-
-
-class PlannedCollective(_Model):
+class PlannedCollective(Model):
     """A collective that the plan implies, for comparison with what is executed.
 
     axis: a mesh axis, or several over whose product one collective runs, joined by "+" ("dp+cp").
@@ -209,7 +140,7 @@ class PlannedCollective(_Model):
     why: Text = ""
 
 
-class ContextSharing(_Model):
+class ContextSharing(Model):
     """How ranks of the axis "cp" share a sequence.
 
     attention: keys and values are gathered ("all_gather"), travel around the ranks ("ring"), or heads are spread in place
@@ -222,7 +153,7 @@ class ContextSharing(_Model):
     balance: Literal["none", "zigzag"] = "none"
 
 
-class RecomputeRule(_Model):
+class RecomputeRule(Model):
     """Modules whose activations are not kept for the backward pass but computed again in it.
 
     pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost is taken.
@@ -237,7 +168,7 @@ class RecomputeRule(_Model):
         return fnmatchcase(module, self.pattern)
 
 
-class PipelineRule(_Model):
+class PipelineRule(Model):
     """How the ranks along the axis "pp" share the modules of a model, and pass microbatches on.
 
     stages: per stage, shell-style patterns on names of modules ("model.layers.[0-3]"); a pattern names what is inside too.
@@ -255,18 +186,18 @@ class PipelineRule(_Model):
     outputs: Literal["loss", "all"] = "loss"
 
 
-class Provenance(_Model):
+class Provenance(Model):
     """Where a plan comes from. `created` (ISO 8601) does not count for equality; `notes` are the planner's reasons."""
 
     planner: Text | None = None
-    versions: Annotated[dict[Text, Text], Frozen] = Field(default_factory=_FrozenDict)
+    versions: Annotated[dict[Text, Text], Frozen] = Field(default_factory=FrozenDict)
     model: Text | None = None
     cluster: Text | None = None
     created: Text | None = None
     notes: tuple[Text, ...] = ()
 
 
-class ParallelPlan(_Model):
+class ParallelPlan(Model):
     """How a model is laid over a mesh of ranks.
 
     degrees: mesh axis -> degree, outermost axis first; their product is world_size.
@@ -286,7 +217,7 @@ class ParallelPlan(_Model):
     version: Literal[1] = 1
     world_size: Positive
     degrees: Annotated[dict[Axis, Positive], Frozen]
-    strategies: Annotated[dict[Axis, Word], Frozen] = Field(default_factory=_FrozenDict)
+    strategies: Annotated[dict[Axis, Word], Frozen] = Field(default_factory=FrozenDict)
     sequence_parallel: StrictBool = False
     zero: ZeroRule | None = None
     precision: PrecisionRule | None = None
@@ -435,5 +366,7 @@ __all__ = [
     "Prediction",
     "Provenance",
     "RecomputeRule",
+    "StageTime",
+    "StepSplit",
     "ZeroRule",
 ]

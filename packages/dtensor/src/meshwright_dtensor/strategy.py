@@ -214,7 +214,9 @@ class StrategyCost:
         parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
         collectives: what is communicated.
         fields: fields of the plan that say which way was costed, such as {"context": {...}}.
-        compute: factor on the time that one rank computes.
+        compute: factor on the time that one rank computes, waiting for others included.
+        idle: the part of that factor that is waiting.
+        stages: per stage, its part of the time that the whole model computes; for strategies that divide a model.
         holds: names of the parameters that the fullest rank holds, None for all.
     """
 
@@ -227,6 +229,8 @@ class StrategyCost:
     collectives: tuple[CollectiveUse, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     compute: float = 1.0
+    idle: float = 0.0
+    stages: tuple[float, ...] = ()
     holds: frozenset[str] | None = None
 
 

@@ -141,6 +141,8 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         activations=alive / kept,
         collectives=tuple(uses),
         compute=(slowest + between) / whole * pace,
+        idle=(slowest + between) / whole * (pace - 1.0),
+        stages=tuple((sum(run.seconds for run in part) + between) / whole for part in parts),
         holds=fullest,
         fields={
             "pipeline": {

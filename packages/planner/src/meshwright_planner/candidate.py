@@ -20,8 +20,9 @@ class Candidate:
         searched: the axis whose placements were searched, None when there is none.
         problem, placement: the search on that axis and its answer; None when no placement fits the memory.
         compute_seconds: of one step on one rank.
-        exposed_seconds: communication that adds to the step.
-        hidden_seconds: communication that overlaps with compute.
+        bubble_seconds: a pipeline's rank waiting for others.
+        exposed: mesh axes -> seconds of communication that add to the step.
+        hidden: mesh axes -> seconds of communication that overlap with compute.
         optimizer_seconds: of the optimizer's step.
         memory: bytes by part on one rank.
         limit: bytes that one rank has.
@@ -30,6 +31,7 @@ class Candidate:
         placements: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
         apart: names of modules that strategies run themselves.
         notes: what strategies have to say of the model.
+        stages: per stage of a pipeline, its part of the time that the whole model computes.
     """
 
     degrees: Mapping[str, int]
@@ -37,8 +39,8 @@ class Candidate:
     problem: PlacementProblem
     placement: Placement
     compute_seconds: float
-    exposed_seconds: float
-    hidden_seconds: float
+    exposed: Mapping[str, float]
+    hidden: Mapping[str, float]
     optimizer_seconds: float
     memory: dict[str, int]
     limit: int
@@ -48,11 +50,23 @@ class Candidate:
     placements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    bubble_seconds: float = 0.0
+    stages: tuple[float, ...] = ()
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Communication that adds to the step."""
+        return sum(self.exposed.values())
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Communication that overlaps with compute."""
+        return sum(self.hidden.values())
 
     @property
     def step_seconds(self) -> float:
         """Seconds of one step."""
-        return self.compute_seconds + self.exposed_seconds + self.optimizer_seconds
+        return self.compute_seconds + self.exposed_seconds + self.bubble_seconds + self.optimizer_seconds
 
     @property
     def total_bytes(self) -> int:
@@ -70,6 +84,7 @@ class Candidate:
         parts = {
             "compute": self.compute_seconds,
             "communication": self.exposed_seconds,
+            "bubble": self.bubble_seconds,
             "optimizer": self.optimizer_seconds,
         }
         largest = max(parts, key=lambda name: parts[name])

@@ -13,6 +13,8 @@ from meshwright_dtensor.plan import (
     PrecisionRule,
     Prediction,
     Provenance,
+    StageTime,
+    StepSplit,
     ZeroRule,
 )
 from meshwright_planner.candidate import Candidate, human_bytes, human_seconds
@@ -52,6 +54,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             step_seconds=candidate.step_seconds,
             compute_seconds=candidate.compute_seconds,
             communication_seconds=candidate.exposed_seconds,
+            split=_split(candidate),
             memory_bytes={**candidate.memory, "total": candidate.total_bytes},
         ),
         collectives=tuple(sorted(collectives, key=_collective_key)),
@@ -62,6 +65,22 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             model=fingerprint(setting.model),
             cluster=setting.cluster.name,
             notes=(*notes, *candidate.notes),
+        ),
+    )
+
+
+def _split(candidate: Candidate) -> StepSplit:
+    """Where the seconds go; of a microbatch's compute on a stage, a third is forward."""
+    rule = candidate.fields.get("pipeline")
+    each = candidate.placement.compute_seconds / (rule["microbatches"] if rule else 1)
+    return StepSplit(
+        optimizer_seconds=candidate.optimizer_seconds,
+        bubble_seconds=candidate.bubble_seconds,
+        exposed={axis: seconds for axis, seconds in candidate.exposed.items() if seconds},
+        hidden={axis: seconds for axis, seconds in candidate.hidden.items() if seconds},
+        stages=tuple(
+            StageTime(forward_seconds=each * part / 3, backward_seconds=each * part * 2 / 3)
+            for part in candidate.stages
         ),
     )
 
@@ -96,6 +115,7 @@ def comparison(better: Candidate, other: Candidate) -> str:
     parts = {
         "compute": other.compute_seconds - better.compute_seconds,
         "exposed communication": other.exposed_seconds - better.exposed_seconds,
+        "bubble": other.bubble_seconds - better.bubble_seconds,
         "optimizer": other.optimizer_seconds - better.optimizer_seconds,
     }
     if gain <= 0:
@@ -111,9 +131,10 @@ def comparison(better: Candidate, other: Candidate) -> str:
 def summary(candidate: Candidate) -> str:
     """One line: degrees, time split, memory, what bounds it."""
     fit = f", exceeds the memory by {human_bytes(candidate.excess_bytes)}" if candidate.excess_bytes else ""
+    bubble = f"bubble {human_seconds(candidate.bubble_seconds)} + " if candidate.bubble_seconds else ""
     return (
         f"{candidate.name}: step {human_seconds(candidate.step_seconds)} = compute "
-        f"{human_seconds(candidate.compute_seconds)} + communication {human_seconds(candidate.exposed_seconds)} + "
+        f"{human_seconds(candidate.compute_seconds)} + communication {human_seconds(candidate.exposed_seconds)} + {bubble}"
         f"optimizer {human_seconds(candidate.optimizer_seconds)}; {human_bytes(candidate.total_bytes)}{fit}; "
         f"bound by {candidate.bound}"
     )

@@ -310,7 +310,8 @@ class Search:
     ) -> Candidate:
         setting, tape = self.setting, problem.tape
         memory = memory_parts(setting.model, problem, placement, setting.optimizer)
-        exposed = hidden = 0.0
+        exposed: dict[str, float] = {}
+        hidden: dict[str, float] = {}
         collectives: list[PlannedCollective] = []
         shards = degrees.get(SHARED, 1)
         if setting.dtype is not None and shards == 1:  # the copies that are computed with
@@ -375,8 +376,8 @@ class Search:
                 entering={} if survey is None else {m: tape.entering(m) for m in survey.modules},
             )
             cost = divided if name == outer else strategy.cost(asked, degree, link)
-            exposed += cost.exposed_seconds
-            hidden += cost.overlapped_seconds
+            exposed[axes] = cost.exposed_seconds
+            hidden[axes] = cost.overlapped_seconds
             fields.update(cost.fields)
             for part in ("parameters", "gradients", "optimizer", "activations"):
                 memory[part] = math.ceil(memory[part] * getattr(cost, part))
@@ -392,15 +393,20 @@ class Search:
                 )
                 for u in cost.collectives
             ]
+        busy = divided.compute - divided.idle
+        if axis is not None:
+            exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
         return Candidate(
             degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
             stage=setting.stage if shards > 1 else 0,
             searched=axis,
             problem=problem,
             placement=placement,
-            compute_seconds=placement.compute_seconds * divided.compute,
-            exposed_seconds=placement.communication_seconds * divided.compute + exposed,
-            hidden_seconds=hidden,
+            compute_seconds=placement.compute_seconds * busy,
+            bubble_seconds=(placement.compute_seconds + placement.communication_seconds) * divided.idle,
+            stages=divided.stages,
+            exposed=exposed,
+            hidden=hidden,
             optimizer_seconds=optimizer_seconds(
                 setting.cluster, memory["gradients"], OPTIMIZERS[setting.optimizer]
             ),

@@ -1,0 +1,55 @@
+"""What a planner expects of one step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ._plan_model import AxisProduct, Count, Frozen, FrozenDict, Model, Seconds, Text
+
+
+class StageTime(Model):
+    """Seconds that ONE microbatch computes on one stage of a pipeline, on one rank; communication is not in it."""
+
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+
+
+class StepSplit(Model):
+    """Where the seconds of a predicted step go, on one rank.
+
+    optimizer_seconds: the optimizer's step.
+    bubble_seconds: a pipeline's rank waiting for others.
+    exposed: mesh axis (or several, joined by "+") -> seconds of communication that add to the step.
+    hidden: the same -> seconds of communication that pass while the rank computes.
+    stages: per stage of a pipeline, what one microbatch takes; empty where there is none.
+    """
+
+    optimizer_seconds: Seconds = 0.0
+    bubble_seconds: Seconds = 0.0
+    exposed: Annotated[dict[AxisProduct, Seconds], Frozen] = Field(default_factory=FrozenDict)
+    hidden: Annotated[dict[AxisProduct, Seconds], Frozen] = Field(default_factory=FrozenDict)
+    stages: tuple[StageTime, ...] = ()
+
+
+class Prediction(Model):
+    """What the planner expects of one step.
+
+    step_seconds is what a step takes; compute_seconds and communication_seconds (what is exposed of it) are its parts, and
+    split says more of them.
+    memory_bytes: bytes per rank by part ("parameters", "gradients", "optimizer", "activations", ...), and "total" for
+    the peak, where that is not the sum of the parts.
+    """
+
+    step_seconds: Seconds
+    compute_seconds: Seconds = 0.0
+    communication_seconds: Seconds = 0.0
+    split: StepSplit | None = None
+    memory_bytes: Annotated[dict[Text, Count], Frozen] = Field(default_factory=FrozenDict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak bytes per rank: "total" where it is given, else the sum of the parts."""
+        parts = self.memory_bytes
+        return parts["total"] if "total" in parts else sum(parts.values())
