@@ -293,6 +293,14 @@ class Strategy(ABC):
         """Parameter name of the survey -> mesh axis -> state as text: on its own axis, and on others where it must say so."""
         return {}
 
+    def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
+        """Choices beside the degree that are worth costing: options, by keyword of `plan`, that `cost` knows.
+
+        What the user fixed is in `request.options` and is kept. Cheap: needs no process group, and of `request` only
+        sizes, options and survey.
+        """
+        return ({},)
+
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         """Time, memory factors and collectives of one step at `degree`, over `link`; sizes as in SearchRequest."""
         return StrategyCost()

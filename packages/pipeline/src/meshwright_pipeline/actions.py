@@ -7,18 +7,26 @@ and received follows from that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from meshwright_dtensor.errors import UsageError
 
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "I", "W"]
+NAMES: Mapping[str, str] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "backward to inputs", "W": "backward to weights"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One forward ("F") or backward ("B") of one microbatch on one stage."""
+    """One forward ("F") or backward ("B") of one microbatch on one stage.
+
+    A backward may be split: into gradients of what the stage received ("I"), for which the stage before it waits, and
+    gradients of its weights ("W"), for which nobody does.
+    """
 
     kind: Kind
     stage: int
@@ -75,12 +83,14 @@ class Timetable:
     Attributes:
         ranks: per rank, its actions in order.
         alive: per rank, the largest number of microbatches of any of its stages whose activations it holds at once.
-        ends: when each action ends, where a forward takes 1, a backward 2 and messages nothing.
+        ends: when each action ends, where a forward takes 1, a backward 2, each half of one 1, and messages nothing.
+        order: every action with its rank, each behind what it waits for.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
     alive: tuple[int, ...]
     ends: dict[Action, float]
+    order: tuple[tuple[int, Action], ...]
 
     @property
     def length(self) -> float:
@@ -90,13 +100,11 @@ class Timetable:
     @property
     def bubble(self) -> float:
         """The part of a step in which the average rank waits."""
-        busy = sum(_DURATION[action.kind] for actions in self.ranks for action in actions)
+        busy = sum(DURATION[action.kind] for actions in self.ranks for action in actions)
         return 1.0 - busy / (self.length * len(self.ranks))
 
 
-_DURATION = {"F": 1.0, "B": 2.0}
-BUSY = sum(_DURATION.values())
-"""How long the forward and the backward of one microbatch take on a stage."""
+DURATION: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 
 
 def timetable(schedule: Schedule, shape: Shape) -> Timetable:
@@ -110,7 +118,20 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
         raise UsageError(f"schedule {schedule.name!r}: {refused}")
     ranks = tuple(tuple(schedule.actions(rank, shape)) for rank in range(shape.ranks))
     _check_complete(schedule, shape, ranks)
-    return Timetable(ranks, *_simulate(schedule, shape, ranks))
+    order = _order(schedule, shape, ranks)
+    ends: dict[Action, float] = {}
+    clock, held, most = [0.0] * shape.ranks, [0] * shape.ranks, [0] * shape.ranks
+    split = {
+        (action.stage, action.microbatch)
+        for action in (a for own in ranks for a in own)
+        if action.kind == "I"
+    }
+    for rank, action in order:
+        start = max([clock[rank], *(ends[one] for one in needs(action, shape, split))])
+        clock[rank] = ends[action] = start + DURATION[action.kind]
+        held[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
+        most[rank] = max(most[rank], held[rank])
+    return Timetable(ranks, tuple(most), ends, order)
 
 
 def _check_complete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]]) -> None:
@@ -123,6 +144,10 @@ def _check_complete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[A
                     f"{where}: rank {rank} has {action}, but there are stages 0..{shape.stages - 1} and microbatches "
                     f"0..{shape.microbatches - 1}"
                 )
+            if action.kind not in NAMES:
+                raise UsageError(
+                    f"{where}: rank {rank} has {action}; the kinds of actions are {', '.join(NAMES)}"
+                )
             if action in seen:
                 raise UsageError(f"{where}: {action} comes twice, on rank {seen[action]} and on rank {rank}")
             if schedule.owner(action.stage, shape) != rank:
@@ -133,49 +158,66 @@ def _check_complete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[A
             seen[action] = rank
     for stage in range(shape.stages):
         for microbatch in range(shape.microbatches):
-            for kind in ("F", "B"):
-                if Action(kind, stage, microbatch) not in seen:  # type: ignore[arg-type]
-                    raise UsageError(
-                        f"{where}: {Action(kind, stage, microbatch)} is missing; every forward needs its backward"  # type: ignore[arg-type]
-                    )
+            _check_one(
+                where, {kind for kind in NAMES if _made(kind, stage, microbatch) in seen}, stage, microbatch
+            )
 
 
-def _needs(action: Action, shape: Shape) -> list[Action]:
-    """What has to be done before an action can start."""
+def _check_one(where: str, kinds: set[str], stage: int, microbatch: int) -> None:
+    """That one microbatch goes forwards and backwards through one stage, once."""
+    if kinds in ({"F", "B"}, {"F", "I", "W"}):
+        return
+    if "B" in kinds and kinds & {"I", "W"}:
+        twice = _made(min(kinds & {"I", "W"}), stage, microbatch)
+        raise UsageError(f"{where}: {twice} is a part of {_made('B', stage, microbatch)}, which is there too")
+    wanted = ("F", "I", "W") if kinds & {"I", "W"} else ("F", "B")
+    missing = _made(next(kind for kind in wanted if kind not in kinds), stage, microbatch)
+    raise UsageError(f"{where}: {missing} is missing; every forward needs its backward")
+
+
+def _made(kind: str, stage: int, microbatch: int) -> Action:
+    return Action(kind, stage, microbatch)  # type: ignore[arg-type]
+
+
+def needs(action: Action, shape: Shape, split: set[tuple[int, int]]) -> list[Action]:
+    """What has to be done before an action can start; `split`: (stage, microbatch) whose backward is."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
-    later = [Action("B", stage + 1, microbatch)] if stage + 1 < shape.stages else []
-    return [Action("F", stage, microbatch), *later]
+    if kind == "W":
+        return [Action("I", stage, microbatch)]
+    before = Action("F", stage, microbatch)
+    if stage + 1 == shape.stages:
+        return [before]
+    return [before, Action("I" if (stage + 1, microbatch) in split else "B", stage + 1, microbatch)]
 
 
-def _simulate(
+def _order(
     schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]]
-) -> tuple[tuple[int, ...], dict[Action, float]]:
-    ends: dict[Action, float] = {}
-    clock = [0.0] * shape.ranks
+) -> tuple[tuple[int, Action], ...]:
+    split = {
+        (action.stage, action.microbatch) for actions in ranks for action in actions if action.kind == "I"
+    }
+    found: list[tuple[int, Action]] = []
+    done: set[Action] = set()
     place = [0] * shape.ranks
-    held: list[int] = [0] * shape.ranks
-    most = [0] * shape.ranks
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
             while place[rank] < len(actions):
                 action = actions[place[rank]]
-                needed = _needs(action, shape)
-                if not all(one in ends for one in needed):
+                if not done.issuperset(needs(action, shape, split)):
                     break
-                start = max([clock[rank], *(ends[one] for one in needed)])
-                clock[rank] = ends[action] = start + _DURATION[action.kind]
-                held[rank] += 1 if action.kind == "F" else -1
-                most[rank] = max(most[rank], held[rank])
+                done.add(action)
+                found.append((rank, action))
                 place[rank] += 1
                 moved = True
     stuck = [(rank, actions[place[rank]]) for rank, actions in enumerate(ranks) if place[rank] < len(actions)]
     if stuck:
         missing = {
-            rank: next(one for one in _needs(action, shape) if one not in ends) for rank, action in stuck
+            rank: next(one for one in needs(action, shape, split) if one not in done)
+            for rank, action in stuck
         }
         # the cause, where there is one: a rank that waits for what it does itself later
         itself = [entry for entry in stuck if schedule.owner(missing[entry[0]].stage, shape) == entry[0]]
@@ -185,4 +227,4 @@ def _simulate(
             f"schedule {schedule.name!r} would hang: rank {rank} waits at {action} for {missing[rank]}, which never comes"
             f"{f' ({others})' if others else ''}; bring that one forward"
         )
-    return tuple(most), ends
+    return tuple(found)

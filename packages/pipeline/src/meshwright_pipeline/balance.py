@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.errors import PlanError, PluginError, UsageError
+from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.strategy import (
     CollectiveUse,
     Link,
@@ -17,9 +19,10 @@ from meshwright_dtensor.strategy import (
     Survey,
     divisors,
 )
-from meshwright_pipeline.actions import BUSY, Shape
+from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.cutting import balanced
-from meshwright_pipeline.division import checked_timetable, schedule_named
+from meshwright_pipeline.division import schedule_named
+from meshwright_pipeline.predicting import Prediction, StageCosts, predict
 from meshwright_pipeline.units import find_units
 
 PER_STAGE = 4
@@ -39,6 +42,11 @@ class Surveyed:
     units: tuple[str, ...]
     names: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
+
+    @property
+    def holding(self) -> frozenset[str]:
+        """The units with parameters: a stage needs one of them."""
+        return frozenset(self.unit(alias) for aliases in self.names.values() for alias in aliases) - {""}
 
     def unit(self, module: str) -> str:
         """The unit that a module, or a parameter, lies in; "" where there is none."""
@@ -105,44 +113,41 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     known: Surveyed = request.survey.details
     schedule = schedule_named(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
-    table = checked_timetable(schedule, shape)
     shared = read_outside(request.work, known)
     runs = [run for run in runs_of(request.work, known) if run.unit not in shared]
-    here = len({run.unit for run in runs})
+    blocks = _blocks(runs, known)
+    here = len({run.unit for block in blocks for run in block} & known.holding)
     if here < shape.stages:
         text = (
             f"{shape.stages} stages need as many modules that can be given to one, and the model has {here}"
         )
         raise PlanError("degrees.pp", degree, text, str(max(1, here // schedule.stages_each)))
-    cuts = balanced([run.seconds for run in runs], shape.stages)
+    places = balanced([sum(run.seconds for run in block) for block in blocks], shape.stages)
+    cuts = [sum(map(len, blocks[:place])) for place in places]
     parts = [runs[a:b] for a, b in zip([0, *cuts], [*cuts, len(runs)], strict=True)]
     stages = _stages([[run.unit for run in part] for part in parts], known, shared)
     own = [schedule.own(rank, shape) for rank in range(degree)]
     whole = sum(part.seconds for part in request.work) or 1.0
-    between = whole - sum(run.seconds for run in runs)
-    slowest = max(sum(run.seconds for i in mine for run in parts[i]) for mine in own)
-    # filling and draining, as the timetable has it
-    pace = table.length / (BUSY * shape.microbatches * shape.each)
+    messages = _messages(runs, cuts, known, shape.microbatches)
+    costs = _stage_costs(parts, whole, messages, link, shape)
+    spoken, silent = _predicted(schedule, shape, costs), _predicted(schedule, shape, costs.silent())
     held = [_held([unit for i in mine for unit in stages[i]], known, shared) for mine in own]
     total = sum(known.sizes.values()) or 1
     fullest = max(held, key=lambda names: sum(known.sizes[name] for name in names))
     share = sum(known.sizes[name] for name in fullest) / total
     kept = sum(run.saved_bytes for run in runs) or 1.0
-    alive = max(
-        most * max(sum(run.saved_bytes for run in parts[i]) for i in mine) / shape.microbatches
-        for mine, most in zip(own, table.alive, strict=True)
-    )
-    uses = _messages(runs, cuts, known, shape.microbatches)
     return StrategyCost(
-        exposed_seconds=sum(link.seconds("send_recv", use.nbytes, degree) for use in uses),
+        exposed_seconds=max(0.0, spoken.seconds - silent.seconds),
         parameters=share,
         gradients=share,
         optimizer=share,
-        activations=alive / kept,
-        collectives=tuple(uses),
-        compute=(slowest + between) / whole * pace,
-        idle=(slowest + between) / whole * (pace - 1.0),
-        stages=tuple((sum(run.seconds for run in part) + between) / whole for part in parts),
+        activations=max(spoken.held) / kept,
+        collectives=tuple(messages),
+        compute=silent.seconds / whole,
+        idle=(silent.seconds - max(silent.busy)) / whole,
+        stages=tuple(
+            shape.microbatches * sum(pair) / whole for pair in zip(costs.forward, costs.backward, strict=True)
+        ),
         holds=fullest,
         fields={
             "pipeline": {
@@ -155,12 +160,91 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     )
 
 
+def _blocks(runs: Sequence[Run], known: Surveyed) -> list[list[Run]]:
+    """Runs that stay together: one of a unit with parameters, and those of units without any behind it (dropouts)."""
+    holding, found = known.holding, list[list[Run]]()
+    for run in runs:
+        if found and (run.unit not in holding or all(r.unit not in holding for r in found[-1])):
+            found[-1].append(run)
+        else:
+            found.append([run])
+    return found
+
+
+def _stage_costs(
+    parts: Sequence[Sequence[Run]],
+    whole: float,
+    messages: Sequence[CollectiveUse],
+    link: Link,
+    shape: Shape,
+) -> StageCosts:
+    """What a microbatch costs on each stage; a backward is two thirds, and every stage does what lies between units."""
+    between = whole - sum(run.seconds for part in parts for run in part)
+    seconds = [(sum(run.seconds for run in part) + between) / shape.microbatches for part in parts]
+    return StageCosts(
+        tuple(s / 3 for s in seconds),
+        tuple(2 * s / 3 for s in seconds),
+        tuple(sum(run.saved_bytes for run in part) / shape.microbatches for part in parts),
+        tuple(
+            link.seconds("send_recv", use.nbytes, shape.ranks) for use in messages if use.phase == "forward"
+        ),
+    )
+
+
+def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
+    try:
+        return predict(schedule, shape, costs)
+    except UsageError as error:
+        raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
+
+
+def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
+    """Every installed schedule that takes a pipeline of this degree, with numbers of microbatches worth a look.
+
+    What the user named is kept. Schedules that cannot be loaded are left out, unless they are named.
+    """
+    said = request.options
+    names = [said["schedule"]] if "schedule" in said else list(discover().all(ScheduleSpec))
+    known: Surveyed | None = None if request.survey is None else request.survey.details
+    for name in names:
+        try:
+            schedule = schedule_named(name)
+        except (PluginError, UsageError):
+            if name in said.values():
+                raise
+            continue
+        stages = degree * schedule.stages_each
+        if known is not None and stages > len(known.holding):
+            continue
+        for count in [int(said["microbatches"])] if "microbatches" in said else _counts(request, degree):
+            if schedule.refusal(Shape(degree, stages, count)) is None:
+                yield {"schedule": name, "microbatches": count}
+
+
+def _counts(request: SearchRequest, degree: int) -> list[int]:
+    """Numbers of microbatches: those that fill the pipeline, at least twice as many each time."""
+    every = divisors(request.batch_size)
+    found = [count for count in every if count >= degree] or every[-1:]
+    kept: list[int] = []
+    for count in found:
+        if not kept or count >= 2 * kept[-1] or count == every[-1]:
+            kept.append(count)
+    return kept
+
+
+def possible(request: SearchRequest) -> list[int]:
+    """Degrees for which there are ranks, rows and modules enough."""
+    known: Surveyed | None = None if request.survey is None else request.survey.details
+    most = request.batch_size if known is None else min(request.batch_size, len(known.holding))
+    return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
+
+
 def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[str]) -> list[list[str]]:
     """The units of each stage in the order of registration, with those that did nothing beside the one before them.
 
     What has no parameters and did nothing (a dropout of 0) is left to every stage: it may be called anywhere.
     """
-    holding = {known.unit(alias) for aliases in known.names.values() for alias in aliases}
+    holding = known.holding
     stages: list[list[str]] = [list(dict.fromkeys(part)) for part in parts]
     placed = {unit: index for index, stage in reversed(list(enumerate(stages))) for unit in stage}
     current = 0

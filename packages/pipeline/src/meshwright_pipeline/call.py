@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.errors import StageError, UnsupportedError
 from meshwright_dtensor.global_tensor import GlobalTensor, distribute
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
-from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
+from meshwright_pipeline.actions import NAMES, Action, Schedule, Shape, Timetable
 from meshwright_pipeline.batching import Call, joined, microbatches, rows_of, signature
 from meshwright_pipeline.counting import divisors, may_differ
 from meshwright_pipeline.cutting import cut
@@ -243,7 +243,7 @@ class PipelinedCall:
         dist.all_gather_object(told, said, group=self.place.everyone)
         rank, (action, text) = next((r, entry) for r, entry in enumerate(told) if entry is not None)
         cause = None if failure is None else failure.error
-        raise StageError(action.stage, action.microbatch, _NAMES[action.kind], rank, text) from cause
+        raise StageError(action.stage, action.microbatch, NAMES[action.kind], rank, text) from cause
 
     def _spread(self, results: Mapping[int, Any], calls: list[Call], like: Any) -> Any:
         """The results of all microbatches, joined, from the rank of the last stage to all of the axis."""
@@ -326,9 +326,6 @@ class Prepared:
     runtime: Runtime
     profile: Profile
     streams: Streams | None
-
-
-_NAMES = {"F": "forward", "B": "backward"}
 
 
 def _forwards_only(actions: tuple[Action, ...]) -> tuple[Action, ...]:

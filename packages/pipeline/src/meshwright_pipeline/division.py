@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,18 @@ def schedule_named(name: str) -> Schedule:
         UsageError: it is no Schedule.
     """
     target = discover().get(ScheduleSpec, name).load()
-    made = target() if isinstance(target, type) else target
+    made = _made(target) if isinstance(target, type) else target
     if not isinstance(made, Schedule):
         raise UsageError(
             f"schedule {name!r} is a {type(made).__name__}; it has to be a meshwright_pipeline.Schedule"
         )
     return made
+
+
+@functools.cache
+def _made(target: type[Any]) -> Any:
+    """One of each class: schedules are stateless, and what is known of one is kept by its identity."""
+    return target()
 
 
 class StageDivision(Division):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import StageError, UnsupportedError
 from meshwright_dtensor.global_tensor import GlobalTensor
-from meshwright_pipeline.actions import Action, Schedule, Shape
+from meshwright_pipeline.actions import NAMES, Action, Schedule, Shape
 from meshwright_pipeline.batching import Call
 from meshwright_pipeline.counting import Weighted
 from meshwright_pipeline.interception import Label
@@ -162,7 +162,7 @@ class _Running:
         made: list[Tensor] | None = None
         if given is not None and self.step.failure is None:
             try:
-                made = self._forward(action, given) if action.kind == "F" else self._backward(action, given)
+                made = self._compute(action, given)
             except (
                 Exception
             ) as error:  # whatever a stage raises, its neighbours must come to the end of the step
@@ -177,13 +177,14 @@ class _Running:
 
     def _lost(self, action: Action, error: RuntimeError) -> StageError:
         """A message that did not come or go: the rank at its other end is gone."""
-        kind = "forward" if action.kind == "F" else "backward"
         reason = f"a message of it was lost, since a rank of the pipeline has died or hangs ({error})"
-        return StageError(action.stage, action.microbatch, kind, dist.get_rank(), reason)
+        return StageError(action.stage, action.microbatch, NAMES[action.kind], dist.get_rank(), reason)
 
     # ---- messages
     def _source(self, action: Action) -> tuple[int, int] | None:
-        """(cut, stage) that an action's input comes over and from; None for the first forward and the last backward."""
+        """(cut, stage) that an action's input comes over and from; None where it needs none."""
+        if action.kind == "W":
+            return None
         if action.kind == "F":
             return (action.stage - 1, action.stage - 1) if action.stage else None
         return (action.stage, action.stage + 1) if action.stage + 1 < self.runtime.shape.stages else None
@@ -194,8 +195,8 @@ class _Running:
         if source is None:
             return
         cut, stage = source
-        key, peer = (cut, action.microbatch, action.kind == "B"), self.runtime.peer(stage)
-        wire = self._wire(cut, action.kind == "B")
+        key, peer = (cut, action.microbatch, action.kind != "F"), self.runtime.peer(stage)
+        wire = self._wire(cut, action.kind != "F")
         if peer is None or wire is None or key in self.arriving or cut in self.broken:
             return
         tag = self.runtime.tag(*key)
@@ -213,7 +214,7 @@ class _Running:
         if source is None:
             return []
         cut, stage = source
-        key, peer = (cut, action.microbatch, action.kind == "B"), self.runtime.peer(stage)
+        key, peer = (cut, action.microbatch, action.kind != "F"), self.runtime.peer(stage)
         if cut in self.broken:
             raise Broken
         if peer is None:
@@ -232,7 +233,9 @@ class _Running:
 
     def _pass_on(self, action: Action, made: list[Tensor] | None) -> None:
         """Send what an action has made; None: it has failed, and messages are only kept in step."""
-        backward = action.kind == "B"
+        if action.kind == "W":
+            return
+        backward = action.kind != "F"
         cut = action.stage - 1 if backward else action.stage
         if not 0 <= cut < self.runtime.shape.stages - 1 or cut in self.broken:
             return
@@ -260,6 +263,11 @@ class _Running:
         transport.send(made, peer, self.runtime.tag(*key), "backward" if backward else "forward")
 
     # ---- compute
+    def _compute(self, action: Action, given: list[Tensor]) -> list[Tensor]:
+        if action.kind == "F":
+            return self._forward(action, given)
+        return [] if action.kind == "W" else self._backward(action, given)
+
     def _forward(self, action: Action, given: list[Tensor]) -> list[Tensor]:
         runtime = self.runtime
         stage = runtime.stages[action.stage]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from meshwright_dtensor.strategy import Division, Link, SearchRequest, Strategy, StrategyCost, Survey
 
@@ -34,8 +34,20 @@ class Pipeline(Strategy):
         pinned = request.pins.get(self.axis, 1)
         return [pinned] if request.world_size % pinned == 0 else [1]
 
+    def possible(self, request: SearchRequest) -> list[int]:
+        """Every degree for which there are ranks, rows and modules enough, ascending."""
+        from meshwright_pipeline.balance import possible
+
+        return possible(request)
+
+    def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
+        """Every installed schedule, with numbers of microbatches that are worth a look."""
+        from meshwright_pipeline.balance import ways
+
+        return ways(request, degree) if degree > 1 else ({},)
+
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """The slowest stage sets the pace; filling and draining cost a stage's time for every stage but one."""
+        """A step of the schedule in thought, with the stages that cutting at even costs leaves."""
         from meshwright_pipeline.balance import cost
 
         return cost(request, degree, link) if degree > 1 else StrategyCost()

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_pipeline.actions import Shape, Timetable
+from meshwright_pipeline.actions import DURATION, NAMES, Shape, Timetable
 from meshwright_pipeline.division import call_of, checked_timetable, schedule_named
 from meshwright_pipeline.runtime import Span
 
@@ -41,16 +41,18 @@ def text(table: Timetable, width: int = 110) -> str:
     for rank, actions in enumerate(table.ranks):
         line, clock = "", 0.0
         for action in actions:
-            length = 1 if action.kind == "F" else 2
+            length = int(DURATION[action.kind])
             begin = table.ends[action] - length
             line += ("." * (cell - 1) + " ") * round(begin - clock)
             name = f"{action.kind}{action.microbatch}" + (f"/{action.stage}" if several else "")
-            line += name.ljust(cell * length - 1, " " if action.kind == "F" else "-") + " "
+            line += name.ljust(cell * length - 1, "-" if action.kind == "B" else " ") + " "
             clock = table.ends[action]
         lines.append(f"rank {rank} | {line.rstrip()}")
     shown = [line if len(line) <= width else line[: width - 4] + " ..." for line in lines]
     held = ", ".join(map(str, table.alive))
-    head = "F: forward, B: backward of a microbatch" + (", / its stage" if several else "")
+    split = any(action.kind == "I" for action in table.ends)
+    kinds = [f"{kind}: {NAMES[kind]}" for kind in (("F", "I", "W") if split else ("F", "B"))]
+    head = f"{', '.join(kinds)} of a microbatch" + (", / its stage" if several else "")
     return "\n".join(
         [
             head,
@@ -100,8 +102,11 @@ def _events(rank: int, spans: Sequence[Span]) -> list[dict[str, Any]]:
             start = span.start - span.waited
             found.append(_span(rank, "wait", start, span.waited, {"for": str(action)}))
         details = {"stage": action.stage, "microbatch": action.microbatch}
-        kind = "forward" if action.kind == "F" else "backward"
-        found.append(_span(rank, f"{kind} {action.microbatch}", span.start, span.end - span.start, details))
+        found.append(
+            _span(
+                rank, f"{NAMES[action.kind]} {action.microbatch}", span.start, span.end - span.start, details
+            )
+        )
     return found
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from meshwright_pipeline.actions import Timetable
+from meshwright_pipeline.actions import DURATION, Timetable
+
+_COLOURS: Mapping[str, str] = MappingProxyType(
+    {"F": "tab:blue", "B": "tab:green", "I": "tab:olive", "W": "tab:green"}
+)
 
 
 def draw(table: Timetable, title: str, path: Path) -> None:
@@ -19,8 +25,7 @@ def draw(table: Timetable, title: str, path: Path) -> None:
     small = table.length > 120
     for rank, actions in enumerate(table.ranks):
         for action in actions:
-            length = 1.0 if action.kind == "F" else 2.0
-            colour = "tab:blue" if action.kind == "F" else "tab:green"
+            length, colour = DURATION[action.kind], _COLOURS[action.kind]
             shade = 0.45 + 0.5 * ((action.stage // ranks) % 2)
             start = table.ends[action] - length
             axes.barh(rank, length, left=start, height=0.85, color=colour, alpha=shade, edgecolor="white")

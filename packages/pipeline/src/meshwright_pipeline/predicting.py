@@ -1,0 +1,132 @@
+"""How long a step of a schedule takes, and what its ranks hold meanwhile, from what its stages cost. Needs no process group."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from meshwright_pipeline.actions import Schedule, Shape, needs, timetable
+
+WALKED = 6000
+"""Actions that are walked through one by one; of longer steps the steady part is drawn out."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What one microbatch costs on each stage.
+
+    Args:
+        forward, backward: seconds; the two halves of a split backward take half of it each.
+        saved: bytes that are kept from its forward to the end of its backward.
+        sending: seconds of a message over each cut, one fewer than stages; () where they cost nothing.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    saved: tuple[float, ...]
+    sending: tuple[float, ...] = ()
+
+    def silent(self) -> StageCosts:
+        """The same without messages."""
+        return StageCosts(self.forward, self.backward, self.saved)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in thought.
+
+    Attributes:
+        seconds: from its begin to the end of its last action.
+        busy: per rank, the seconds in which it computes.
+        held: per rank, the most bytes of activations that it holds at once.
+    """
+
+    seconds: float
+    busy: tuple[float, ...]
+    held: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which the average rank waits."""
+        return 1.0 - sum(self.busy) / (self.seconds * len(self.busy)) if self.seconds else 0.0
+
+
+def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
+    """Run a step in thought.
+
+    Raises:
+        UsageError: the schedule refuses the pipeline, is not complete, or would hang.
+    """
+    few, more = 2 * shape.stages, 3 * shape.stages
+    if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= more:
+        return _walk(schedule, shape, costs)
+    # whatever groups a schedule takes microbatches in, as many as there are stages are whole groups
+    short, longer = (_walk(schedule, Shape(shape.ranks, shape.stages, count), costs) for count in (few, more))
+    factor = (shape.microbatches - more) / (more - few)
+
+    def drawn(a: float, b: float) -> float:
+        return b + factor * (b - a)
+
+    return Prediction(
+        drawn(short.seconds, longer.seconds),
+        tuple(map(drawn, short.busy, longer.busy)),
+        tuple(map(drawn, short.held, longer.held)),
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One action: its rank, kind and stage, and (place in the order, cut that a message crosses or -1) of what it waits for."""
+
+    rank: int
+    kind: str
+    stage: int
+    waits: tuple[tuple[int, int], ...]
+
+
+def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
+    ends: list[float] = []
+    clock, busy = [0.0] * shape.ranks, [0.0] * shape.ranks
+    held, most = [0.0] * shape.ranks, [0.0] * shape.ranks
+    lengths = {
+        "F": costs.forward,
+        "B": costs.backward,
+        "I": tuple(b / 2 for b in costs.backward),
+        "W": tuple(b / 2 for b in costs.backward),
+    }
+    sending = costs.sending or (0.0,) * shape.stages
+    for step in _steps(schedule, shape):
+        rank, start = step.rank, clock[step.rank]
+        for place, cut in step.waits:
+            start = max(start, ends[place] + (sending[cut] if cut >= 0 else 0.0))
+        length = lengths[step.kind][step.stage]
+        busy[rank] += length
+        clock[rank] = start + length
+        ends.append(clock[rank])
+        if step.kind == "F":
+            held[rank] += costs.saved[step.stage]
+            most[rank] = max(most[rank], held[rank])
+        elif step.kind != "I":
+            held[rank] -= costs.saved[step.stage]
+    return Prediction(max(clock), tuple(busy), tuple(most))
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(schedule: Schedule, shape: Shape) -> tuple[_Step, ...]:
+    """The actions of a checked schedule; kept, since a search asks for the same ones again and again."""
+    table = timetable(schedule, shape)
+    split = {(action.stage, action.microbatch) for _, action in table.order if action.kind == "I"}
+    places = {action: place for place, (_, action) in enumerate(table.order)}
+
+    def cut(rank: int, stage: int, other: int) -> int:
+        return -1 if schedule.owner(other, shape) == rank else min(stage, other)
+
+    return tuple(
+        _Step(
+            rank,
+            action.kind,
+            action.stage,
+            tuple((places[one], cut(rank, action.stage, one.stage)) for one in needs(action, shape, split)),
+        )
+        for rank, action in table.order
+    )

@@ -1,0 +1,110 @@
+"""Steps in thought: unequal stages, messages, what is held, long steps, and what a search asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from pipe_models import Chain
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest
+from meshwright_pipeline import Action, Schedule, Shape, timetable
+from meshwright_pipeline.division import schedule_named
+from meshwright_pipeline.predicting import WALKED, StageCosts, predict
+from meshwright_pipeline.strategy import Pipeline
+
+LINK = Link("test", 1e-6, 1e9)
+NAMES = ["gpipe", "1f1b", "interleaved"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_stages_are_the_timetable(name: str) -> None:
+    schedule = schedule_named(name)
+    shape = Shape(4, 4 * schedule.stages_each, 8)
+    costs = StageCosts((1.0,) * shape.stages, (2.0,) * shape.stages, (1.0,) * shape.stages)
+    found, table = predict(schedule, shape, costs), timetable(schedule, shape)
+    assert found.seconds == table.length and found.bubble == pytest.approx(table.bubble)
+    assert found.held == tuple(map(float, table.alive))
+
+
+def test_the_slowest_stage_and_messages_set_the_pace() -> None:
+    schedule, shape = schedule_named("1f1b"), Shape(2, 2, 6)
+    costs = StageCosts((1.0, 3.0), (2.0, 6.0), (10.0, 1.0))
+    found = predict(schedule, shape, costs)
+    assert found.seconds == 1 + 6 * 9 + 2 and found.busy == (18.0, 54.0) and found.held == (20.0, 1.0)
+    slower = predict(schedule, shape, replace(costs, sending=(0.5,)))
+    assert (
+        slower.seconds == found.seconds + 1.0
+    )  # once there, once back: the others hide behind the slow stage
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_steps_are_drawn_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = schedule_named(name)
+    shape = Shape(4, 4 * schedule.stages_each, 4096 // schedule.stages_each)
+    assert 2 * shape.stages * shape.microbatches > WALKED
+    forward = tuple(1.0 + 0.3 * (stage % 3) for stage in range(shape.stages))
+    costs = StageCosts(forward, tuple(2 * f for f in forward), forward, (0.1,) * (shape.stages - 1))
+    drawn = predict(schedule, shape, costs)
+    monkeypatch.setattr("meshwright_pipeline.predicting.WALKED", 1 << 40)
+    walked = predict(schedule, shape, costs)
+    assert drawn.seconds == pytest.approx(walked.seconds, rel=1e-6)
+    assert drawn.busy == pytest.approx(walked.busy) and drawn.held == pytest.approx(walked.held)
+
+
+def request(rows: int = 8, **options: object) -> SearchRequest:
+    names = ["embed", *(f"layers.{i}" for i in range(4)), "norm", "head"]
+    work = [
+        ModuleWork(n, 1.0, 64.0, entering=frozenset({(i, names[i - 1], 512)} if i else ()))
+        for i, n in enumerate(names)
+    ]
+    survey = Pipeline().survey(Chain())
+    return SearchRequest(world_size=8, batch_size=rows, options=options, survey=survey, work=tuple(work))
+
+
+def test_ways_are_schedules_and_microbatches() -> None:
+    found = list(Pipeline().ways(request(), 2))
+    assert {way["schedule"] for way in found} >= set(NAMES)
+    assert {way["microbatches"] for way in found} == {2, 4, 8}
+    # four ranks with two stages each need eight modules, of which there are seven
+    assert "interleaved" not in {way["schedule"] for way in Pipeline().ways(request(), 4)}
+    pinned = list(Pipeline().ways(request(microbatches=4, schedule="1f1b"), 2))
+    assert pinned == [{"schedule": "1f1b", "microbatches": 4}]
+    assert list(Pipeline().ways(request(), 1)) == [{}]
+    assert Pipeline().possible(request()) == [1, 2, 4]
+    assert Pipeline().possible(request(rows=2)) == [1, 2]
+
+
+def cost(count: int, schedule: str, degree: int = 2) -> tuple[float, float]:
+    asked = request(microbatches=count, schedule=schedule)
+    found = Pipeline().cost(asked, degree, LINK)
+    assert found.fields["pipeline"]["schedule"] == schedule
+    assert found.exposed_seconds > 0
+    return found.compute, found.activations
+
+
+def test_what_a_way_costs() -> None:
+    """Stages of 3 and 4 modules: fill and drain, and what is in flight."""
+    compute, kept = cost(4, "1f1b")
+    assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * 3 / 7 / 4)
+    assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 / 7)
+    assert cost(4, "interleaved")[0] < compute
+
+
+def test_a_way_that_cannot_be_is_named() -> None:
+    with pytest.raises(PlanError, match="groups of 2"):
+        cost(1, "interleaved")
+
+
+class Nowhere(Schedule):
+    name = "nowhere"
+
+    def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
+        return []
+
+
+def test_a_schedule_that_forgets_is_refused() -> None:
+    with pytest.raises(Exception, match="every forward needs its backward"):
+        predict(Nowhere(), Shape(1, 1, 1), StageCosts((1.0,), (1.0,), (1.0,)))
