@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.states import State, forward_kind
-from meshwright_planner.batch import Batch
+from meshwright_planner.batch import Batch, scaled
 from meshwright_planner.batchdim import batch_dims
 from meshwright_planner.clusters import LAPTOP_CPU
 from meshwright_planner.costs import AxisCosts, backward_move, convertible, forward_move
@@ -24,7 +24,6 @@ from meshwright_planner.placement import PlacementProblem
 from meshwright_planner.program import MemoryTerms
 from meshwright_planner.quotient import quotient
 from meshwright_planner.recording import record
-from meshwright_planner.search import scaled
 from meshwright_planner.tape import Tape
 
 BOOK = RuleBook.first_party()

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.errors import UsageError
-from meshwright_planner._torch import pytree
+from meshwright_planner._torch import is_fake, pytree
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,20 @@ class Batch:
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of every tensor."""
         return {name: (tuple(t.shape), t.dtype) for name, t in self.tensors()}
+
+
+def scaled(batch: Batch, rows: int) -> Batch:
+    """A batch of `rows` rows, from an example of another size."""
+    size = batch.size
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != size:
+            return tensor
+        if tensor.is_floating_point() or tensor.is_meta or is_fake(tensor):
+            return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        return tensor[torch.arange(rows, device=tensor.device) % size]  # models look at integers
+
+    return batch.map(change)
 
 
 def check_signature(model: nn.Module, batch: Batch) -> None:

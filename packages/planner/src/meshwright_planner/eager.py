@@ -14,7 +14,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import Planner, PlanRequest
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.strategy import Strategy
-from meshwright_planner.batch import Batch, check_signature
+from meshwright_planner.batch import Batch, check_signature, scaled
 from meshwright_planner.candidate import Candidate
 from meshwright_planner.clusters import cluster_of
 from meshwright_planner.costs import OPTIMIZERS
@@ -23,7 +23,8 @@ from meshwright_planner.legal import Rules
 from meshwright_planner.marks import marked
 from meshwright_planner.recompute import recompute_rules
 from meshwright_planner.result import plan_of, reasons
-from meshwright_planner.search import SHARED, Search, Setting, scaled
+from meshwright_planner.search import Search
+from meshwright_planner.setting import SHARED, Setting
 
 
 class EagerPlanner(Planner):

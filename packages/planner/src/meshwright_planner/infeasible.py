@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
+from meshwright_planner.batch import scaled
 from meshwright_planner.candidate import Candidate, human_bytes
-from meshwright_planner.search import Search, scaled
+from meshwright_planner.search import Search
 
 MOST_RANKS = 64
 """How many times the asked number of ranks is tried at most."""

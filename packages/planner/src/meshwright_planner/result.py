@@ -18,7 +18,7 @@ from meshwright_dtensor.plan import (
     ZeroRule,
 )
 from meshwright_planner.candidate import Candidate, human_bytes, human_seconds
-from meshwright_planner.search import Setting
+from meshwright_planner.setting import Setting
 from meshwright_planner.writer import Writer
 
 DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshwright_planner.legal import balanced
 
 if TYPE_CHECKING:
-    from meshwright_planner.search import Setting
+    from meshwright_planner.setting import Setting
 
 
 def divides(setting: Setting, degree: int, lengths: Iterable[int]) -> bool:

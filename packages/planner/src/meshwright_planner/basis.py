@@ -1,0 +1,74 @@
+"""What every part of the search stands on: the setting, what strategies found in the model, and what they are asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from meshwright_dtensor.batches import BatchSize
+from meshwright_dtensor.strategy import Link, SearchRequest, Survey
+from meshwright_planner.setting import Setting
+from meshwright_planner.surveys import surveys
+
+
+class Basis:
+    """A setting, and what its strategies found in its model (looked for unless it is given)."""
+
+    def __init__(self, setting: Setting, surveyed: Mapping[str, Survey] | None = None) -> None:
+        self.setting = setting
+        self.surveys = self._surveys() if surveyed is None else surveyed
+
+    def _surveys(self) -> Mapping[str, Survey]:
+        setting = self.setting
+        axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
+        return surveys({axis: setting.strategies[axis] for axis in axes}, setting.model)
+
+    def request(self, axis: str | None = None) -> SearchRequest:
+        """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""
+        trainable = [p for p in self.setting.model.parameters() if p.requires_grad]
+        return SearchRequest(
+            world_size=self.setting.world_size,
+            batch_size=self.setting.batch.size,
+            sequence_length=self.setting.batch.sequence_length,
+            parameter_bytes=sum(p.numel() * p.element_size() for p in self.setting.model.parameters()),
+            gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
+            pins=self.setting.pins,
+            options=self.setting.options,
+            survey=self.surveys.get(axis) if axis is not None else None,
+        )
+
+    def link(self, degrees: Mapping[str, int], axis: str | None) -> Link:
+        """What a collective along `axis` crosses."""
+        stride = 1
+        for name in reversed(list(degrees)):
+            if name == axis:
+                break
+            stride *= degrees[name]
+        return self.setting.cluster.link(stride if axis else 1, degrees[axis] if axis else 1)
+
+    def batch_factor(self, degrees: Mapping[str, int]) -> int:
+        """Into how many parts the rows of the batch are divided."""
+        return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())
+
+    def local_shape(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of a batch tensor as one rank has it."""
+        local, sizes = list(shape), self.setting.batch.sizes
+        for axis, strategy in self.setting.strategies.items():
+            if degrees[axis] == 1:
+                continue
+            # an axis further in sees the rows that those further out have left
+            seen = (local[0], *shape[1:]) if local else ()
+            state = strategy.batch_state(name, seen, sizes, degrees[axis])
+            if isinstance(state, int):
+                local[state] = -(-local[state] // degrees[axis])
+            if sizes.rows is not None:
+                sizes = BatchSize(max(1, sizes.rows // strategy.batch_factor(degrees[axis])), sizes.tokens)
+        return tuple(local)
+
+    def local(self, name: str, tensor: torch.Tensor, degrees: Mapping[str, int]) -> torch.Tensor:
+        """The part of a batch tensor that one rank has."""
+        for dim, size in enumerate(self.local_shape(name, tuple(tensor.shape), degrees)):
+            tensor = tensor.narrow(dim, 0, size)
+        return tensor.contiguous()  # as a rank holds it: models call view on their inputs
