@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing import RUNS_PER_WORLD, RankError, RankPool, fake_group
@@ -157,9 +159,11 @@ def test_ranks_end_without_taking_the_interpreter_down() -> None:
 
 
 def make_groups(rank: int, world_size: int) -> int:
-    """Threads of this process once there are a few more groups, each in a cycle as models are."""
-    cycle: list[Any] = [dist.new_group() for _ in range(3)]
+    """Threads of this process once there are a few more groups: in a cycle as models are, and in DTensor's caches."""
+    cycle: list[Any] = [dist.new_group() for _ in range(2)]
     cycle.append(cycle)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).redistribute(placements=[Replicate()])
     return len(os.listdir("/proc/self/task"))
 
 
