@@ -1,15 +1,17 @@
 """A cluster as numbers: devices, memory, rates and links.  Torch-free, so that it can be named where no device exists.
 
 Rates are the vendor's peaks; what a kernel reaches of them is the cost model's business (`compute_efficiency`,
-`memory_efficiency`), as is what is left of the memory after the runtime took its share (`reserved_bytes`).
+`memory_efficiency`), as is what is left of the memory after the runtime took its share (`reserved_bytes`).  A machine that
+was measured (`meshwright calibrate`) also says how long operations and collectives of each size took on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from meshwright_dtensor.strategy import Link
+from meshwright_dtensor.links import Link, MeasuredCollective, Points, interpolated
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,64 @@ class LinkLevel:
         size: number of ranks that this level connects; 0 for "as many as there are" (the outermost level).
         latency_s: seconds of one hop before the first byte arrives.
         bandwidth_Bps: bytes per second that ONE rank sends in one direction.
+        sizes: ranks in each group of this level in rank order, where they are not all `size`; the last repeats.
     """
 
     name: str
     size: int
     latency_s: float
     bandwidth_Bps: float
+    sizes: tuple[int, ...] = ()
+
+    def groups(self, ranks: int) -> list[int]:
+        """Where groups of this level begin among `ranks` ranks, and `ranks` itself."""
+        bounds, number = [0], 0
+        while bounds[-1] < ranks:
+            size = self.sizes[min(number, len(self.sizes) - 1)] if self.sizes else self.size
+            bounds.append(min(ranks, bounds[-1] + size) if size else ranks)
+            number += 1
+        return bounds
+
+    def members(self, stride: int, degree: int, ranks: int) -> int:
+        """Fewest ranks of a group (`degree` ranks, `stride` apart) that one group of this level holds; `degree` if it
+        holds them all.
+
+        Groups of an axis follow each other, so one may straddle a boundary where sizes do not divide.
+        """
+        extent = stride * degree
+        if not self.size and not self.sizes:
+            return degree
+        if not self.sizes and self.size % extent == 0:
+            return degree
+        if not self.sizes and extent % self.size == 0:
+            return max(1, self.size // stride)
+        bounds, fewest = self.groups(max(ranks, extent)), degree
+        for begin in range(0, max(ranks, extent) - extent + 1, extent):
+            for low, high in pairwise(bounds):
+                held = len(range(max(begin, low), min(begin + extent, high), stride))
+                if held:
+                    fewest = min(fewest, held)
+        return fewest
+
+
+@dataclass(frozen=True)
+class MeasuredWork:
+    """How long one kind of work took on one rank, launch included: (size, seconds) of forward and of backward.
+
+    Args:
+        kind: "matmul" and "attention", by floating-point operations of the forward pass; others by bytes moved.
+        dtype: e.g. "float32".
+    """
+
+    kind: str
+    dtype: str
+    forward: Points
+    backward: Points
+
+    def seconds(self, size: float, passes: tuple[bool, bool] = (True, True)) -> float:
+        """Seconds of forward and backward, those that `passes` says."""
+        points = (self.forward, self.backward)
+        return sum(interpolated(p, size) for p, wanted in zip(points, passes) if wanted and p)
 
 
 @dataclass(frozen=True)
@@ -45,8 +99,18 @@ class Cluster:
         compute_efficiency: share of the peak that a large matrix product reaches.
         memory_efficiency: share of `memory_bandwidth` that a streaming kernel reaches.
         launch_s: seconds that the host needs to issue one operation in eager mode.
+        launch_backward_s: the same of what autograd issues; None for as long.
+        dispatch_s: seconds that laying an operation over a mesh adds to its forward.
+        update_s: seconds that an optimizer step takes for each parameter, however small.
+        hides_launch: the host issues operations ahead of the device, so that the longer of the two counts.
+        hides_communication: collectives run beside compute; False where they take the cores that compute needs.
         fused_attention: attention kernels keep no matrix of scores for the backward pass.
-        reserved_bytes: memory that is never the model's: context, communication buffers, fragmentation.
+        reserved_bytes: memory that is never the model's: context, communication buffers.
+        fragmentation: part of what is left that a caching allocator loses to fragments.
+        cores: cores of one machine that its ranks share; 0 where each device is a rank's own.
+        crowding: (ranks on one machine, how many times longer each computes), ascending.
+        work: what was measured of operations, on a machine with one rank.
+        collectives: what was measured of collectives.
     """
 
     name: str
@@ -61,15 +125,74 @@ class Cluster:
     launch_s: float = 5e-6
     reserved_bytes: int = 0
     fused_attention: bool = True
+    launch_backward_s: float | None = None
+    dispatch_s: float = 0.0
+    update_s: float = 0.0
+    hides_launch: bool = True
+    hides_communication: bool = True
+    fragmentation: float = 0.0
+    cores: int = 0
+    crowding: tuple[tuple[int, float], ...] = ()
+    work: tuple[MeasuredWork, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
+    ranks: int = 0
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of one rank's memory that a model may take."""
-        return self.memory_bytes - self.reserved_bytes
+        """Bytes of one rank's memory that a model may take: all but what is reserved, and the margin for fragments."""
+        return int((self.memory_bytes - self.reserved_bytes) * (1.0 - self.fragmentation))
+
+    @property
+    def backward_launch_s(self) -> float:
+        """Seconds that the host needs to issue one operation of the backward pass."""
+        return self.launch_s if self.launch_backward_s is None else self.launch_backward_s
 
     def rate(self, dtype: str) -> float:
         """Operations per second that a large matrix product of `dtype` reaches on one rank."""
         return self.flops.get(dtype, self.flops["float32"]) * self.compute_efficiency
+
+    @property
+    def streams(self) -> float:
+        """Bytes per second that a streaming kernel moves."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+    def measured(self, kind: str, dtype: str) -> MeasuredWork | None:
+        """What was measured of one kind of work; None where nothing was."""
+        return next((m for m in self.work if m.kind == kind and m.dtype == dtype), None)
+
+    def running(self, ranks: int) -> Cluster:
+        """The same cluster with `ranks` ranks in all: where ranks share the cores of a machine, each is slower."""
+        here = min(ranks, self.devices_per_node)
+        slower = self._slower(here) / self._slower(min(max(self.ranks, 1), self.devices_per_node))
+        if slower == 1.0:
+            return replace(self, ranks=ranks)
+
+        def longer(points: Points) -> Points:
+            return tuple((size, seconds * slower) for size, seconds in points)
+
+        launch = self.launch_backward_s
+        return replace(
+            self,
+            ranks=ranks,
+            flops={dtype: rate / slower for dtype, rate in self.flops.items()},
+            memory_bandwidth=self.memory_bandwidth / slower,
+            launch_s=self.launch_s * slower,
+            launch_backward_s=None if launch is None else launch * slower,
+            dispatch_s=self.dispatch_s * slower,
+            update_s=self.update_s * slower,
+            work=tuple(replace(m, forward=longer(m.forward), backward=longer(m.backward)) for m in self.work),
+        )
+
+    def _slower(self, ranks: int) -> float:
+        """How many times longer a rank computes beside `ranks - 1` others, by what was measured; else by cores."""
+        if not self.crowding:
+            return max(1.0, ranks / self.cores) if self.cores else 1.0
+        below = [(n, f) for n, f in self.crowding if n <= ranks] or [self.crowding[0]]
+        above = [(n, f) for n, f in self.crowding if n >= ranks]
+        (low, least), (high, most) = below[-1], above[0] if above else below[-1]
+        if high == low:  # measured, or beyond what was: in proportion
+            return least * max(1.0, ranks / low)
+        return least + (most - least) * (ranks - low) / (high - low)
 
     def link(self, stride: int, degree: int) -> Link:
         """The link of a group of `degree` ranks whose ranks are `stride` apart.
@@ -78,14 +201,34 @@ class Cluster:
         outer links of all its members in one inner group together, though never faster than the inner level: each
         device of a node brings its own network card, and a collective uses them all.
         """
-        extent = stride * degree
-        inner: LinkLevel | None = None
+        inside: Link | None = None
+        members = 1
         for level in self.links:
-            if not level.size or extent <= level.size or level is self.links[-1]:
-                if inner is None:
-                    return Link(level.name, level.latency_s, level.bandwidth_Bps)
-                members = max(1, inner.size // stride)
-                bandwidth = min(inner.bandwidth_Bps, level.bandwidth_Bps * members)
-                return Link(level.name, level.latency_s, bandwidth)
-            inner = level
+            held = level.members(stride, degree, self.ranks)
+            if held >= degree or level is self.links[-1]:
+                bandwidth = level.bandwidth_Bps
+                if inside is not None:
+                    bandwidth = min(inside.bandwidth_Bps, bandwidth * members)
+                joined = inside if members > 1 else None
+                return Link(
+                    level.name,
+                    level.latency_s,
+                    bandwidth,
+                    joined,
+                    members if joined else 1,
+                    level.bandwidth_Bps,
+                    self._collectives() if level is self.links[0] else (),
+                )
+            inside = Link(level.name, level.latency_s, level.bandwidth_Bps, outer_Bps=level.bandwidth_Bps)
+            members = held
         raise ValueError(f"cluster {self.name!r} has no links; give at least one LinkLevel")
+
+    def _collectives(self) -> tuple[MeasuredCollective, ...]:
+        """Those measured with as many ranks on the machine as there are now, or with the nearest number."""
+        here = min(self.ranks or 1, self.devices_per_node)
+        found: dict[tuple[str, int], MeasuredCollective] = {}
+        for m in self.collectives:
+            best = found.get((m.kind, m.degree))
+            if best is None or abs(m.ranks - here) < abs(best.ranks - here):
+                found[m.kind, m.degree] = m
+        return tuple(found.values())

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from meshwright_dtensor.links import CollectiveKind as CollectiveKind
+from meshwright_dtensor.links import Link as Link
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -21,44 +24,8 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.states import State
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 Phase = Literal["forward", "backward"]
 GradientKind = Literal["complete", "deferred"]
-
-
-@dataclass(frozen=True)
-class Link:
-    """The slowest connection that a collective over one mesh axis crosses.
-
-    Args:
-        name: what to call it in reports, e.g. "nvlink".
-        latency_s: seconds one hop costs before the first byte arrives (alpha).
-        bandwidth_Bps: bytes per second that one rank sends, one direction (1 / beta).
-    """
-
-    name: str
-    latency_s: float
-    bandwidth_Bps: float
-
-    def seconds(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
-        """Seconds of one ring collective over `degree` ranks; `nbytes` is the size of the full tensor.
-
-        A ring all-gather or reduce-scatter moves (n-1)/n of the full tensor through every rank in n-1 hops; an
-        all-reduce is one of each; an all-to-all sends (n-1)/n of a rank's own part, which is nbytes/n. A send to the next
-        rank (send_recv) moves nbytes, all that one rank sends.
-        """
-        if degree <= 1:
-            return 0.0
-        if kind == "send_recv":
-            return self.latency_s + nbytes / self.bandwidth_Bps
-        hops = degree - 1
-        share = nbytes * hops / degree
-        once = hops * self.latency_s + share / self.bandwidth_Bps
-        if kind == "all_reduce":
-            return 2.0 * once
-        if kind == "all_to_all":
-            return hops * self.latency_s + share / degree / self.bandwidth_Bps
-        return once
 
 
 @dataclass(frozen=True)

@@ -1,69 +1,66 @@
-"""Clusters that can be planned for by name, and the one at hand."""
+"""Clusters that can be planned for by name or by file, and the one at hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from meshwright_dtensor.cluster import Cluster, LinkLevel
+from meshwright_dtensor.cluster import Cluster
+from meshwright_planner.clusterfile import read
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plugins import PluginHost
 
-LAPTOP_CPU = Cluster(
-    name="laptop-cpu",
-    devices_per_node=64,
-    memory_bytes=8 * 2**30,
-    flops={"float32": 50e9, "float64": 25e9, "bfloat16": 50e9, "float16": 10e9},
-    memory_bandwidth=10e9,
-    links=(LinkLevel("loopback", 0, 50e-6, 1e9),),
-    source="order of magnitude of one core of a laptop and gloo over loopback; run on processes, not devices",
-    compute_efficiency=0.5,
-    launch_s=5e-6,
-    fused_attention=False,
+FOLDER = Path(__file__).parent / "profiles"
+
+PROFILES = MappingProxyType(
+    {
+        "LAPTOP_CPU": ("laptop-cpu", "processes on one machine, gloo over loopback"),
+        "DGX_A100": ("dgx-a100", "8 x A100 80 GB per node, NVLink, 8 x 200 Gb/s InfiniBand"),
+        "DGX_A100_40GB": ("dgx-a100-40gb", "8 x A100 40 GB per node, NVLink, 8 x 200 Gb/s InfiniBand"),
+        "DGX_H100": ("dgx-h100", "8 x H100 80 GB per node, NVLink, 8 x 400 Gb/s InfiniBand"),
+        "H100_96GB": ("h100-96gb", "8 x H100 96 GB HBM2e per node, NVLink, 400 Gb/s RoCE for each"),
+        "DGX_H200": ("dgx-h200", "8 x H200 141 GB per node, NVLink, 8 x 400 Gb/s InfiniBand"),
+        "DGX_B200": ("dgx-b200", "8 x B200 180 GB per node, NVLink, 8 x 400 Gb/s InfiniBand"),
+        "P3_16XLARGE": ("p3.16xlarge", "8 x V100 16 GB per node, NVLink, 25 Gb/s Ethernet for all"),
+        "MI300X": ("mi300x", "8 x MI300X 192 GB per node, Infinity Fabric, 8 x 400 Gb/s RoCE"),
+    }
 )
+"""Attribute of this module -> name of its file in `profiles`, and a line for people who list what is installed."""
+
+LAPTOP_CPU: Cluster
 """Several processes on one machine, as in tests."""
+DGX_A100: Cluster
+DGX_H100: Cluster
 
-DGX_A100 = Cluster(
-    name="dgx-a100",
-    devices_per_node=8,
-    memory_bytes=80 * 10**9,
-    flops={"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12, "float64": 9.7e12},
-    memory_bandwidth=2.039e12,
-    links=(LinkLevel("nvlink", 8, 2e-6, 300e9), LinkLevel("infiniband", 0, 5e-6, 25e9)),
-    source=(
-        "NVIDIA A100 80GB SXM datasheet (312 TFLOPS bf16 dense, 2039 GB/s, NVLink 600 GB/s both ways); "
-        "NVIDIA DGX A100 datasheet (8 x 200 Gb/s InfiniBand); latency a hop is an order of magnitude"
-    ),
-    reserved_bytes=4 * 10**9,
-)
-"""8 x A100 80 GB in a node."""
 
-DGX_H100 = Cluster(
-    name="dgx-h100",
-    devices_per_node=8,
-    memory_bytes=80 * 10**9,
-    flops={"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "float64": 34e12},
-    memory_bandwidth=3.35e12,
-    links=(LinkLevel("nvlink", 8, 2e-6, 450e9), LinkLevel("infiniband", 0, 5e-6, 50e9)),
-    source=(
-        "NVIDIA H100 SXM datasheet (989 TFLOPS bf16 dense, 3.35 TB/s, NVLink 900 GB/s both ways); "
-        "NVIDIA DGX H100 datasheet (8 x 400 Gb/s ConnectX-7); latency a hop is an order of magnitude"
-    ),
-    reserved_bytes=4 * 10**9,
-)
-"""8 x H100 80 GB in a node."""
+def __getattr__(name: str) -> Cluster:
+    if name not in PROFILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return named(PROFILES[name][0])
+
+
+@cache
+def named(name: str) -> Cluster:
+    """The cluster of a file of this package."""
+    return read(FOLDER / f"{name}.json")
 
 
 def cluster_of(choice: str | Cluster | None, host: PluginHost) -> Cluster:
-    """The cluster a request means: a Cluster is itself, a name is looked up, None is the machine at hand.
+    """The cluster a request means: a Cluster is itself, a path is read, a name is looked up, None is the machine at hand.
 
     Raises:
         PluginError: no cluster of that name, with what was probably meant.
+        UsageError: no such file, or it is wrong.
     """
     if isinstance(choice, Cluster):
         return choice
+    if choice is not None and choice.endswith(".json"):
+        return read(choice)
     from meshwright_dtensor.plugins import ClusterSpec
 
     if choice is not None:
@@ -72,14 +69,27 @@ def cluster_of(choice: str | Cluster | None, host: PluginHost) -> Cluster:
     return at_hand()
 
 
+ACCELERATORS = MappingProxyType(
+    {
+        "A100-SXM4-40GB": "dgx-a100-40gb",
+        "A100": "dgx-a100",
+        "H200": "dgx-h200",
+        "B200": "dgx-b200",
+        "V100": "p3.16xlarge",
+        "MI300X": "mi300x",
+    }
+)
+"""Part of a device's name -> the profile that it is most like."""
+
+
 def at_hand() -> Cluster:
     """The machine that this process runs on: its accelerator where it has one, else laptop-cpu."""
     import torch
 
     if not torch.cuda.is_available():
-        return LAPTOP_CPU
+        return named("laptop-cpu")
     properties = torch.cuda.get_device_properties(0)
-    like = DGX_A100 if "A100" in properties.name else DGX_H100
+    like = named(next((p for part, p in ACCELERATORS.items() if part in properties.name), "dgx-h100"))
     return replace(
         like,
         name=f"{like.name} (found {properties.name})",

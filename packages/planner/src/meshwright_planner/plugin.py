@@ -1,4 +1,4 @@
-"""What this distribution registers: two planners and three clusters."""
+"""What this distribution registers: planners and clusters."""
 
 from __future__ import annotations
 
@@ -24,19 +24,8 @@ def meshwright_planners() -> Iterator[PlannerSpec]:
 
 @hookimpl
 def meshwright_clusters() -> Iterator[ClusterSpec]:
-    """The clusters of this package."""
-    yield ClusterSpec(
-        name="laptop-cpu",
-        target="meshwright_planner.clusters:LAPTOP_CPU",
-        summary="processes on one machine, gloo over loopback",
-    )
-    yield ClusterSpec(
-        name="dgx-a100",
-        target="meshwright_planner.clusters:DGX_A100",
-        summary="8 x A100 80 GB per node, NVLink, 8 x 200 Gb/s InfiniBand",
-    )
-    yield ClusterSpec(
-        name="dgx-h100",
-        target="meshwright_planner.clusters:DGX_H100",
-        summary="8 x H100 80 GB per node, NVLink, 8 x 400 Gb/s InfiniBand",
-    )
+    """The clusters of this package, a file each."""
+    from meshwright_planner.clusters import PROFILES
+
+    for attribute, (name, summary) in PROFILES.items():
+        yield ClusterSpec(name=name, target=f"meshwright_planner.clusters:{attribute}", summary=summary)

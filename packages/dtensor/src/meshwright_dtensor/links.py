@@ -1,0 +1,127 @@
+"""What joins the ranks of one mesh axis, and how long a collective over it takes.  Torch-free.
+
+A collective is timed by the alpha-beta model (Hockney 1994; Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", 2005) for each algorithm that can carry it out, and takes the fastest, as NCCL and gloo
+choose by size.  Where a machine was measured (`meshwright calibrate`), what was measured stands in place of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+
+Points = tuple[tuple[float, float], ...]
+"""(size, seconds), sizes ascending."""
+
+
+def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Seconds at `size` between measured points, both on logarithmic scales.
+
+    Below the first point as long as that one (it is all latency), beyond the last at its rate.
+    """
+    first, last = points[0], points[-1]
+    if size <= first[0]:
+        return first[1]
+    if size >= last[0]:
+        return last[1] * size / last[0]
+    for (low, below), (high, above) in pairwise(points):
+        if size <= high:
+            part = math.log(size / low) / math.log(high / low)
+            return below * (above / below) ** part
+    return last[1]
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """Times of one kind of collective over `degree` ranks: (bytes of the full tensor, seconds), ascending.
+
+    `ranks`: how many ranks of the machine were at it, in groups of `degree`.
+    """
+
+    kind: CollectiveKind
+    degree: int
+    points: Points
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest connection that a collective over one mesh axis crosses.
+
+    Args:
+        name: what to call it in reports, e.g. "nvlink".
+        latency_s: seconds one hop costs before the first byte arrives (alpha).
+        bandwidth_Bps: bytes per second that one rank sends, one direction (1 / beta).
+        inside: the link that joins the members of one inner group, where the axis spans several such groups.
+        members: ranks of the axis in one inner group; 1 where it spans none.
+        outer_Bps: bytes per second that one rank sends between inner groups.
+        measured: what was measured in place of the model.
+    """
+
+    name: str
+    latency_s: float
+    bandwidth_Bps: float
+    inside: Link | None = None
+    members: int = 1
+    outer_Bps: float = 0.0
+    measured: tuple[MeasuredCollective, ...] = ()
+
+    def seconds(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
+        """Seconds of one collective over `degree` ranks, by the fastest algorithm; `nbytes` is the size of the full tensor.
+
+        An all-to-all exchanges what each rank holds, an n-th of the full tensor. A send to the next rank (send_recv)
+        moves nbytes, all that one rank sends.
+        """
+        if degree <= 1:
+            return 0.0
+        found = self._measured(kind, nbytes, degree)
+        return min(self.algorithms(kind, nbytes, degree).values()) if found is None else found
+
+    def algorithms(self, kind: CollectiveKind, nbytes: float, degree: int) -> dict[str, float]:
+        """Seconds by algorithm: what `seconds` chooses from.
+
+        ring: (n-1)/n of the full tensor passes through every rank in n-1 hops; an all-reduce is two such rounds.
+        tree: an all-reduce up and down a double binary tree, the whole tensor each way in log2 n hops (Sanders et al., 2009).
+        hierarchical: reduce-scatter inside, the collective between groups on each member's part, all-gather inside.
+        """
+        if kind == "send_recv":
+            return {"send": self.latency_s + nbytes / self.bandwidth_Bps}
+        hops = degree - 1
+        moved = nbytes * hops / degree
+        if (
+            kind == "all_to_all"
+        ):  # each rank holds an n-th, and a card of a node carries only its own ranks' part
+            own = self.outer_Bps if self.members > 1 else self.bandwidth_Bps
+            return {"direct": hops * self.latency_s + moved / degree / own}
+        once = hops * self.latency_s + moved / self.bandwidth_Bps
+        found = {"ring": 2.0 * once if kind == "all_reduce" else once}
+        if kind == "all_reduce":
+            depth = math.ceil(math.log2(degree))
+            found["tree"] = 2.0 * (depth * self.latency_s + nbytes / self.bandwidth_Bps)
+        if self.inside is not None and self.members > 1 and degree % self.members == 0:
+            found["hierarchical"] = self._hierarchical(kind, nbytes, degree)
+        return found
+
+    def _hierarchical(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
+        assert self.inside is not None
+        between = Link(self.name, self.latency_s, self.outer_Bps)
+        inner = self.inside.seconds("all_gather", nbytes, self.members)
+        outer = between.seconds(kind, nbytes / self.members, degree // self.members)
+        # an all-reduce scatters inside first and gathers inside last; the others do one of the two
+        return outer + (2.0 * inner if kind == "all_reduce" else inner)
+
+    def _measured(self, kind: CollectiveKind, nbytes: float, degree: int) -> float | None:
+        """By the measurement at the nearest degree, in proportion to what a ring moves in either."""
+        own = [m for m in self.measured if m.kind == kind]
+        if not own:
+            return None
+        near = min(own, key=lambda m: (abs(math.log(m.degree / degree)), m.degree))
+        seconds = interpolated(near.points, nbytes)
+        if near.degree == degree or kind == "send_recv":
+            return seconds
+        return seconds * ((degree - 1) / degree) / ((near.degree - 1) / near.degree)

@@ -1,0 +1,154 @@
+"""Clusters as JSON files: those of this package (folder `profiles`), a user's own, and what `meshwright calibrate` writes.
+
+The fields are those of `meshwright_dtensor.cluster.Cluster`; what a file leaves out has that class's default.  Points of
+measured curves are [size, seconds] pairs, sizes ascending.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.links import CollectiveKind, MeasuredCollective, Points
+
+FORMAT = "meshwright-cluster/1"
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+    if any(low[0] >= high[0] for low, high in pairwise(points)):
+        raise ValueError("sizes must ascend")
+    return points
+
+
+Curve = Annotated[tuple[tuple[Positive, Positive], ...], AfterValidator(_ascending)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Level(_Part):
+    name: str
+    size: Annotated[int, Field(ge=0)]
+    latency_s: NotNegative
+    bandwidth_Bps: Positive
+    sizes: tuple[Count, ...] = ()
+
+
+class _Work(_Part):
+    kind: str
+    dtype: str
+    forward: Annotated[Curve, Field(min_length=1)]
+    backward: Curve = ()
+
+
+class _Collective(_Part):
+    kind: CollectiveKind
+    degree: Annotated[int, Field(ge=2)]
+    ranks: Annotated[int, Field(ge=0)] = 0
+    points: Annotated[Curve, Field(min_length=1)]
+
+
+class ClusterFile(_Part):
+    """What a file of a cluster holds; see `Cluster` for what the fields mean."""
+
+    format: Literal["meshwright-cluster/1"]
+    name: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+    devices_per_node: Count
+    memory_bytes: Count
+    memory_bandwidth: Positive
+    flops: dict[str, Positive]
+    links: Annotated[tuple[_Level, ...], Field(min_length=1)]
+    compute_efficiency: Share = 0.6
+    memory_efficiency: Share = 0.8
+    launch_s: NotNegative = 5e-6
+    launch_backward_s: NotNegative | None = None
+    dispatch_s: NotNegative = 0.0
+    update_s: NotNegative = 0.0
+    hides_launch: bool = True
+    hides_communication: bool = True
+    fused_attention: bool = True
+    reserved_bytes: Annotated[int, Field(ge=0)] = 0
+    fragmentation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    cores: Annotated[int, Field(ge=0)] = 0
+    crowding: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
+    work: tuple[_Work, ...] = ()
+    collectives: tuple[_Collective, ...] = ()
+
+    def cluster(self) -> Cluster:
+        """The cluster that it describes."""
+        own = {name: getattr(self, name) for name in type(self).model_fields if name != "format"}
+        own["links"] = tuple(LinkLevel(**level.model_dump()) for level in self.links)
+        own["work"] = tuple(MeasuredWork(**m.model_dump()) for m in self.work)
+        own["collectives"] = tuple(MeasuredCollective(**m.model_dump()) for m in self.collectives)
+        return Cluster(**own)
+
+
+def read(path: str | Path) -> Cluster:
+    """The cluster of a file.
+
+    Raises:
+        UsageError: there is no such file, or a field of it is wrong; the message names file, field and rule.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cluster file {str(path)!r} cannot be read ({error.strerror}); give a file that `meshwright calibrate` "
+            f"wrote, or the name of a registered cluster"
+        ) from None
+    try:
+        found = ClusterFile.model_validate_json(text, strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UsageError(
+            f"cluster file {str(path)!r}: {where}: {first['msg']}; see docs/planner.md for the fields of a cluster"
+        ) from None
+    if "float32" not in found.flops:
+        raise UsageError(
+            f"cluster file {str(path)!r}: flops has no 'float32', the rate of every dtype that it does not name; add it"
+        )
+    return found.cluster()
+
+
+def write(cluster: Cluster, path: str | Path) -> None:
+    """Save a cluster, so that `read` gives an equal one."""
+    data: dict[str, Any] = {"format": FORMAT}
+    for field in fields(Cluster):
+        if field.name != "ranks":
+            data[field.name] = _plain(getattr(cluster, field.name))
+    lines = [f"  {json.dumps(name)}: {_text(value)}" for name, value in data.items() if value is not None]
+    Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (LinkLevel, MeasuredWork, MeasuredCollective)):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _text(value: Any) -> str:
+    """JSON, a line for each entry of a list of records."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"    {json.dumps(item)}" for item in value) + "\n  ]"
+    return json.dumps(value)
+
+
+__all__ = ["FORMAT", "ClusterFile", "Points", "read", "write"]

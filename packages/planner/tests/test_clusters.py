@@ -1,0 +1,103 @@
+"""Clusters as data: the named ones, a user's own file, uneven groups, crowded machines, algorithms by size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner_models import HOST
+
+from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.links import MeasuredCollective
+from meshwright_planner.clusterfile import read, write
+from meshwright_planner.clusters import DGX_H100, FOLDER, LAPTOP_CPU, PROFILES, cluster_of, named
+
+CROWDED = replace(LAPTOP_CPU, cores=2, crowding=((1, 1.0), (2, 1.2), (4, 2.4)))
+
+
+def test_every_profile_says_its_source_and_survives_a_round_trip(tmp_path: Path) -> None:
+    assert {name for name, _ in PROFILES.values()} == {f.stem for f in FOLDER.glob("*.json")}
+    for name, _ in PROFILES.values():
+        cluster = named(name)
+        assert cluster.name == name and "datasheet" in cluster.source or name == "laptop-cpu"
+        write(cluster, tmp_path / "own.json")
+        assert read(tmp_path / "own.json") == cluster
+    assert {"p3.16xlarge", "mi300x", "dgx-b200", "dgx-h200"} <= {name for name, _ in PROFILES.values()}
+
+
+def test_a_measured_machine_survives_a_round_trip_and_is_found_by_its_path(tmp_path: Path) -> None:
+    work = (MeasuredWork("matmul", "float32", ((1e3, 1e-5), (1e6, 1e-4)), ((1e3, 2e-5), (1e6, 2e-4))),)
+    moved = (MeasuredCollective("all_reduce", 2, ((1e3, 1e-4), (1e6, 1e-3)), 4),)
+    own = replace(CROWDED, name="mine", work=work, collectives=moved, hides_communication=False)
+    write(own, tmp_path / "mine.json")
+    assert cluster_of(str(tmp_path / "mine.json"), HOST) == own
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"memory_bandwidth": -1}, "memory_bandwidth"),
+        ({"bandwidth": 1}, "bandwidth"),
+        ({"links": []}, "links"),
+        ({"flops": {"bfloat16": 1e12}}, "float32"),
+        ({"work": [{"kind": "matmul", "dtype": "float32", "forward": [[2, 1], [1, 1]]}]}, "ascend"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_field(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    data = json.loads((FOLDER / "dgx-h100.json").read_text()) | change
+    (tmp_path / "wrong.json").write_text(json.dumps(data))
+    with pytest.raises(UsageError, match=told):
+        cluster_of(str(tmp_path / "wrong.json"), HOST)
+    with pytest.raises(UsageError, match=r"none\.json.*meshwright calibrate"):
+        cluster_of("none.json", HOST)
+
+
+def test_a_small_collective_takes_the_tree_and_a_large_one_over_nodes_the_hierarchy() -> None:
+    link = DGX_H100.link(1, 512)
+    small, large = (link.algorithms("all_reduce", nbytes, 512) for nbytes in (1e3, 1e10))
+    assert min(small, key=lambda a: small[a]) in ("tree", "hierarchical") and small["ring"] > small["tree"]
+    for sizes, nbytes in ((small, 1e3), (large, 1e10)):
+        assert link.seconds("all_reduce", nbytes, 512) == min(sizes.values())
+    one = DGX_H100.link(1, 8)
+    assert set(one.algorithms("all_gather", 1e6, 8)) == {"ring"}
+    assert one.algorithms("all_reduce", 1e9, 8)["ring"] < one.algorithms("all_reduce", 1e9, 8)["tree"]
+    # 64 nodes, each card sends its eighth over its own network: by hand
+    inner = 7 * 2e-6 + 7 / 8 * 1e10 / 450e9
+    outer = min(2 * (63 * 5e-6 + 63 / 64 * 1.25e9 / 50e9), 2 * (6 * 5e-6 + 1.25e9 / 50e9))
+    assert large["hierarchical"] == pytest.approx(2 * inner + outer)
+
+
+def test_a_group_that_straddles_uneven_nodes_pays_the_network() -> None:
+    levels = (LinkLevel("fast", 6, 0.0, 100.0), LinkLevel("slow", 0, 0.0, 1.0))
+    uneven = Cluster("six", 6, 1, {"float32": 1.0}, 1.0, levels, "").running(12)
+    assert uneven.link(1, 2).name == "fast" and uneven.link(1, 3).name == "fast"
+    assert uneven.link(1, 4).name == "slow"  # ranks 4 to 7 lie in two nodes
+    assert uneven.running(4).link(1, 4).name == "fast"  # one group, in one node
+    mixed = replace(uneven, links=(replace(levels[0], sizes=(4, 2, 4)), levels[1])).running(10)
+    assert mixed.link(1, 2).name == "fast" and mixed.link(1, 4).name == "slow"
+    assert mixed.link(1, 10).bandwidth_Bps == 2.0  # two cards in the smallest node
+
+
+def test_ranks_that_share_cores_slow_each_other() -> None:
+    assert CROWDED.running(1).rate("float32") == CROWDED.rate("float32")
+    assert CROWDED.running(2).rate("float32") == pytest.approx(CROWDED.rate("float32") / 1.2)
+    assert CROWDED.running(3).launch_s == pytest.approx(CROWDED.launch_s * 1.8)
+    assert CROWDED.running(8).streams == pytest.approx(CROWDED.streams / 4.8)
+    assert CROWDED.running(4).running(2) == CROWDED.running(2).running(2)
+    assert DGX_H100.running(4096).rate("bfloat16") == DGX_H100.rate("bfloat16")
+
+
+def test_what_was_measured_stands_in_place_of_the_model() -> None:
+    points = ((1e3, 1e-4), (1e5, 1e-3))
+    measured = tuple(
+        MeasuredCollective("all_reduce", 2, tuple((n, s * ranks) for n, s in points), ranks)
+        for ranks in (2, 4)
+    )
+    cluster = replace(CROWDED, collectives=measured)
+    assert cluster.running(2).link(1, 2).seconds("all_reduce", 1e4, 2) == pytest.approx(2 * 10**-3.5)
+    assert cluster.running(4).link(1, 2).seconds("all_reduce", 10, 2) == pytest.approx(4e-4)
+    assert cluster.running(4).link(1, 4).seconds("all_reduce", 1e6, 4) == pytest.approx(4e-2 * 1.5)
+    assert cluster.running(2).link(1, 2).seconds("all_gather", 1e6, 2) == pytest.approx(50e-6 + 5e5 / 1e9)
