@@ -22,7 +22,7 @@ def test_every_profile_says_its_source_and_survives_a_round_trip(tmp_path: Path)
     assert {name for name, _ in PROFILES.values()} == {f.stem for f in FOLDER.glob("*.json")}
     for name, _ in PROFILES.values():
         cluster = named(name)
-        assert cluster.name == name and "datasheet" in cluster.source or name == "laptop-cpu"
+        assert (cluster.name == name and "datasheet" in cluster.source) or name == "laptop-cpu"
         write(cluster, tmp_path / "own.json")
         assert read(tmp_path / "own.json") == cluster
     assert {"p3.16xlarge", "mi300x", "dgx-b200", "dgx-h200"} <= {name for name, _ in PROFILES.values()}
