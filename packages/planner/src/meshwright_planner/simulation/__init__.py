@@ -1,0 +1,8 @@
+"""Replaying a plan on the model of a cluster, event by event: schedules, collectives, slow ranks, bad links."""
+
+from __future__ import annotations
+
+from meshwright_planner.simulation.faults import LinkFault, Straggler, parse_link_fault, parse_straggler
+from meshwright_planner.simulation.replay import Simulation, simulate
+
+__all__ = ["LinkFault", "Simulation", "Straggler", "parse_link_fault", "parse_straggler", "simulate"]

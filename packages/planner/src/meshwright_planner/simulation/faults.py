@@ -1,0 +1,112 @@
+"""What may be wrong with a cluster: ranks that compute slowly, links that are slow or gone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import InfeasibleError, UsageError
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that computes `slowdown` times as long as the others."""
+
+    rank: int
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class LinkFault:
+    """A rank whose link of one level reaches only `share` of its bandwidth; 0 where it is gone."""
+
+    rank: int
+    level: str
+    share: float
+
+
+_WHERE = r"(?:rank)?\s*(?P<rank>\d+)|node\s*(?P<node>\d+)"
+
+
+def parse_straggler(text: str, cluster: Cluster, world_size: int) -> list[Straggler]:
+    """Stragglers from "5=1.5" (rank 5) or "node1=1.2" (every rank of a node).
+
+    Raises:
+        UsageError: the text does not say that, or there is no such rank.
+    """
+    found = re.fullmatch(rf"\s*(?:{_WHERE})\s*=\s*(?P<number>[0-9.]+)\s*x?\s*", text)
+    slowdown = _number(found["number"]) if found else None
+    if found is None or slowdown is None or slowdown < 1.0:
+        raise UsageError(
+            f"--straggler {text} is not RANK=SLOWDOWN with a slowdown of at least 1; write for example 5=1.5 or node1=1.2"
+        )
+    return [Straggler(rank, slowdown) for rank in _ranks(found, cluster, world_size, f"--straggler {text}")]
+
+
+def parse_link_fault(text: str, cluster: Cluster, world_size: int) -> list[LinkFault]:
+    """Faults from "5:nvlink=0.5" (rank 5's link at half its bandwidth), "node1:infiniband=0" (gone).
+
+    Raises:
+        UsageError: the text does not say that, or there is no such rank or level.
+    """
+    found = re.fullmatch(rf"\s*(?:{_WHERE})\s*:\s*(?P<level>[^=]+?)\s*=\s*(?P<number>[0-9.]+)\s*", text)
+    share = _number(found["number"]) if found else None
+    if found is None or share is None or share > 1.0:
+        raise UsageError(
+            f"--link-fault {text} is not RANK:LINK=SHARE with a share of 0 to 1; write for example 5:nvlink=0.5, or "
+            "node1:infiniband=0 for links that are gone"
+        )
+    names = [level.name for level in cluster.links]
+    if found["level"] not in names:
+        close = did_you_mean(found["level"], names)
+        raise UsageError(
+            f"--link-fault {text}: cluster {cluster.name!r} has no link {found['level']!r} (it has {', '.join(names)})"
+            + (f"; did you mean {close!r}?" if close else "")
+        )
+    ranks = _ranks(found, cluster, world_size, f"--link-fault {text}")
+    return [LinkFault(rank, found["level"], share) for rank in ranks]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _ranks(found: re.Match[str], cluster: Cluster, world_size: int, what: str) -> range:
+    first, count, name = int(found["rank"] or 0), 1, "rank"
+    if found["node"] is not None:
+        name, count = "node", cluster.devices_per_node
+        first = int(found["node"]) * count
+    if first >= world_size:
+        most = (world_size - 1) // (1 if name == "rank" else count)
+        raise UsageError(f"{what}: there is no such {name} among {world_size} ranks; give 0 to {most}")
+    return range(first, min(first + count, world_size))
+
+
+def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:
+    """The cluster as a collective sees it that crosses links with these faults, (level, share).
+
+    A collective runs at the pace of its slowest member, and every member sends as much: its worst link counts, for all of
+    them. What a link that is gone carried takes the next level outside.
+
+    Raises:
+        InfeasibleError: there is no level outside: whoever needs that link waits for ever.
+    """
+    levels = list(cluster.links)
+    for level, share in sorted(faults, reverse=True):
+        index = next(i for i, one in enumerate(levels) if one.name == level)
+        if share == 0 and index + 1 == len(levels):
+            raise InfeasibleError(
+                f"the link {level!r} is gone and cluster {cluster.name!r} has none outside of it: a step never ends; "
+                "plan for the ranks that can still be reached"
+            )
+        bandwidth, latency = levels[index].bandwidth_Bps * share, levels[index].latency_s
+        if share == 0:
+            outside = levels[index + 1]
+            bandwidth, latency = min(levels[index].bandwidth_Bps, outside.bandwidth_Bps), outside.latency_s
+        levels[index] = replace(levels[index], bandwidth_Bps=bandwidth, latency_s=latency)
+    return replace(cluster, links=tuple(levels))

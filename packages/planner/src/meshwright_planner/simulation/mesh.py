@@ -1,0 +1,104 @@
+"""Ranks as places on a mesh, and which of them a replay has to tell apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TypeAlias
+
+Place: TypeAlias = tuple[int, ...]
+"""Coordinates on the loose axes."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in row-major order of the axes, outermost first.
+
+    Ranks that differ on tight axes only meet in every block, and go in step. Replicas, which differ on loose axes, meet in
+    collectives that a replay has of their own. Along "pp" they hold different stages.
+
+    Args:
+        degrees: axis -> degree, outermost first.
+        loose: names of the loose axes.
+    """
+
+    degrees: Mapping[str, int]
+    loose: tuple[str, ...] = ()
+    strides: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        strides, stride = {}, 1
+        for axis in reversed(list(self.degrees)):
+            strides[axis] = stride
+            stride *= self.degrees[axis]
+        object.__setattr__(self, "strides", strides)
+
+    @property
+    def tight(self) -> tuple[str, ...]:
+        """The tight axes."""
+        return tuple(axis for axis in self.degrees if axis not in self.loose and axis != "pp")
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where a rank lies on an axis."""
+        return rank // self.strides[axis] % self.degrees[axis]
+
+    def place(self, rank: int) -> Place:
+        """Coordinates of a rank on the loose axes."""
+        return tuple(self.coordinate(rank, axis) for axis in self.loose)
+
+    def stage_rank(self, rank: int) -> int:
+        """Where a rank lies along pp."""
+        return self.coordinate(rank, "pp") if "pp" in self.degrees else 0
+
+    def ranks(self, place: Place, stage_rank: int) -> Iterator[int]:
+        """The ranks that go in step, ascending."""
+        first = sum(c * self.strides[a] for c, a in zip(place, self.loose, strict=True))
+        first += stage_rank * self.strides.get("pp", 0)
+        ranges = [range(0, self.degrees[a] * self.strides[a], self.strides[a]) for a in self.tight]
+        for steps in product(*ranges):
+            yield first + sum(steps)
+
+    def span(self, axes: Sequence[str]) -> tuple[int, int]:
+        """Stride and degree of the groups over the product of some axes."""
+        return self.strides[axes[-1]], math.prod(self.degrees[a] for a in axes)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Places on the loose axes that behave alike, as classes.
+
+    Two places are alike when they share the same coordinates with every place that has a fault: along each axis they then
+    meet the same classes.
+
+    Args:
+        mesh: of all ranks.
+        classes: representative -> how many places it stands for.
+        of: place -> its representative.
+    """
+
+    mesh: Mesh
+    classes: Mapping[Place, int]
+    of: Mapping[Place, Place]
+
+    @staticmethod
+    def apart(mesh: Mesh, faulty: Collection[Place]) -> Replicas:
+        """The classes, when these places have faults."""
+        known: dict[tuple[tuple[bool, ...], ...], Place] = {}
+        counts: dict[Place, int] = {}
+        of: dict[Place, Place] = {}
+        for place in product(*(range(mesh.degrees[axis]) for axis in mesh.loose)):
+            key = tuple(tuple(a == b for a, b in zip(place, other)) for other in faulty)
+            first = known.setdefault(key, place)
+            counts[first] = counts.get(first, 0) + 1
+            of[place] = first
+        return Replicas(mesh, counts, of)
+
+    def meeting(self, place: Place, axes: Collection[str]) -> frozenset[Place]:
+        """The classes of all places that `place` meets in a collective over some axes, its own included."""
+        ranges = [
+            range(self.mesh.degrees[axis]) if axis in axes else (c,)
+            for axis, c in zip(self.mesh.loose, place, strict=True)
+        ]
+        return frozenset(self.of[p] for p in product(*ranges))

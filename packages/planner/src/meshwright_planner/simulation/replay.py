@@ -1,0 +1,257 @@
+"""A plan replayed on its cluster, sound and with faults: how long a step takes, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_planner.candidate import human_seconds
+from meshwright_planner.simulation.events import Outcome, Span, run
+from meshwright_planner.simulation.faults import LinkFault, Straggler
+from meshwright_planner.simulation.mesh import Place
+from meshwright_planner.simulation.workload import Faults, Workload
+
+NOTICEABLE = 1e-3
+"""Part of a step below which waiting is not worth a line."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Ranks that wait longer than they would on a sound cluster.
+
+    Args:
+        who: ranks that wait, of the first replica.
+        alike: replicas that do the same.
+        for_whom: ranks that they wait for.
+        why: at what.
+        seconds: of a step, more than without faults.
+    """
+
+    who: tuple[int, ...]
+    alike: int
+    for_whom: tuple[int, ...]
+    why: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Busy:
+    """What one rank does with a step: kind of work ("compute", "communication", "optimizer", "wait") -> seconds."""
+
+    ranks: tuple[int, ...]
+    alike: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A replay.
+
+    Args:
+        world_size, cluster: of what.
+        predicted_seconds: of the plan.
+        sound_seconds: replayed without faults.
+        seconds: replayed with them.
+        faults: what was wrong, in words.
+        busy: what ranks do with the step, by rank.
+        waiting: who waits longer than before, longest first.
+        chain: (ranks, kind, seconds) of the chain of events that the step is as long as, from its end, merged.
+        timelines: spans of the replica that ends last, by rank along pp.
+    """
+
+    world_size: int
+    cluster: str
+    predicted_seconds: float
+    sound_seconds: float
+    seconds: float
+    faults: tuple[str, ...]
+    busy: tuple[Busy, ...]
+    waiting: tuple[Waiting, ...]
+    chain: tuple[tuple[tuple[int, ...], str, float], ...]
+    timelines: tuple[tuple[Span, ...], ...]
+
+    @property
+    def slower(self) -> float:
+        """By what part of a sound step this one is longer."""
+        return self.seconds / self.sound_seconds - 1.0 if self.sound_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "world_size": self.world_size,
+            "cluster": self.cluster,
+            "predicted_seconds": self.predicted_seconds,
+            "sound_seconds": self.sound_seconds,
+            "seconds": self.seconds,
+            "faults": list(self.faults),
+            "busy": [
+                {"ranks": list(b.ranks), "alike": b.alike, "seconds": dict(b.seconds)} for b in self.busy
+            ],
+            "waiting": [
+                {
+                    "who": list(w.who),
+                    "alike": w.alike,
+                    "for": list(w.for_whom),
+                    "why": w.why,
+                    "seconds": w.seconds,
+                }
+                for w in self.waiting
+            ],
+            "chain": [{"ranks": list(r), "kind": k, "seconds": s} for r, k, s in self.chain],
+        }
+
+    def render(self) -> str:
+        """For people."""
+        lines = [
+            f"{self.world_size} ranks of {self.cluster}: a step takes {human_seconds(self.sound_seconds)} replayed, "
+            f"{human_seconds(self.predicted_seconds)} predicted by the plan"
+        ]
+        if self.faults:
+            lines += [f"with {text}" for text in self.faults]
+            lines.append(f"a step takes {human_seconds(self.seconds)}: {100 * self.slower:.1f}% longer")
+        lines.append("what a rank does with it:")
+        for busy in self.busy[:SHOWN]:
+            parts = ", ".join(f"{kind} {human_seconds(s)}" for kind, s in busy.seconds.items() if s)
+            lines.append(f"  {_named(busy.ranks, busy.alike)}: {parts}")
+        if len(self.busy) > SHOWN:
+            lines.append(f"  and {len(self.busy) - SHOWN} more (--json has all)")
+        for w in self.waiting[:SHOWN]:
+            lines.append(
+                f"{_named(w.who, w.alike)} wait {human_seconds(w.seconds)} more for {_named(w.for_whom, 1)}: {w.why}"
+            )
+        chain = ", ".join(
+            f"{_named(ranks, 1)} {kind} {human_seconds(seconds)}" for ranks, kind, seconds in self.chain[:SHOWN]
+        )
+        lines.append(f"the step is as long as this chain: {chain}")
+        return "\n".join(lines) + "\n"
+
+
+SHOWN = 12
+
+
+def simulate(
+    plan: ParallelPlan,
+    cluster: Cluster,
+    *,
+    stragglers: Iterable[Straggler] = (),
+    link_faults: Iterable[LinkFault] = (),
+) -> Simulation:
+    """Replay one step of `plan` on `cluster`, without and with faults.
+
+    Ranks that meet inside of every block (tp, cp, ep) go in step and are as slow as their slowest; stages, replicas and
+    collectives between replicas are replayed one by one. Replicas that nothing sets apart are replayed once.
+
+    Raises:
+        UsageError: the plan holds no prediction, or its schedule cannot be replayed.
+        InfeasibleError: a link is gone that nothing replaces.
+    """
+    faults = Faults(tuple(stragglers), tuple(link_faults))
+    sound_load = Workload(plan, cluster)
+    sound = run(sound_load.programs())
+    load, outcome = sound_load, sound
+    if faults.ranks:
+        load = Workload(plan, cluster, faults)
+        outcome = run(load.programs())
+    assert plan.predicted is not None
+    last = max(load.actors(), key=lambda a: (outcome.ends[a], a))
+    return Simulation(
+        world_size=plan.world_size,
+        cluster=cluster.name,
+        predicted_seconds=plan.predicted.step_seconds,
+        sound_seconds=sound.seconds,
+        seconds=outcome.seconds,
+        faults=_in_words(faults),
+        busy=tuple(_busy(load, outcome)),
+        waiting=tuple(_waiting(load, outcome, sound_load, sound)) if faults.ranks else (),
+        chain=tuple(_chain(load, outcome)),
+        timelines=tuple(tuple(outcome.spans[last[0], rank]) for rank in range(len(load.steps))),
+    )
+
+
+def _in_words(faults: Faults) -> tuple[str, ...]:
+    slow: dict[float, list[int]] = defaultdict(list)
+    for s in faults.stragglers:
+        slow[s.slowdown].append(s.rank)
+    weak: dict[tuple[str, float], list[int]] = defaultdict(list)
+    for f in faults.links:
+        weak[f.level, f.share].append(f.rank)
+    texts = [f"{_named(tuple(r), 1)} computing {slowdown:g} times as long" for slowdown, r in slow.items()]
+    for (level, share), r in weak.items():
+        state = "gone" if share == 0 else f"at {100 * share:g}% of its bandwidth"
+        texts.append(f"{level} of {_named(tuple(r), 1)} {state}")
+    return tuple(texts)
+
+
+def _busy(load: Workload, outcome: Outcome) -> Iterable[Busy]:
+    for actor in sorted(load.actors(), key=lambda a: load.ranks(a)[0]):
+        seconds = dict.fromkeys(("compute", "communication", "optimizer", "wait"), 0.0)
+        for span in outcome.spans[actor]:
+            seconds[span.kind] += span.seconds
+        # whoever is done waits for the last
+        seconds["wait"] += outcome.seconds - outcome.ends[actor]
+        yield Busy(tuple(load.ranks(actor)), load.standing_for(actor), seconds)
+
+
+def _waits(spans: Sequence[Span]) -> dict[tuple[Any, str], float]:
+    found: dict[tuple[Any, str], float] = defaultdict(float)
+    for span in spans:
+        if span.kind == "wait":
+            found[span.culprit, span.what] += span.seconds
+    return found
+
+
+def _waiting(load: Workload, outcome: Outcome, sound_load: Workload, sound: Outcome) -> list[Waiting]:
+    found: list[Waiting] = []
+    for actor in load.actors():
+        place, rank = actor
+        before: dict[str, float] = defaultdict(float)
+        for (_, why), seconds in _waits(sound.spans[sound_load.replicas.of[place], rank]).items():
+            before[why] += seconds
+        now = _waits(outcome.spans[actor])
+        for why in {why for _, why in now}:
+            own = {who: seconds for (who, w), seconds in now.items() if w == why}
+            more = sum(own.values()) - before[why]
+            if more > NOTICEABLE * outcome.seconds:
+                who: tuple[Place, int] = max(own, key=lambda a: (own[a], a))
+                ranks, culprits = tuple(load.ranks(actor)), tuple(load.ranks(who))
+                found.append(Waiting(ranks, load.standing_for(actor), culprits, why, more))
+    return sorted(found, key=lambda w: (-w.seconds, w.who))
+
+
+def _chain(load: Workload, outcome: Outcome) -> list[tuple[tuple[int, ...], str, float]]:
+    """From the end of the step back to its beginning: what each moment waited for."""
+    actor: Any = max(load.actors(), key=lambda a: (outcome.ends[a], a))
+    now, totals = outcome.seconds, dict[tuple[Any, str], float]()
+    index = {a: len(outcome.spans[a]) - 1 for a in load.actors()}
+    while now > 0 and index[actor] >= 0:
+        span = outcome.spans[actor][index[actor]]
+        if span.start >= now:
+            index[actor] -= 1
+            continue
+        until = min(now, span.end)
+        if span.kind == "wait":
+            actor = span.culprit
+            continue
+        totals[actor, span.kind] = totals.get((actor, span.kind), 0.0) + until - span.start
+        now = span.start
+        if span.culprit is not None:
+            actor = span.culprit
+    return [(tuple(load.ranks(a)), kind, seconds) for (a, kind), seconds in totals.items()]
+
+
+def _named(ranks: Sequence[int], alike: int) -> str:
+    """ "ranks 0-7", "rank 3 and 15 replicas like it"."""
+    steps = {b - a for a, b in zip(ranks, ranks[1:])}
+    if len(ranks) == 1:
+        text = f"rank {ranks[0]}"
+    elif steps == {1}:
+        text = f"ranks {ranks[0]}-{ranks[-1]}"
+    elif len(ranks) <= 4:
+        text = "ranks " + ", ".join(map(str, ranks))
+    else:
+        text = f"ranks {ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+    return f"{text} and {alike - 1} replicas like it" if alike > 1 else text

@@ -1,0 +1,262 @@
+"""What every rank does in one step of a plan: the operations that a replay carries out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, StageTime
+from meshwright_planner.simulation.events import Actor, Drain, Operation, Post, Receive, Send, Work
+from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
+from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
+from meshwright_planner.simulation.steps import Step, steps_of
+
+SHARED = "zero"
+PASSES = ("forward", "backward")
+MOST = 2048
+"""Collectives of one pass on one axis that are replayed one by one; more are taken together."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is wrong, by rank."""
+
+    stragglers: Sequence[Straggler] = ()
+    links: Sequence[LinkFault] = ()
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those with a fault."""
+        return {one.rank for one in (*self.stragglers, *self.links)}
+
+    def slowdown(self, ranks: Sequence[int]) -> float:
+        """How many times as long the slowest of these computes."""
+        return max([1.0, *(s.slowdown for s in self.stragglers if s.rank in ranks)])
+
+    def of_links(self, ranks: set[int]) -> frozenset[tuple[str, float]]:
+        """Faults of the links of these ranks."""
+        return frozenset((f.level, f.share) for f in self.links if f.rank in ranks)
+
+
+@dataclass
+class Workload:
+    """A plan taken apart for a replay.
+
+    Args:
+        plan, cluster: as predicted.
+        faults: what is wrong.
+    """
+
+    plan: ParallelPlan
+    cluster: Cluster
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        if plan.predicted is None or plan.predicted.split is None:
+            raise UsageError(
+                "the plan does not say where its time goes (predicted.split), so that there is nothing to replay; make "
+                "it with `meshwright plan`"
+            )
+        self.predicted, self.split = plan.predicted, plan.predicted.split
+        inside = {c.axis for c in plan.collectives if c.phase == "forward" and c.axis != SHARED}
+        loose = [axis for axis in plan.degrees if axis != "pp" and axis not in inside]
+        self.mesh = Mesh(dict(plan.degrees), tuple(loose))
+        self.replicas = Replicas.apart(self.mesh, sorted({self.mesh.place(r) for r in self.faults.ranks}))
+        self.steps = steps_of(plan)
+        self.stages = self._stages()
+
+    def _stages(self) -> tuple[StageTime, ...]:
+        if self.plan.pipeline is None:
+            third = self.predicted.compute_seconds / 3
+            return (StageTime(forward_seconds=third, backward_seconds=2 * third),)
+        if len(self.split.stages) != len(self.plan.pipeline.stages):
+            raise UsageError(
+                f"the plan has {len(self.plan.pipeline.stages)} stages and times of {len(self.split.stages)} "
+                "(predicted.split.stages); make it with `meshwright plan`"
+            )
+        return self.split.stages
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of one step."""
+        return 1 if self.plan.pipeline is None else self.plan.pipeline.microbatches
+
+    def actors(self) -> list[tuple[Place, int]]:
+        """(replica, rank along pp) of everyone that a replay tells apart."""
+        return [(place, rank) for place in self.replicas.classes for rank in range(len(self.steps))]
+
+    def standing_for(self, actor: tuple[Place, int]) -> int:
+        """How many replicas an actor stands for."""
+        return self.replicas.classes[actor[0]]
+
+    def ranks(self, actor: tuple[Place, int]) -> list[int]:
+        """The ranks that an actor stands for, of its first replica."""
+        return list(self.mesh.ranks(*actor))
+
+    def programs(self) -> dict[Actor, list[Operation]]:
+        """What every actor does."""
+        return {actor: self._program(actor) for actor in self.actors()}
+
+    # ---- one actor
+    def _program(self, actor: tuple[Place, int]) -> list[Operation]:
+        place, rank = actor
+        own = self.ranks(actor)
+        slow = self.faults.slowdown(own)
+        steps = self.steps[rank]
+        inside = self._inside(own)
+        heaviest = self._heaviest()
+        first = next((i for i, s in enumerate(steps) if s.kind == "F"), None)
+        last = max((i for i, s in enumerate(steps) if s.kind != "F"), default=None)
+        program: list[Operation] = []
+        for index, step in enumerate(steps):
+            time = self.stages[step.stage]
+            phase = "forward" if step.kind == "F" else "backward"
+            part = (time.forward_seconds + time.backward_seconds) / heaviest / self.microbatches
+            seconds = slow * step.part * getattr(time, f"{phase}_seconds")
+            if step.needs is not None:
+                program.append(Receive((place, *step.needs), f"{step.needs_what}"))
+            shared = self._posts(actor, phase) if index in (first, last) else []
+            program += self._computing(actor, step, seconds, shared, gathers=index == first)
+            program += [
+                Work(step.part * part * by_phase[phase], f"{axis} of {step}", "communication")
+                for axis, by_phase in inside.items()
+                if by_phase[phase]
+            ]
+            if step.gives is not None:
+                program.append(Send((place, *step.gives), self._message(step, own)))
+        program += [
+            Drain(group, stream, f"the sum of gradients over {stream.partition(':')[0]}")
+            for group, stream in dict.fromkeys((p.group, p.stream) for _, p in self._posts(actor, "backward"))
+        ]
+        if self.split.optimizer_seconds:
+            program.append(Work(slow * self.split.optimizer_seconds, "optimizer", "optimizer"))
+        return program
+
+    def _computing(
+        self,
+        actor: tuple[Place, int],
+        step: Step,
+        seconds: float,
+        posts: Sequence[tuple[float, Post]],
+        gathers: bool,
+    ) -> list[Operation]:
+        """One forward or backward, cut where collectives are joined.
+
+        Gathers are joined one ahead, and each piece waits for its own; sums of gradients are joined as soon as the piece of
+        the backward pass is done that makes them.
+        """
+        program: list[Operation] = []
+        done = 0.0
+        if gathers and posts:
+            ahead = [post for _, post in posts]
+            program.append(ahead[0])
+            for index, post in enumerate(ahead):
+                program.append(Drain(post.group, post.stream, f"the parameters that {SHARED} shares"))
+                program += ahead[index + 1 : index + 2]
+                program.append(Work(seconds / len(ahead), str(step)))
+            return program
+        for fraction, post in posts:
+            if fraction > done:
+                program.append(Work(seconds * (fraction - done), str(step)))
+                done = fraction
+            program.append(post)
+        if done < 1.0:
+            program.append(Work(seconds * (1.0 - done), str(step)))
+        return program
+
+    # ---- communication
+    def _axes(self, collective: PlannedCollective) -> list[str]:
+        return collective.axis.split("+")
+
+    def _posts(self, actor: tuple[Place, int], phase: str) -> list[tuple[float, Post]]:
+        """(part of the pass after which it is joined, collective) of those between replicas, in order."""
+        place, rank = actor
+        found: list[tuple[float, Post]] = []
+        for collective in self.plan.collectives:
+            axes = [a for a in self._axes(collective) if a in self.mesh.degrees]
+            loose = [a for a in axes if a in self.mesh.loose]
+            if not loose or collective.phase != phase:
+                continue
+            meeting = self.replicas.meeting(place, loose)
+            bad = {f.rank for f in self.faults.links}
+            ranks = {r for r in bad if self.mesh.place(r) in meeting and self.mesh.stage_rank(r) == rank}
+            seconds = self._seconds(collective, axes, ranks)
+            group = frozenset((other, rank) for other in meeting)
+            count = min(collective.count, MOST)
+            post = Post(group, f"{collective.axis}:{phase}", seconds * collective.count / count)
+            found += [((i + 1) / count, post) for i in range(count)]
+        return sorted(found, key=lambda item: item[0])
+
+    def _seconds(self, collective: PlannedCollective, axes: Sequence[str], ranks: set[int]) -> float:
+        stride, degree = self.mesh.span(axes)
+        seen = degraded(self.cluster, self.faults.of_links(ranks))
+        return seen.link(stride, degree).seconds(collective.kind, collective.nbytes, degree)
+
+    def _inside(self, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
+        """Axis -> phase -> seconds a step that communication on a tight axis adds to what these ranks compute.
+
+        What hides behind compute on a sound link goes on doing so; what a bad link adds is exposed once the compute that
+        could hide it is used up.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for axis, exposed in self.split.exposed.items():
+            axes = [a for a in axis.split("+") if a in self.mesh.degrees]
+            if axis == "pp" or any(a in self.mesh.loose for a in axes):
+                continue
+            sound, bad = self._totals(axis, axes, set()), self._totals(axis, axes, set(ranks))
+            before, after = sum(sound.values()), sum(bad.values())
+            found[axis] = {}
+            for phase in PASSES:
+                share = sound[phase] / before if before else 0.5
+                found[axis][phase] = share * (exposed + after - before)
+        for axis, hidden in self.split.hidden.items():
+            axes = [a for a in axis.split("+") if a in self.mesh.degrees]
+            if axis == "pp" or axis in found or any(a in self.mesh.loose for a in axes):
+                continue
+            after = sum(self._totals(axis, axes, set(ranks)).values())
+            left = max(0.0, after - max(hidden, self.predicted.compute_seconds))
+            found[axis] = {phase: left / 2 for phase in PASSES}
+        return found
+
+    def _totals(self, axis: str, axes: Sequence[str], ranks: set[int]) -> dict[str, float]:
+        own = [c for c in self.plan.collectives if c.axis == axis]
+        return {
+            phase: sum(c.count * self._seconds(c, axes, ranks) for c in own if c.phase == phase)
+            for phase in PASSES
+        }
+
+    def _heaviest(self) -> float:
+        """Seconds that the rank with most work computes for one microbatch: the split is of that rank."""
+        totals = []
+        for steps in self.steps:
+            held = {step.stage for step in steps}
+            totals.append(
+                math.fsum(self.stages[s].forward_seconds + self.stages[s].backward_seconds for s in held)
+            )
+        return max(totals) or 1.0
+
+    def _message(self, step: Step, ranks: Sequence[int]) -> float:
+        """Seconds of what a step hands on to the next stage; 0 to a stage of the same rank."""
+        if step.local:
+            return 0.0
+        phase = "forward" if step.kind == "F" else "backward"
+        cut = step.stage if step.kind == "F" else step.stage - 1
+        messages = [c for c in self.plan.collectives if c.axis == "pp" and c.phase == phase]
+        own = [c for c in messages if _cut(c) == cut] or messages
+        if not own:
+            return 0.0
+        largest = max(own, key=lambda c: c.nbytes)
+        return self._seconds(largest, ["pp"], set(ranks))
+
+
+def _cut(message: PlannedCollective) -> int | None:
+    """Which cut a message crosses, by what the pipeline says of it: "from stage 1 to 2", "gradients to stage 1"."""
+    found = re.search(r"stage (\d+)", message.why)
+    return int(found[1]) if found else None
+
+

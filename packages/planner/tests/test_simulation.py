@@ -1,0 +1,206 @@
+"""Replays against closed forms: bubbles, slow ranks, weak links, and what waits for what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright_dtensor.errors import InfeasibleError, UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_planner.clusters import DGX_H100
+from meshwright_planner.simulation import (
+    LinkFault,
+    Straggler,
+    parse_link_fault,
+    parse_straggler,
+    simulate,
+)
+from meshwright_planner.simulation.events import Drain, Post, Receive, Send, Work, run
+
+BUCKET = 25 * 2**20
+FREE = replace(
+    DGX_H100, links=tuple(replace(level, latency_s=0.0, bandwidth_Bps=1e30) for level in DGX_H100.links)
+)
+"""Links that take no time."""
+
+
+def plan_of(degrees: dict[str, int], compute: float = 3.0, **fields: Any) -> ParallelPlan:
+    world = 1
+    for degree in degrees.values():
+        world *= degree
+    split = {"exposed": {}, **fields.pop("split", {})}
+    exposed = sum(split["exposed"].values())
+    predicted = {
+        "step_seconds": compute + exposed,
+        "compute_seconds": compute,
+        "communication_seconds": exposed,
+        "split": split,
+    }
+    return ParallelPlan.from_dict(
+        {"world_size": world, "degrees": degrees, "predicted": predicted, **fields}
+    )
+
+
+def pipelined(ranks: int, microbatches: int, times: list[tuple[float, float]], **fields: Any) -> ParallelPlan:
+    stages = [{"forward_seconds": f, "backward_seconds": b} for f, b in times]
+    degrees = {"pp": ranks, **fields.pop("degrees", {})}
+    pipeline = {
+        "stages": [[f"layers.{i}"] for i in range(len(times))],
+        "microbatches": microbatches,
+        "schedule": fields.pop("schedule", "1f1b"),
+    }
+    compute = max(f + b for f, b in times) * microbatches
+    split = {"stages": stages, **fields.pop("split", {})}
+    return plan_of(degrees, compute, pipeline=pipeline, split=split, **fields)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 8)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_uniform_bubble(ranks: int, microbatches: int, schedule: str) -> None:
+    plan = pipelined(ranks, microbatches, [(1.0, 2.0)] * ranks, schedule=schedule)
+    found = simulate(plan, FREE)
+    assert found.seconds == pytest.approx((microbatches + ranks - 1) * 3.0)
+    waits = sum(b.seconds["wait"] for b in found.busy) / (ranks * found.seconds)
+    assert waits == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+def test_messages_delay_the_next_stage() -> None:
+    """One microbatch through p stages: every cut is crossed twice."""
+    nbytes = 10**9
+    message = {"axis": "pp", "kind": "send_recv", "nbytes": nbytes}
+    plan = pipelined(
+        4,
+        1,
+        [(1.0, 2.0)] * 4,
+        collectives=[
+            {**message, "phase": phase, "why": f"{what} stage {i}"}
+            for i in range(3)
+            for phase, what in (("forward", "from"), ("backward", "gradients to"))
+        ],
+    )
+    once = DGX_H100.link(1, 4).seconds("send_recv", nbytes, 4)
+    assert once > 1e-3
+    assert simulate(plan, DGX_H100).seconds == pytest.approx(4 * 3.0 + 6 * once)
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    """Its own work, two forwards before its first, two backwards after its last, and once it waits a second: its two
+    forwards are done at 6, and the first gradients come back at 7."""
+    plan = pipelined(4, 8, [(1.0, 2.0)] * 4)
+    found = simulate(plan, FREE, stragglers=[Straggler(2, 2.0)])
+    assert found.seconds == pytest.approx(8 * 6.0 + 2 * 1.0 + 2 * 2.0 + 1.0)
+    assert found.waiting and all(w.for_whom != () for w in found.waiting)
+
+
+def test_a_slow_rank_delays_all_replicas() -> None:
+    count = 4
+    gradients = {"axis": "dp", "kind": "all_reduce", "nbytes": BUCKET, "count": count, "phase": "backward"}
+    plan = plan_of({"dp": 8}, 3.0, collectives=[gradients])
+    one = DGX_H100.link(1, 8).seconds("all_reduce", BUCKET, 8)
+    sound = simulate(plan, DGX_H100)
+    assert sound.seconds == pytest.approx(3.0 + one, rel=1e-9)  # the last bucket is exposed
+    slow = simulate(plan, DGX_H100, stragglers=[Straggler(5, 1.5)])
+    assert slow.sound_seconds == sound.seconds
+    assert slow.seconds == pytest.approx(4.5 + one, rel=1e-9)
+    (others,) = slow.waiting
+    assert others.alike == 7 and others.for_whom == (5,) and others.seconds == pytest.approx(1.5, rel=1e-2)
+    assert "the sum of gradients over dp" in slow.render()
+
+
+def test_buckets_that_a_slow_link_cannot_hide() -> None:
+    """One link after the other: first bucket ready after a quarter of the backward pass, then four in a row."""
+    nbytes = 10**12
+    gradients = {"axis": "dp", "kind": "all_reduce", "nbytes": nbytes, "count": 4, "phase": "backward"}
+    plan = plan_of({"dp": 2}, 3.0, collectives=[gradients])
+    one = DGX_H100.link(1, 2).seconds("all_reduce", nbytes, 2)
+    assert one > 0.5
+    assert simulate(plan, DGX_H100).seconds == pytest.approx(1.0 + 0.5 + 4 * one)
+
+
+def test_ranks_of_tp_go_in_step() -> None:
+    inner = {"axis": "tp", "kind": "all_reduce", "nbytes": 10**9, "count": 10}
+    uses = [{**inner, "phase": phase} for phase in ("forward", "backward")]
+    once = DGX_H100.link(1, 4).seconds("all_reduce", 10**9, 4)
+    plan = plan_of({"dp": 2, "tp": 4}, 3.0, collectives=uses, split={"exposed": {"tp": 20 * once}})
+    assert simulate(plan, DGX_H100).seconds == pytest.approx(3.0 + 20 * once)
+    slow = simulate(plan, DGX_H100, stragglers=[Straggler(6, 2.0)])
+    assert slow.seconds == pytest.approx(6.0 + 20 * once)  # compute doubles, communication does not
+    assert {b.ranks for b in slow.busy} == {(0, 1, 2, 3), (4, 5, 6, 7)}
+
+
+def test_an_all_reduce_over_a_weak_link() -> None:
+    inner = {"axis": "tp", "kind": "all_reduce", "nbytes": 10**9, "count": 10}
+    level = DGX_H100.links[0]
+    free = replace(DGX_H100, links=(replace(level, latency_s=0.0), *DGX_H100.links[1:]))
+    once = free.link(1, 8).seconds("all_reduce", 10**9, 8)
+    plan = plan_of({"tp": 8}, 3.0, collectives=[inner], split={"exposed": {"tp": 10 * once}})
+    weak = simulate(plan, free, link_faults=[LinkFault(3, level.name, 0.25)])
+    assert weak.seconds == pytest.approx(3.0 + 4 * 10 * once)
+    elsewhere = simulate(plan, free, link_faults=[LinkFault(3, free.links[1].name, 0.25)])
+    assert elsewhere.seconds == pytest.approx(3.0 + 10 * once)  # tp never leaves the node
+    gone = simulate(plan, free, link_faults=[LinkFault(3, level.name, 0.0)])
+    outside = replace(free, links=(replace(free.links[0], bandwidth_Bps=free.links[1].bandwidth_Bps,
+                                           latency_s=free.links[1].latency_s), free.links[1]))  # fmt: skip
+    again = outside.link(1, 8).seconds("all_reduce", 10**9, 8)
+    assert gone.seconds == pytest.approx(3.0 + 10 * again)
+    with pytest.raises(InfeasibleError, match="never ends"):
+        simulate(plan, free, link_faults=[LinkFault(3, free.links[1].name, 0.0)])
+
+
+def test_only_those_who_meet_wait() -> None:
+    """dp 2 x zero 4: the sum over zero holds up the group of the slow rank, that over dp everyone."""
+    shared = {"axis": "zero", "kind": "reduce_scatter", "nbytes": 8, "phase": "backward"}
+    plan = plan_of({"dp": 2, "zero": 4}, 3.0, collectives=[shared], zero={"stage": 1})
+    found = simulate(plan, FREE, stragglers=[Straggler(1, 2.0)])
+    waiting = {w.who: w for w in found.waiting}
+    assert set(waiting) == {(0,)} and waiting[0,].alike == 3
+    both = plan.replace(collectives=[*plan.collectives, {**shared, "axis": "dp", "kind": "all_reduce"}])
+    found = simulate(both, FREE, stragglers=[Straggler(1, 2.0)])
+    assert sum(w.alike for w in found.waiting) >= 7
+
+
+def test_a_thousand_nodes_are_replayed_at_once() -> None:
+    """Replicas that nothing sets apart are one actor, and a fault sets its own apart only."""
+    plan = pipelined(16, 64, [(1.0, 2.0)] * 16, degrees={"dp": 128, "tp": 8})
+    found = simulate(plan, FREE, stragglers=[Straggler(4321, 1.25)])
+    assert len(found.busy) == 2 * 16 and plan.world_size == 16384
+    assert found.sound_seconds == pytest.approx((64 + 15) * 3.0)
+
+
+def test_shards_are_gathered_one_ahead() -> None:
+    gather = {"axis": "zero", "kind": "all_gather", "nbytes": 10**9, "count": 4, "phase": "forward"}
+    plan = plan_of({"zero": 8}, 3.0, collectives=[gather], zero={"stage": 3})
+    one = DGX_H100.link(1, 8).seconds("all_gather", 10**9, 8)
+    assert one < 0.25
+    assert simulate(plan, DGX_H100).seconds == pytest.approx(3.0 + one)
+
+
+def test_events_by_hand() -> None:
+    group = frozenset("ab")
+    outcome = run(
+        {
+            "a": [Work(1.0, "x"), Post(group, "s", 2.0), Post(group, "s", 1.0), Work(0.5, "y"), Drain(group, "s", "sum")],
+            "b": [Receive("m", "news"), Post(group, "s", 2.0), Post(group, "s", 1.0), Drain(group, "s", "sum")],
+            "c": [Work(3.0, "z"), Send("m", 1.0)],
+        }
+    )  # fmt: skip
+    assert outcome.ends == {"a": 7.0, "b": 7.0, "c": 3.0}
+    waits = [(s.seconds, s.culprit) for s in outcome.spans["a"] if s.kind == "wait"]
+    assert sum(seconds for seconds, _ in waits) == pytest.approx(4.5)
+    with pytest.raises(UsageError, match="would hang"):
+        run({"a": [Receive("never", "news")]})
+
+
+def test_faults_are_checked() -> None:
+    assert parse_straggler("5=1.5", DGX_H100, 16) == [Straggler(5, 1.5)]
+    assert [s.rank for s in parse_straggler("node1=2", DGX_H100, 12)] == [8, 9, 10, 11]
+    assert parse_link_fault("rank 3:infiniband=0", DGX_H100, 8) == [LinkFault(3, "infiniband", 0.0)]
+    for text in ("5", "5=0.5", "99=2", "5=fast"):
+        with pytest.raises(UsageError, match="straggler"):
+            parse_straggler(text, DGX_H100, 16)
+    with pytest.raises(UsageError, match="did you mean 'nvlink'"):
+        parse_link_fault("0:nvlnk=0.5", DGX_H100, 16)
+    with pytest.raises(UsageError, match="predicted.split"):
+        simulate(ParallelPlan.from_dict({"world_size": 1, "degrees": {}}), DGX_H100)
