@@ -18,7 +18,7 @@ from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
 from meshwright_planner import costs
 
-FIRST_PARTY = {"plan", "explain", "verify", "train", "plugins", "doctor"}
+FIRST_PARTY = {"plan", "explain", "simulate", "verify", "train", "plugins", "doctor"}
 
 
 @pytest.fixture
@@ -175,3 +175,18 @@ def test_verify_steps_with_the_optimizer_that_was_named() -> None:
 def test_every_command_explains_itself(run: Any, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0 and "--json" in out
+
+
+def test_simulate(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = plan_file(tmp_path, tp=2)
+    assert run("simulate", str(path))[0] == 2  # no cluster, and nothing was predicted
+    predicted = {"step_seconds": 3.0, "compute_seconds": 3.0, "split": {}}
+    plan = ParallelPlan.load(path).replace(predicted=predicted, provenance={"cluster": "dgx-h100"})
+    plan.save(path)
+    trace = tmp_path / "trace.json"
+    code, out, _ = run("simulate", str(path), "--straggler", "1=1.5", "--trace", str(trace), "--json")
+    found = json.loads(out)
+    assert code == 0 and found["sound_seconds"] == 3.0 and found["seconds"] == 4.5
+    assert json.loads(trace.read_text())["traceEvents"]
+    code, _, err = run("simulate", str(path), "--link-fault", "1:nvlnk=0.5")
+    assert code == 2 and "did you mean 'nvlink'" in err

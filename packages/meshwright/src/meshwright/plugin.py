@@ -13,6 +13,7 @@ def meshwright_commands() -> Iterator[CommandSpec]:
     for name, summary in (
         ("plan", "plan the parallelism of a model"),
         ("explain", "say what a plan does and why"),
+        ("simulate", "replay a plan with slow ranks and bad links"),
         ("verify", "check a plan against one device, every gradient"),
         ("train", "train a model in parallel beside one device"),
         ("plugins", "list what is installed, and what is broken"),

@@ -101,8 +101,8 @@ def cost(
             entering={} if survey is None else {m: tape.entering(m) for m in survey.modules},
         )
         found = divided if name == outer else strategy.cost(asked, degree, link)
-        exposed[axes] = found.exposed_seconds
-        hidden[axes] = found.overlapped_seconds
+        exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds
+        hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds
         fields.update(found.fields)
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))

@@ -45,12 +45,14 @@ class Receive:
 class Post:
     """Join the next collective of `group`, and go on at once.
 
-    It starts when every member has joined and the one before it has ended, and takes `seconds`.
+    It starts when every member has joined and the one before it has ended, and takes `seconds`. A member joins when what
+    it has joined on `after` (a group and stream) has ended, if that is later.
     """
 
     group: frozenset[Actor]
     stream: str
     seconds: float
+    after: tuple[frozenset[Actor], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ Operation: TypeAlias = Work | Send | Receive | Post | Drain
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From when to when an actor did something. kind: that of Work; "wait" or "communication" of what it waited for.
+    """From when to when an actor did something. kind: that of Work; "wait" for another, or "communication" for a transfer.
 
-    culprit: the actor that is waited for, itself where it is the time of a transfer.
+    culprit: the actor that is waited for.
     """
 
     start: float
@@ -132,25 +134,29 @@ def run(programs: Mapping[Actor, Sequence[Operation]]) -> Outcome:
                 arrivals[op.key] = (now, now + op.seconds, actor)
                 ready += waiting.pop(op.key, [])
             elif isinstance(op, Post):
-                key = (op.group, op.stream)
-                if _join(streams[key], actor, joins[actor, *key], now, op):
+                key, joined = (op.group, op.stream), now
+                if op.after is not None and joins[actor, *op.after]:
+                    number, done = joins[actor, *op.after], streams[op.after].done
+                    if len(done) < number:
+                        waiting[op.after].append(actor)
+                        break
+                    joined = max(now, done[number - 1][1])
+                if _join(streams[key], actor, joins[actor, *key], joined, op):
                     ready += waiting.pop(key, [])
                 joins[actor, *key] += 1
-            else:
-                key = (op.group, op.stream) if isinstance(op, Drain) else op.key
-                if isinstance(op, Drain):
-                    number = joins[actor, op.group, op.stream]
-                    done = streams[op.group, op.stream].done
-                    found = done[number - 1] if number and len(done) >= number else None
-                    blocked = bool(number) and found is None
-                else:
-                    found = arrivals.get(op.key)
-                    blocked = found is None
-                if blocked:
+            elif isinstance(op, Drain):
+                key = (op.group, op.stream)
+                number, done = joins[actor, *key], streams[key].done
+                if len(done) < number:
                     waiting[key].append(actor)
                     break
-                if found is not None:
-                    clock[actor] = _wait(spans, now, found, op.what)
+                for transfer in done[:number]:
+                    clock[actor] = _wait(spans, clock[actor], transfer, op.what)
+            else:
+                if op.key not in arrivals:
+                    waiting[op.key].append(actor)
+                    break
+                clock[actor] = _wait(spans, now, arrivals[op.key], op.what)
             place[actor] += 1
         outcome.ends[actor] = clock[actor]
     stuck = [actor for actor, program in programs.items() if place[actor] < len(program)]
@@ -178,11 +184,11 @@ def _join(stream: _Stream, actor: Actor, number: int, now: float, op: Post) -> b
 
 
 def _wait(spans: list[Span], now: float, found: tuple[float, float, Actor], what: str) -> float:
-    """Wait until what was found is there: first for whoever was last, then for the transfer itself."""
+    """Wait until a transfer has ended: first for whoever it waits for, then for the transfer itself."""
     start, end, who = found
     if end <= now:
         return now
     if start > now:
         spans.append(Span(now, start, what, "wait", who))
-    spans.append(Span(max(now, start), end, what, "communication", who))
+    spans.append(Span(max(now, start), end, what, "communication"))
     return end

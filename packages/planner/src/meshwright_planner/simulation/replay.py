@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.candidate import human_seconds
 from meshwright_planner.simulation.events import Outcome, Span, run
 from meshwright_planner.simulation.faults import LinkFault, Straggler
@@ -59,7 +61,7 @@ class Simulation:
         faults: what was wrong, in words.
         busy: what ranks do with the step, by rank.
         waiting: who waits longer than before, longest first.
-        chain: (ranks, kind, seconds) of the chain of events that the step is as long as, from its end, merged.
+        chain: (ranks, kind, seconds) of the chain of events that the step is as long as, merged.
         timelines: spans of the replica that ends last, by rank along pp.
     """
 
@@ -104,6 +106,32 @@ class Simulation:
             "chain": [{"ranks": list(r), "kind": k, "seconds": s} for r, k, s in self.chain],
         }
 
+    def trace(self) -> dict[str, Any]:
+        """The replica that ends last in the format of Chrome's trace viewer, which Perfetto reads; microseconds."""
+        events: list[dict[str, Any]] = []
+        for rank, spans in enumerate(self.timelines):
+            named = {
+                "ph": "M",
+                "pid": 0,
+                "tid": rank,
+                "name": "thread_name",
+                "args": {"name": f"pp rank {rank}"},
+            }
+            events.append(named)
+            events += [
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank,
+                    "name": span.what if span.kind != "wait" else f"wait: {span.what}",
+                    "cat": span.kind,
+                    "ts": span.start * 1e6,
+                    "dur": span.seconds * 1e6,
+                }
+                for span in spans
+            ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
     def render(self) -> str:
         """For people."""
         lines = [
@@ -124,7 +152,8 @@ class Simulation:
                 f"{_named(w.who, w.alike)} wait {human_seconds(w.seconds)} more for {_named(w.for_whom, 1)}: {w.why}"
             )
         chain = ", ".join(
-            f"{_named(ranks, 1)} {kind} {human_seconds(seconds)}" for ranks, kind, seconds in self.chain[:SHOWN]
+            f"{_named(ranks, 1)} {kind} {human_seconds(seconds)}"
+            for ranks, kind, seconds in self.chain[:SHOWN]
         )
         lines.append(f"the step is as long as this chain: {chain}")
         return "\n".join(lines) + "\n"
@@ -139,22 +168,25 @@ def simulate(
     *,
     stragglers: Iterable[Straggler] = (),
     link_faults: Iterable[LinkFault] = (),
+    host: PluginHost | None = None,
 ) -> Simulation:
     """Replay one step of `plan` on `cluster`, without and with faults.
 
     Ranks that meet inside of every block (tp, cp, ep) go in step and are as slow as their slowest; stages, replicas and
     collectives between replicas are replayed one by one. Replicas that nothing sets apart are replayed once.
 
+    `host` is where schedules are found; None discovers what is installed.
+
     Raises:
         UsageError: the plan holds no prediction, or its schedule cannot be replayed.
         InfeasibleError: a link is gone that nothing replaces.
     """
     faults = Faults(tuple(stragglers), tuple(link_faults))
-    sound_load = Workload(plan, cluster)
+    sound_load = Workload(plan, cluster, host=host)
     sound = run(sound_load.programs())
     load, outcome = sound_load, sound
     if faults.ranks:
-        load = Workload(plan, cluster, faults)
+        load = Workload(plan, cluster, faults, host)
         outcome = run(load.programs())
     assert plan.predicted is not None
     last = max(load.actors(), key=lambda a: (outcome.ends[a], a))
@@ -238,14 +270,12 @@ def _chain(load: Workload, outcome: Outcome) -> list[tuple[tuple[int, ...], str,
             continue
         totals[actor, span.kind] = totals.get((actor, span.kind), 0.0) + until - span.start
         now = span.start
-        if span.culprit is not None:
-            actor = span.culprit
-    return [(tuple(load.ranks(a)), kind, seconds) for (a, kind), seconds in totals.items()]
+    return [(tuple(load.ranks(a)), kind, seconds) for (a, kind), seconds in reversed(totals.items())]
 
 
 def _named(ranks: Sequence[int], alike: int) -> str:
     """ "ranks 0-7", "rank 3 and 15 replicas like it"."""
-    steps = {b - a for a, b in zip(ranks, ranks[1:])}
+    steps = {b - a for a, b in pairwise(ranks)}
     if len(ranks) == 1:
         text = f"rank {ranks[0]}"
     elif steps == {1}:

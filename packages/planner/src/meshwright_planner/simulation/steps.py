@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.plugins import ScheduleSpec, discover
+from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 
 PARTS = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
 """Kind of action -> part of the forward or backward pass that it is: "I" makes gradients of inputs, "W" of weights."""
@@ -67,7 +66,7 @@ class Step:
         return f"{self.kind}{self.microbatch} of stage {self.stage}"
 
 
-def steps_of(plan: ParallelPlan) -> list[list[Step]]:
+def steps_of(plan: ParallelPlan, host: PluginHost | None = None) -> list[list[Step]]:
     """Per rank along pp, what it does in one step; one forward and one backward without a pipeline.
 
     Raises:
@@ -77,7 +76,7 @@ def steps_of(plan: ParallelPlan) -> list[list[Step]]:
     rule = plan.pipeline
     if rule is None:
         return [[Step("F", 0, 0), Step("B", 0, 0)]]
-    found: Any = discover().get(ScheduleSpec, rule.schedule).load()
+    found: Any = (host or discover()).get(ScheduleSpec, rule.schedule).load()
     schedule = found() if isinstance(found, type) else found
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
     return [
@@ -98,7 +97,7 @@ def _step(action: _Action, schedule: Any, shape: Shape) -> Step:
     forward = kind == "F"
     toward = stage + 1 if forward else stage - 1
     letter = "F" if forward else "B"
-    inner = 0 < stage if forward else stage < shape.stages - 1
+    inner = stage > 0 if forward else stage < shape.stages - 1
     handed = 0 <= toward < shape.stages
     return Step(
         kind,
@@ -109,5 +108,3 @@ def _step(action: _Action, schedule: Any, shape: Shape) -> Step:
         gives=(letter, toward, microbatch) if handed else None,
         local=handed and schedule.owner(toward, shape) == schedule.owner(stage, shape),
     )
-
-

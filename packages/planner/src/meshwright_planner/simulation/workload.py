@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, StageTime
+from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.simulation.events import Actor, Drain, Operation, Post, Receive, Send, Work
 from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
@@ -31,7 +32,7 @@ class Faults:
     @property
     def ranks(self) -> set[int]:
         """Those with a fault."""
-        return {one.rank for one in (*self.stragglers, *self.links)}
+        return {s.rank for s in self.stragglers} | {f.rank for f in self.links}
 
     def slowdown(self, ranks: Sequence[int]) -> float:
         """How many times as long the slowest of these computes."""
@@ -49,11 +50,13 @@ class Workload:
     Args:
         plan, cluster: as predicted.
         faults: what is wrong.
+        host: where schedules are found; None discovers what is installed.
     """
 
     plan: ParallelPlan
     cluster: Cluster
     faults: Faults = field(default_factory=Faults)
+    host: PluginHost | None = None
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -67,7 +70,7 @@ class Workload:
         loose = [axis for axis in plan.degrees if axis != "pp" and axis not in inside]
         self.mesh = Mesh(dict(plan.degrees), tuple(loose))
         self.replicas = Replicas.apart(self.mesh, sorted({self.mesh.place(r) for r in self.faults.ranks}))
-        self.steps = steps_of(plan)
+        self.steps = steps_of(plan, self.host)
         self.stages = self._stages()
 
     def _stages(self) -> tuple[StageTime, ...]:
@@ -188,9 +191,15 @@ class Workload:
             seconds = self._seconds(collective, axes, ranks)
             group = frozenset((other, rank) for other in meeting)
             count = min(collective.count, MOST)
-            post = Post(group, f"{collective.axis}:{phase}", seconds * collective.count / count)
+            after = None
+            if SHARED in self.mesh.loose and SHARED not in loose:  # the shards are summed that it leaves
+                after = (
+                    frozenset((p, rank) for p in self.replicas.meeting(place, [SHARED])),
+                    f"{SHARED}:{phase}",
+                )
+            post = Post(group, f"{collective.axis}:{phase}", seconds * collective.count / count, after)
             found += [((i + 1) / count, post) for i in range(count)]
-        return sorted(found, key=lambda item: item[0])
+        return sorted(found, key=lambda item: (item[0], item[1].after is not None))
 
     def _seconds(self, collective: PlannedCollective, axes: Sequence[str], ranks: set[int]) -> float:
         stride, degree = self.mesh.span(axes)
@@ -220,7 +229,7 @@ class Workload:
                 continue
             after = sum(self._totals(axis, axes, set(ranks)).values())
             left = max(0.0, after - max(hidden, self.predicted.compute_seconds))
-            found[axis] = {phase: left / 2 for phase in PASSES}
+            found[axis] = dict.fromkeys(PASSES, left / 2)
         return found
 
     def _totals(self, axis: str, axes: Sequence[str], ranks: set[int]) -> dict[str, float]:
@@ -258,5 +267,3 @@ def _cut(message: PlannedCollective) -> int | None:
     """Which cut a message crosses, by what the pipeline says of it: "from stage 1 to 2", "gradients to stage 1"."""
     found = re.search(r"stage (\d+)", message.why)
     return int(found[1]) if found else None
-
-

@@ -1,0 +1,64 @@
+"""`meshwright simulate`: a plan replayed on the model of its cluster, with slow ranks and bad links."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from meshwright.cli import State
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import ParallelPlan
+
+
+@click.command("simulate")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--cluster", default=None, help="Cluster by name. [default: that of the plan]")
+@click.option(
+    "--straggler",
+    "stragglers",
+    multiple=True,
+    metavar="RANK=SLOWDOWN",
+    help="A rank that computes so many times as long, 5=1.5; node1=1.2 for a whole node.",
+)
+@click.option(
+    "--link-fault",
+    "links",
+    multiple=True,
+    metavar="RANK:LINK=SHARE",
+    help="A link at a share of its bandwidth, 5:nvlink=0.5; 0 where it is gone; node1:infiniband=0.5 for a whole node.",
+)
+@click.option(
+    "--trace", type=click.Path(path_type=Path), default=None, help="Write a trace for Perfetto here."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def command(
+    state: State,
+    plan: Path,
+    cluster: str | None,
+    stragglers: tuple[str, ...],
+    links: tuple[str, ...],
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Replay one step of a plan, event by event: what it takes, and what waits for what."""
+    from meshwright_planner.clusters import cluster_of
+    from meshwright_planner.simulation import parse_link_fault, parse_straggler, simulate
+
+    loaded = ParallelPlan.load(plan)
+    name = cluster or loaded.provenance.cluster
+    if name is None:
+        raise UsageError(f"{plan} does not name its cluster; give --cluster")
+    machine = cluster_of(name, state.host).running(loaded.world_size)
+    found = simulate(
+        loaded,
+        machine,
+        stragglers=[s for text in stragglers for s in parse_straggler(text, machine, loaded.world_size)],
+        link_faults=[f for text in links for f in parse_link_fault(text, machine, loaded.world_size)],
+        host=state.host,
+    )
+    if trace is not None:
+        trace.write_text(json.dumps(found.trace()))
+    click.echo(json.dumps(found.to_dict()) if as_json else found.render(), nl=as_json)
