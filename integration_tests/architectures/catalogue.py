@@ -64,26 +64,39 @@ def _configs(task: str) -> dict[str, tuple[type[PreTrainedConfig], type[PreTrain
     return found
 
 
-def build(architecture: Architecture) -> nn.Module:
+LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_encoder_layers depth"
+).split()
+
+
+def build(architecture: Architecture, layers: int | None = None) -> nn.Module:
     """A tiny model in training mode; its values are drawn from torch's generator.
+
+    `layers`: how many blocks it is to have instead of the fewest, where its config has a field for that.
 
     Raises NotBuildable with the reason.
     """
     config_class, model_class = _configs(architecture.task)[architecture.name]
     try:
         with torch.device("meta"):
-            size = sum(p.numel() for p in model_class(_config(config_class, architecture)).parameters())
+            size = sum(
+                p.numel() for p in model_class(_config(config_class, architecture, layers)).parameters()
+            )
         if size > MAX_PARAMETERS:
             raise NotBuildable(f"{size:,} parameters in its smallest form, more than {MAX_PARAMETERS:,}")
-        return model_class(_config(config_class, architecture)).train()
+        return model_class(_config(config_class, architecture, layers)).train()
     except NotBuildable:
         raise
     except Exception as error:  # whatever a constructor raises is the reason
         raise NotBuildable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _config(config_class: type[PreTrainedConfig], architecture: Architecture) -> PreTrainedConfig:
+def _config(
+    config_class: type[PreTrainedConfig], architecture: Architecture, layers: int | None
+) -> PreTrainedConfig:
     changes = dict(OVERRIDES.get(architecture.name, {}))
+    if layers is not None:
+        changes |= {name: layers for name in LAYERS if _has(config_class, name) and name not in changes}
     if architecture.task == "causal-lm" and _has(config_class, "is_decoder"):
         changes.setdefault("is_decoder", True)
     config = tiny(config_class, changes)

@@ -2,6 +2,9 @@
 
 Each is planned with `pp` and a schedule, cut where the planner cuts, and run for one step with four microbatches: loss, every
 gradient, parameter and buffer are those of one device. What normalises by the whole batch runs as one microbatch.
+
+    python -m integration_tests.architectures.pipelines                          # 1f1b and interleaved on two and four ranks
+    python -m integration_tests.architectures.pipelines --schedules              # every schedule on a few architectures
 """
 
 from __future__ import annotations
@@ -25,14 +28,19 @@ import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import verify
+from meshwright_pipeline.division import schedule_named
 
 from .batches import batch_of
 from .catalogue import Architecture, NotBuildable, architectures, build
 from .run_one import _quiet, loss_of
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 PIPELINES: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {"pp2 1f1b": (2, "1f1b"), "pp4 1f1b": (4, "1f1b"), "pp2 interleaved": (2, "interleaved")}
+    {f"pp{size} {schedule}": (size, schedule) for size in (2, 4) for schedule in SCHEDULES}
 )
+USUAL = ("pp2 1f1b", "pp4 1f1b", "pp2 interleaved", "pp4 interleaved")
+DEEP = 8
+"""Layers of a model of which four ranks hold two stages each, where it has a field that says so."""
 
 NAMES = (
     "ApertusForCausalLM ArceeForCausalLM BambaForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM "
@@ -57,16 +65,27 @@ def chosen() -> list[Architecture]:
     return [known[name] for name in NAMES if name in known]
 
 
+SOME = (
+    "LlamaForCausalLM GPT2LMHeadModel MixtralForCausalLM T5ForConditionalGeneration BartForConditionalGeneration "
+    "WhisperForConditionalGeneration"
+).split()
+"""Every schedule is run on these."""
+
+
 def run(rank: int, size: int, architecture: Architecture, schedule: str) -> tuple[str, str]:
     """("exact", largest distance), ("wrong", what), ("refused" or "error", why) or ("not built", why)."""
     _quiet()
+    layers = DEEP if size * schedule_named(schedule).stages_each > size == 4 else None
     try:
         torch.manual_seed(0)
-        model = build(architecture)
+        model = build(architecture, layers)
     except NotBuildable as error:
         return "not built", str(error)[:120]
     batch = batch_of(architecture, model)
     count = 1 if any(isinstance(m, _BatchNorm) for m in model.modules()) else 4
+    if schedule == "dualpipev" and size == 4:  # it takes two microbatches for each rank
+        batch = {name: torch.cat([value, value.flip(0)]) for name, value in batch.items()}
+        count *= 2
     try:
         plan: Any = mw.plan(
             model,
@@ -78,7 +97,11 @@ def run(rank: int, size: int, architecture: Architecture, schedule: str) -> tupl
             cluster="laptop-cpu",
         )
         report = verify(
-            lambda: build(architecture), batch, plan, steps=1, loss=lambda output: loss_of(output, batch)
+            lambda: build(architecture, layers),
+            batch,
+            plan,
+            steps=1,
+            loss=lambda output: loss_of(output, batch),
         )
     except MeshwrightError as error:
         return "refused", " ".join(str(error).split())[:230]
@@ -99,13 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", action="append", default=[], help="classes whose name contains this; repeatable"
     )
     parser.add_argument("--pipeline", action="append", default=[], choices=list(PIPELINES))
+    parser.add_argument("--schedules", action="store_true", help="every schedule, on a few architectures")
     options = parser.parse_args(arguments)
-    todo = [a for a in chosen() if not options.only or any(part in a.name for part in options.only)]
+    known = [a for a in chosen() if a.name in SOME] if options.schedules else chosen()
+    todo = [a for a in known if not options.only or any(part in a.name for part in options.only)]
+    names = options.pipeline or (PIPELINES if options.schedules else USUAL)
     bad, tally = 0, dict[tuple[str, str], int]()
     with RankPool() as pool:
         for architecture in todo:
             told = []
-            for name in options.pipeline or PIPELINES:
+            for name in names:
                 size, schedule = PIPELINES[name]
                 start = time.monotonic()
                 kind, text = pool.run(size, run, architecture, schedule, timeout=200)[0]

@@ -10,13 +10,17 @@ from torch import Tensor, nn
 
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 
-VOCABULARY, WIDTH, ROWS, TOKENS = 29, 8, 8, 6
+VOCABULARY, WIDTH, INNER, ROWS, TOKENS = 29, 8, 16, 8, 6
 
 
 class Block(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +101,7 @@ def chain_plan(ranks: int = 2, layers: int = 4, stages: int | None = None, **cha
     return ParallelPlan(world_size=ranks, degrees={"pp": ranks}, pipeline=PipelineRule(**rule))
 
 
-def crossed_plan(**changes: Any) -> ParallelPlan:
+def crossed_plan(ranks: int = 4, **changes: Any) -> ParallelPlan:
     stages = [["encoder"], ["start", "decoder.0"], ["decoder.1"], ["decoder.[23]", "head"]]
     rule: dict[str, Any] = {"stages": stages, "microbatches": 4} | changes
-    return ParallelPlan(world_size=4, degrees={"pp": 4}, pipeline=PipelineRule(**rule))
+    return ParallelPlan(world_size=ranks, degrees={"pp": ranks}, pipeline=PipelineRule(**rule))

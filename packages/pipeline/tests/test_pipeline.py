@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipe_models import Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
+from pipe_models import INNER, Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
@@ -94,6 +94,55 @@ def test_masks_are_those_of_one_device(rank_pool: RankPool) -> None:
 def test_several_stages_a_rank(rank_pool: RankPool) -> None:
     check(rank_pool.run(2, train, "chain", {}, chain_plan(stages=4, schedule="interleaved"), 2, True))
     check(rank_pool.run(2, train, "chain", {"dropout": 0.2}, chain_plan(stages=4, schedule="gpipe"), 2, True))
+
+
+SPLIT = ("zero-bubble", "zbv", "dualpipev")
+
+
+@pytest.mark.parametrize("schedule", ["looped-bfs", *SPLIT])
+def test_every_schedule_is_one_device(rank_pool: RankPool, schedule: str) -> None:
+    check(
+        rank_pool.run(2, train, "chain", {"dropout": 0.2}, chain_plan(stages=4, schedule=schedule), 2, False)
+    )
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_split_backwards_lose_nothing_beside_the_path(rank_pool: RankPool, schedule: str) -> None:
+    """An encoder's result meets every decoder block, and a bias of a weight alone."""
+    plan = crossed_plan(schedule=schedule, ranks=2)
+    check(rank_pool.run(2, train, "crossed", {}, plan, 2, False))
+
+
+class Kept:
+    """A tensor that autograd keeps, counted for as long as it does; those of the inner width of a block only."""
+
+    alive = most = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.counts = tensor, tensor.dim() == 3 and tensor.shape[-1] == INNER
+        Kept.alive += self.counts
+        Kept.most = max(Kept.most, Kept.alive)
+
+    def __del__(self) -> None:
+        Kept.alive -= self.counts
+
+
+def held(rank: int, size: int, plan: ParallelPlan) -> tuple[float, int, tuple[int, ...]]:
+    """What is in flight at most: in tensors of the blocks that autograd keeps, by number of microbatches, and in theory."""
+    many = pipeline(make("chain"), plan)
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        make("chain")(**chain_batch())
+        of_one, Kept.most = Kept.most, Kept.alive
+        many(**chain_batch())["loss"].backward()
+    assert plan.pipeline is not None
+    return Kept.most * len(plan.pipeline.stages) / of_one, call_of(many).last.most_alive, planned(plan).alive
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "looped-bfs", *SPLIT])
+def test_what_is_held_is_what_theory_says(rank_pool: RankPool, schedule: str) -> None:
+    plan = chain_plan(stages=2 if schedule in ("gpipe", "1f1b") else 4, schedule=schedule)
+    for rank, (kept, counted, theory) in enumerate(rank_pool.run(2, held, plan)):
+        assert kept == counted == theory[rank]
 
 
 def test_values_that_skip_stages(rank_pool: RankPool) -> None:

@@ -16,7 +16,7 @@ from meshwright_pipeline.predicting import WALKED, StageCosts, predict
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)
-NAMES = ["gpipe", "1f1b", "interleaved"]
+NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,6 +67,7 @@ def request(rows: int = 8, **options: object) -> SearchRequest:
 def test_ways_are_schedules_and_microbatches() -> None:
     found = list(Pipeline().ways(request(), 2))
     assert {way["schedule"] for way in found} >= set(NAMES)
+    assert {w["microbatches"] for w in found if w["schedule"] == "dualpipev"} == {4, 8}
     assert {way["microbatches"] for way in found} == {2, 4, 8}
     # four ranks with two stages each need eight modules, of which there are seven
     assert "interleaved" not in {way["schedule"] for way in Pipeline().ways(request(), 4)}

@@ -9,9 +9,13 @@ import pytest
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_pipeline import Action, Schedule, Shape, timetable
+from meshwright_pipeline.schedules.dualpipe import DualPipeV
 from meshwright_pipeline.schedules.gpipe import GPipe
 from meshwright_pipeline.schedules.interleaved import Interleaved
+from meshwright_pipeline.schedules.looped import LoopedBFS
 from meshwright_pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from meshwright_pipeline.schedules.zbv import ZBV
+from meshwright_pipeline.schedules.zero_bubble import ZeroBubble
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -40,6 +44,47 @@ def test_interleaving_shrinks_the_bubble(ranks: int, each: int, count: int) -> N
     assert table.alive[0] == min(most, count * each)
 
 
+@pytest.mark.parametrize(("ranks", "each", "count"), [(2, 1, 4), (2, 2, 8), (4, 1, 8), (4, 2, 8), (3, 2, 6)])
+def test_zero_bubble_fills_the_bubble_with_weights(ranks: int, each: int, count: int) -> None:
+    table = timetable(ZeroBubble(), Shape(ranks, ranks * each, count))
+    # Qi et al. 2023, table 2, ZB-H1: (p - 1)(F + I - W), where 1f1b waits (p - 1)(F + B); the memory of its first rank
+    assert table.length - 3 * each * count == ranks - 1
+    assert table.alive == (each * ranks,) * ranks
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 3), (2, 8), (4, 7), (4, 16), (8, 32)])
+def test_zbv_holds_as_much_as_1f1b(ranks: int, count: int) -> None:
+    table = timetable(ZBV(), Shape(ranks, 2 * ranks, count))
+    # stages are half as large; waiting is for the first microbatch alone to come down
+    assert table.length - 6 * count == ranks - 1
+    assert table.alive == (min(2 * ranks, 2 * count),) * ranks
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 4), (4, 8), (4, 20), (8, 16)])
+def test_dualpipev_holds_one_half_more(ranks: int, count: int) -> None:
+    table = timetable(DualPipeV(), Shape(ranks, 2 * ranks, count))
+    assert table.length - 6 * count == ranks - 1
+    assert table.alive == (min(2 * ranks + 1, 2 * count),) * ranks
+    assert any(action.kind == "B" for action in table.ranks[0])
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 8), (3, 5)])
+def test_looped_bfs_shrinks_the_bubble_of_gpipe(ranks: int, count: int) -> None:
+    table = timetable(LoopedBFS(), Shape(ranks, 2 * ranks, count))
+    assert table.alive == (2 * count,) * ranks
+    if count >= ranks:
+        assert table.length - 6 * count == 3 * (ranks - 1)
+
+
+@pytest.mark.parametrize("schedule", [ZBV(), DualPipeV()], ids=lambda s: s.name)
+def test_a_v_has_two_stages_a_rank(schedule: Schedule) -> None:
+    with pytest.raises(UsageError, match="two stages a rank"):
+        timetable(schedule, Shape(2, 2, 8))
+    assert [schedule.owner(stage, Shape(3, 6, 6)) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    with pytest.raises(UsageError, match="at least 8 microbatches"):
+        timetable(DualPipeV(), Shape(4, 8, 6))
+
+
 def test_it_takes_whole_groups() -> None:
     with pytest.raises(UsageError, match="groups of 4"):
         timetable(Interleaved(), Shape(4, 8, 6))
@@ -61,6 +106,13 @@ class Broken(Schedule):
             found.reverse()
         if rank == 1 and self.change == "repeats":
             found.append(found[0])
+        if rank == 1 and self.change == "halves":
+            found[found.index(Action("B", 1, 1))] = Action("I", 1, 1)
+        if rank == 1 and self.change == "twice":
+            found.append(Action("W", 1, 1))
+        if rank == 1 and self.change == "weights first":
+            place = found.index(Action("B", 1, 1))
+            found[place : place + 1] = [Action("W", 1, 1), Action("I", 1, 1)]
         if rank == 1 and self.change == "takes":
             found.append(Action("F", 0, 0))
             found.remove(Action("F", 1, 0))
@@ -74,6 +126,9 @@ class Broken(Schedule):
         ("hangs", "rank 1 waits at B3 of stage 1 for F3 of stage 1"),
         ("repeats", "F0 of stage 1 comes twice"),
         ("takes", "F0 of stage 0"),
+        ("halves", "W1 of stage 1 is missing; every forward needs its backward"),
+        ("twice", "W1 of stage 1 is a part of B1 of stage 1, which is there too"),
+        ("weights first", "rank 1 waits at W1 of stage 1 for I1 of stage 1"),
     ],
 )
 def test_a_broken_schedule_is_named(change: str, message: str) -> None:

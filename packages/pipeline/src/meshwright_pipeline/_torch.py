@@ -106,3 +106,13 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of a parameter's gradient, in its own memory."""
     gradient = parameter.grad
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node of autograd that makes the gradient of a tensor, that of a leaf included."""
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor | None:
+    """The leaf at which a node accumulates, None of any other node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined, no-any-return]

@@ -35,7 +35,7 @@ def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:
     check_division(model, plan)
     group = dist.group.WORLD
     assert group is not None
-    division = StageDivision(model.to(device), plan.pipeline, group)
+    division = StageDivision(model.to(device), plan.pipeline, group, split=not plan.recompute)
     division.install(model, None, device, plain=True)
     model.parallel_plan = plan  # type: ignore[assignment]
     return model

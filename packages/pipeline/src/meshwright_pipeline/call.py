@@ -70,6 +70,7 @@ class PipelinedCall:
         tied: parameters that several ranks hold.
         place: where this rank stands.
         keep_outputs: a step returns everything on every rank, not the loss alone.
+        split: see Runtime.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class PipelinedCall:
         tied: TiedSum,
         place: Place,
         keep_outputs: bool,
+        split: bool = True,
     ) -> None:
         self._model = weakref.ref(model)  # it keeps us
         self.owned, self.schedule, self.table, self.shape = owned, schedule, table, shape
-        self.tied, self.place, self.keep_outputs = tied, place, keep_outputs
+        self.tied, self.place, self.keep_outputs, self.split = tied, place, keep_outputs, split
         self.skeleton = skeleton
         self.transport = Transport(place.group, place.device)
         self.sinks = Sinks(model, place.plain)
@@ -304,7 +306,7 @@ class PipelinedCall:
             for index in self.schedule.own(self.rank, self.shape)
         }
         mesh = None if self.place.plain else self.place.mesh
-        runtime = Runtime(stages, self.shape, self.schedule, self.transport, mesh)
+        runtime = Runtime(stages, self.shape, self.schedule, self.transport, mesh, self.split)
         return Prepared(runtime, profile, streams)
 
     def _whole(self, call: Call) -> Call:

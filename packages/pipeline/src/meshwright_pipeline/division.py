@@ -57,6 +57,7 @@ class StageDivision(Division):
         rule: stages and schedule.
         group: the ranks of the axis.
         dtype: what a float32 model is computed in.
+        split: split backwards are run in two halves; what is recomputed would be so for each.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class StageDivision(Division):
         rule: PipelineRule,
         group: dist.ProcessGroup,
         dtype: torch.dtype = torch.float32,
+        split: bool = True,
     ) -> None:
-        self.rule, self.group, self.dtype = rule, group, dtype
+        self.rule, self.group, self.dtype, self.split = rule, group, dtype, split
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.owned = ownership(model, rule)
         self.schedule = schedule_named(rule.schedule)
@@ -113,6 +115,7 @@ class StageDivision(Division):
             TiedSum(self.ties, self.group),
             Place(self.group, everyone, mesh, plain, device, speaks, self.dtype),
             self.rule.outputs == "all",
+            self.split,
         )
         call.hooks_are_ours(self.known)
         model.__dict__[_ATTRIBUTE] = call

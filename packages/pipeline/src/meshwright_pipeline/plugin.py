@@ -36,3 +36,23 @@ def meshwright_schedules() -> Iterable[ScheduleSpec]:
         target="meshwright_pipeline.schedules.interleaved:Interleaved",
         summary="1f1b over several stages a rank; a smaller bubble, more messages",
     )
+    yield ScheduleSpec(
+        name="looped-bfs",
+        target="meshwright_pipeline.schedules.looped:LoopedBFS",
+        summary="gpipe over several stages a rank; a smaller bubble, everything in flight",
+    )
+    yield ScheduleSpec(
+        name="zero-bubble",
+        target="meshwright_pipeline.schedules.zero_bubble:ZeroBubble",
+        summary="interleaved with split backwards: gradients of weights fill the bubble",
+    )
+    yield ScheduleSpec(
+        name="zbv",
+        target="meshwright_pipeline.schedules.zbv:ZBV",
+        summary="two stages a rank along a V, split backwards: the memory of 1f1b, hardly a bubble",
+    )
+    yield ScheduleSpec(
+        name="dualpipev",
+        target="meshwright_pipeline.schedules.dualpipe:DualPipeV",
+        summary="two stages a rank along a V, forwards paired with backwards",
+    )

@@ -22,10 +22,13 @@ from meshwright_pipeline.actions import NAMES, Action, Schedule, Shape
 from meshwright_pipeline.batching import Call
 from meshwright_pipeline.counting import Weighted
 from meshwright_pipeline.interception import Label
+from meshwright_pipeline.splitting import Halves
 from meshwright_pipeline.stage import Stage
 from meshwright_pipeline.transport import Arriving, Broken, Crossing, Transport, Wire
 
 Tensor = torch.Tensor
+_AHEAD = 4
+"""Actions that are looked at for the next message to receive."""
 _ROOM = 1024
 """Tags of one message: how many tensors may cross a cut together."""
 
@@ -54,6 +57,7 @@ class _Held:
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    halves: Halves | None = None
 
 
 @dataclass
@@ -82,6 +86,7 @@ class Runtime:
         schedule: says who holds which stage.
         transport: messages along the axis.
         mesh: the mesh of a stage, None where values are ordinary tensors.
+        split: whether the two halves of a split backward are run apart; else the first does all.
     """
 
     def __init__(
@@ -91,7 +96,9 @@ class Runtime:
         schedule: Schedule,
         transport: Transport,
         mesh: DeviceMesh | None,
+        split: bool = True,
     ) -> None:
+        self.split = split
         self.stages, self.shape, self.schedule = stages, shape, schedule
         self.transport, self.mesh = transport, mesh
         self.wires: dict[int, Wire] = {}  # cut -> how values lie, once that has been said
@@ -113,8 +120,7 @@ class Runtime:
         step = _Running(self, calls, seed, divisors)
         with contextlib.nullcontext() if seed is not None else torch.no_grad():
             for place, action in enumerate(actions):
-                following = actions[place + 1] if place + 1 < len(actions) else None
-                step.do(action, following)
+                step.do(action, actions[place + 1 : place + 1 + _AHEAD])
         self.transport.settle()
         return step.step
 
@@ -147,8 +153,8 @@ class _Running:
         self.broken: set[int] = set()
         self.began = time.perf_counter()
 
-    def do(self, action: Action, following: Action | None) -> None:
-        """Run one action; what the one after it waits for is on its way meanwhile."""
+    def do(self, action: Action, following: Sequence[Action]) -> None:
+        """Run one action; what the next of those that follow waits for is on its way meanwhile."""
         start = time.perf_counter()
         try:
             given = self._given(action)
@@ -157,8 +163,9 @@ class _Running:
         except RuntimeError as error:
             raise self._lost(action, error) from error
         ready = time.perf_counter()
-        if following is not None:
-            self._prepare(following)
+        for coming in following:
+            if self._prepare(coming):
+                break
         made: list[Tensor] | None = None
         if given is not None and self.step.failure is None:
             try:
@@ -189,18 +196,19 @@ class _Running:
             return (action.stage - 1, action.stage - 1) if action.stage else None
         return (action.stage, action.stage + 1) if action.stage + 1 < self.runtime.shape.stages else None
 
-    def _prepare(self, action: Action) -> None:
-        """Start to receive what an action needs, as far as it is known how that lies."""
+    def _prepare(self, action: Action) -> bool:
+        """Start to receive what an action needs, as far as it is known how that lies; whether it needs anything."""
         source = self._source(action)
-        if source is None:
-            return
+        if source is None or self.runtime.peer(source[1]) is None:
+            return False
         cut, stage = source
         key, peer = (cut, action.microbatch, action.kind != "F"), self.runtime.peer(stage)
         wire = self._wire(cut, action.kind != "F")
         if peer is None or wire is None or key in self.arriving or cut in self.broken:
-            return
+            return True
         tag = self.runtime.tag(*key)
         self.arriving[key] = self.runtime.transport.receive(wire, peer, tag)
+        return True
 
     def _wire(self, cut: int, backward: bool) -> Wire | None:
         wire = self.runtime.wires.get(cut)
@@ -266,7 +274,7 @@ class _Running:
     def _compute(self, action: Action, given: list[Tensor]) -> list[Tensor]:
         if action.kind == "F":
             return self._forward(action, given)
-        return [] if action.kind == "W" else self._backward(action, given)
+        return self._weights(action) if action.kind == "W" else self._backward(action, given)
 
     def _forward(self, action: Action, given: list[Tensor]) -> list[Tensor]:
         runtime = self.runtime
@@ -308,15 +316,23 @@ class _Running:
             )
 
     def _backward(self, action: Action, given: list[Tensor]) -> list[Tensor]:
-        held = self.held.pop((action.stage, action.microbatch))
-        if action.stage == self.runtime.shape.stages - 1:
-            if held.outputs[0].requires_grad:
-                torch.autograd.backward(held.outputs)
-        elif held.outputs:
-            torch.autograd.backward(
-                held.outputs, [_shaped(g, o) for g, o in zip(given, held.outputs, strict=True)]
-            )
+        key = (action.stage, action.microbatch)
+        held = self.held.pop(key) if action.kind == "B" else self.held[key]
+        last = action.stage == self.runtime.shape.stages - 1
+        gradients = None if last else [_shaped(g, o) for g, o in zip(given, held.outputs, strict=True)]
+        if held.outputs and held.outputs[0].requires_grad:  # a loss may have none
+            if action.kind == "I" and self.runtime.split:
+                held.halves = Halves(held.outputs, held.inputs)
+                held.halves.first(gradients)
+            else:
+                torch.autograd.backward(held.outputs, gradients)
         return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in held.inputs]
+
+    def _weights(self, action: Action) -> list[Tensor]:
+        halves = self.held.pop((action.stage, action.microbatch)).halves
+        if halves is not None:
+            halves.second()
+        return []
 
 
 class _Arrived(torch.autograd.Function):

@@ -26,6 +26,10 @@ class Interleaved(Schedule):
             )
         return None
 
+    def ahead(self, rank: int, shape: Shape) -> int:
+        """Forwards that a rank runs before forwards and backwards take turns."""
+        return (shape.each - 1) * shape.ranks + 2 * (shape.ranks - 1 - rank)
+
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
         stages, total = self.own(rank, shape), shape.microbatches * shape.each
@@ -40,7 +44,7 @@ class Interleaved(Schedule):
             mirrored = forward(step)
             return Action("B", stages[last - stages.index(mirrored.stage)], mirrored.microbatch)
 
-        ahead = min(total, (shape.each - 1) * shape.ranks + 2 * (shape.ranks - 1 - rank))
+        ahead = min(total, self.ahead(rank, shape))
         found = [forward(step) for step in range(ahead)]
         for step in range(total):
             if step + ahead < total:
