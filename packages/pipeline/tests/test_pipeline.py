@@ -119,7 +119,7 @@ class Kept:
     alive = most = 0
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.counts = tensor, tensor.dim() == 3 and tensor.shape[-1] == INNER
+        self.tensor, self.counts = tensor.detach(), tensor.dim() == 3 and tensor.shape[-1] == INNER
         Kept.alive += self.counts
         Kept.most = max(Kept.most, Kept.alive)
 
@@ -130,6 +130,7 @@ class Kept:
 def held(rank: int, size: int, plan: ParallelPlan) -> tuple[float, int, tuple[int, ...]]:
     """What is in flight at most: in tensors of the blocks that autograd keeps, by number of microbatches, and in theory."""
     many = pipeline(make("chain"), plan)
+    Kept.alive = Kept.most = 0
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
         make("chain")(**chain_batch())
         of_one, Kept.most = Kept.most, Kept.alive
