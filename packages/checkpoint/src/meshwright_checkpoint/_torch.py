@@ -69,3 +69,8 @@ def plain_name(name: str) -> str:
 def is_extra_state(name: str) -> bool:
     """Whether an entry of a state dict is a module's own extra state."""
     return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+def id_of_storage(tensor: torch.Tensor) -> int:
+    """Stands for the memory that a tensor lies in, as long as that lives."""
+    return tensor.untyped_storage()._cdata

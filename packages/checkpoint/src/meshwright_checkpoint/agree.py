@@ -16,26 +16,34 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that save or load together: those of the default process group."""
+    """The ranks that save or load together: those of the default process group, or of `group`."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         there = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if there else 0
-        self.size = dist.get_world_size() if there else 1
+        if group is None and there:
+            group = dist.group.WORLD
+        self.group = group
+        self.rank = dist.get_rank(group) if there else 0
+        self.size = dist.get_world_size(group) if there else 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of collective calls live."""
+        return _device(self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in rank order, on every rank (two collective calls). Values are JSON."""
         if self.size == 1:
             return [value]
         data = json.dumps(value).encode()
-        device = _device()
+        device = self.device
         lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_single(lengths, torch.tensor([len(data)], device=device))
+        dist.all_gather_single(lengths, torch.tensor([len(data)], device=device), group=self.group)
         longest = int(lengths.max())
         mine = torch.zeros(longest, dtype=torch.uint8, device=device)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = torch.zeros(self.size, longest, dtype=torch.uint8, device=device)
-        dist.all_gather_single(parts.view(-1), mine)
+        dist.all_gather_single(parts.view(-1), mine, group=self.group)
         rows = parts.cpu().numpy()
         return [json.loads(rows[r, :n].tobytes()) for r, n in enumerate(lengths.tolist())]
 
@@ -57,9 +65,11 @@ class Ranks:
         return value  # type: ignore[return-value]
 
 
-def _device() -> torch.device:
-    """Where tensors of the default group's collectives live."""
-    backends = str(dist.get_backend())
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors of a group's collectives live."""
+    if group is None:
+        return torch.device("cpu")
+    backends = str(dist.get_backend(group))
     if "nccl" in backends and "gloo" not in backends:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

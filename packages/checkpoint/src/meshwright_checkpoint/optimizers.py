@@ -13,7 +13,7 @@ from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.encode import decode
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.holding import held
-from meshwright_checkpoint.reading import Source, Wanted
+from meshwright_checkpoint.reading import Wanted
 from meshwright_checkpoint.state import OPTIMIZER, Named, parameter_names
 from meshwright_dtensor.boxes import slice_of
 from meshwright_dtensor.optimizing import mesh_value
@@ -62,7 +62,7 @@ class OptimizerTargets:
                 numbers.add(group_of[saved])
                 entries = self._state(checkpoint, saved, stored.get(saved, []), parameter, group, mismatched)
                 for key, value in info.values.get(saved, {}).items():
-                    entries[key] = decode(value, _no_tensor)
+                    entries[key] = decode(value, no_tensor)
                 self.states.append((parameter, entries))
             self.options.append(self._options(checkpoint, numbers, params, mismatched))
         return self
@@ -88,7 +88,7 @@ class OptimizerTargets:
                 and tuple(value.shape) == source.shape
                 and value.dtype == source.dtype
             ):
-                value = _new(source, key, parameter, group)
+                value = new_state(source.shape, source.dtype, key, parameter, group)
             made[key] = value
             part = held(value, full, parameter)
             if part.shape != source.shape:
@@ -109,7 +109,7 @@ class OptimizerTargets:
             )
         if len(numbers) != 1 or info is None:
             return {}
-        options = decode(info.groups[numbers.pop()].options, _inline)
+        options = decode(info.groups[numbers.pop()].options, number_of)
         return options if isinstance(options, dict) else {}
 
     def install(self) -> None:
@@ -128,26 +128,25 @@ class OptimizerTargets:
                 self.optimizer.state.pop(parameter, None)
 
 
-def _new(source: Source, key: str, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def new_state(
+    shape: tuple[int, ...], dtype: torch.dtype, key: str, parameter: torch.Tensor, group: dict[str, Any]
+) -> torch.Tensor:
     """A state without its values yet, as the optimizer would have made it."""
     with torch.no_grad():
-        if source.shape == tuple(parameter.shape) and source.shape:
-            return torch.zeros_like(
-                parameter, dtype=source.dtype, memory_format=torch.preserve_format
-            ).detach()
+        if shape == tuple(parameter.shape) and shape:
+            return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
         on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
         if on_host:
-            return torch.zeros(source.shape, dtype=source.dtype)
+            return torch.zeros(shape, dtype=dtype)
         device = parameter.device
-        if isinstance(parameter, DTensor) and source.shape:
-            whole = replicated(
-                torch.zeros(source.shape, dtype=source.dtype, device=device), parameter.device_mesh
-            )
+        if isinstance(parameter, DTensor) and shape:
+            whole = replicated(torch.zeros(shape, dtype=dtype, device=device), parameter.device_mesh)
             return mesh_value(whole) if isinstance(parameter, MeshParameter) else whole
-        return torch.zeros(source.shape, dtype=source.dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _inline(text: str) -> torch.Tensor:
+def number_of(text: str) -> torch.Tensor:
+    """A small tensor among the options of a group. Raises CorruptError."""
     name, _, number = text.partition(":")
     dtype = getattr(torch, name, None)
     try:
@@ -156,5 +155,6 @@ def _inline(text: str) -> torch.Tensor:
         raise CorruptError(f"an option of the optimizer is {ascii(text)[:60]}, no number") from None
 
 
-def _no_tensor(key: str) -> torch.Tensor:
+def no_tensor(key: str) -> torch.Tensor:
+    """There is none among states that are no tensors. Raises CorruptError."""
     raise CorruptError(f"an optimizer state refers to {ascii(key)[:60]}")

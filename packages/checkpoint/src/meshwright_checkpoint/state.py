@@ -109,7 +109,7 @@ def collect(
             "aliases": names.aliases,
             "extra_state": {name: encode(value, putting, name) for name, value in names.extra_state.items()},
         },
-        "optimizer": None if optimizer is None else _optimizer(optimizer, names, collected),
+        "optimizer": None if optimizer is None else collect_optimizer(optimizer, names, collected),
         "rng": {"streams": {}},
     }
     for name, state in rng.state().items():
@@ -156,7 +156,8 @@ def parameter_names(optimizer: torch.optim.Optimizer, names: Named) -> list[list
     return result
 
 
-def _optimizer(optimizer: torch.optim.Optimizer, names: Named, collected: Collected) -> dict[str, Any]:
+def collect_optimizer(optimizer: torch.optim.Optimizer, names: Named, collected: Collected) -> dict[str, Any]:
+    """Class, groups and states that are no tensors; the tensors are put into `collected`."""
     groups, values = [], {}
     for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}

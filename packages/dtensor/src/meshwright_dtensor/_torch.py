@@ -109,6 +109,16 @@ def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGrou
     return mesh[axes]._flatten().get_group()  # the mesh keeps it
 
 
+def set_default_group(group: dist.ProcessGroup) -> None:
+    """Make `group` the one that collective calls without a group use."""
+    dist.distributed_c10d._update_default_pg(group)  # type: ignore[no-untyped-call]
+
+
+def live_groups() -> list[dist.ProcessGroup]:
+    """The process groups of this rank, oldest first."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def offline_mesh(size: int) -> Any:
     """A one-axis DeviceMesh without process groups: enough to ask sharding strategies about it."""
     return DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)

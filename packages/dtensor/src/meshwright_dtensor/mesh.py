@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright_dtensor._exit import settle_at_exit
-from meshwright_dtensor._torch import flattened_group, hash_store
+from meshwright_dtensor._torch import (
+    flattened_group,
+    hash_store,
+    live_groups,
+    set_default_group,
+)
+from meshwright_dtensor._torch_testing import forget_meshes
 from meshwright_dtensor.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -81,3 +87,35 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
             must come on every rank of the mesh alike.
     """
     return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))
+
+
+def first_ranks(size: int) -> dist.ProcessGroup | None:
+    """Make ranks 0 to `size` - 1 the whole world for everything that follows (a collective call).
+
+    Returns:
+        The group of those ranks, which is the default one now; None on ranks that are left out, where nothing changes.
+    """
+    group = dist.new_group(list(range(size)))
+    if dist.get_rank() >= size:
+        return None
+    set_default_group(group)
+    return group
+
+
+def make_default(group: dist.ProcessGroup) -> None:
+    """Make `group` the whole world for everything that follows, on its ranks."""
+    set_default_group(group)
+
+
+def groups_now() -> frozenset[dist.ProcessGroup]:
+    """The process groups that exist on this rank."""
+    return frozenset(live_groups()) if dist.is_initialized() else frozenset()
+
+
+def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End process groups that nothing uses any more; those that are gone already, and the default one, are left alone."""
+    alive = groups_now()
+    for group in groups:
+        if group in alive and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    forget_meshes()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright import debug as debug
+    from meshwright.resharding import reshard as reshard
     from meshwright_checkpoint import export as export
     from meshwright_checkpoint import latest as latest
     from meshwright_checkpoint import load as load
@@ -50,6 +51,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "mark_sharding": ("meshwright_dtensor.marks", "mark_sharding"),
     "parallelize": ("meshwright_parallel", "parallelize"),
     "plan": ("meshwright_planner", "plan"),
+    "reshard": ("meshwright.resharding", "reshard"),
     "save": ("meshwright_checkpoint", "save"),
     "shard_loader": ("meshwright_parallel", "shard_loader"),
     "verify": ("meshwright_parallel", "verify"),

@@ -145,3 +145,21 @@ def gradient_hooks(parameter: torch.Tensor) -> int:
     """How many hooks are registered on the gradient of a leaf tensor."""
     leaf = leaf_of(parameter)
     return len(leaf._backward_hooks or ()) + len(getattr(leaf, "_post_accumulate_grad_hooks", None) or ())
+
+
+def module_parts(module: torch.nn.Module) -> dict[str, Any]:
+    """The dicts and sets that torch itself keeps in a module: parameters, buffers, children, hooks."""
+    return {name: vars(module)[name] for name in _PARTS if name in vars(module)}
+
+
+def parameters_of(parts: dict[str, Any]) -> dict[str, Any]:
+    """Of `module_parts`: the parameters of the module itself."""
+    return cast(dict[str, Any], parts["_parameters"])
+
+
+def buffers_of(parts: dict[str, Any]) -> dict[str, Any]:
+    """Of `module_parts`: the buffers of the module itself."""
+    return cast(dict[str, Any], parts["_buffers"])
+
+
+_PARTS = tuple(name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set)))

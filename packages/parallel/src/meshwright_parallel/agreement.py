@@ -36,12 +36,17 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
 
 
 def check_alike(
-    model: nn.Module, plan: ParallelPlan, device: torch.device, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    plan: ParallelPlan,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    values: bool = True,
 ) -> None:
     """Raise on every rank unless all ranks hold the same plan, and the same values in every parameter and buffer.
 
     Values are compared bit for bit, and so is the state of torch's random generators. A deferred tensor is compared
-    at 64 places only, so that its file is not read.
+    at 64 places only, so that its file is not read. Without `values` names, shapes and plans are compared only.
 
     Raises:
         UsageError: naming the first tensor that differs, and the fix.
@@ -51,7 +56,7 @@ def check_alike(
         *(("buffer", name, tensor) for name, tensor in model.named_buffers()),
     ]
     labels = [f"{kind} {name!r} of shape {tuple(t.shape)}" for kind, name, t in named]
-    sums = [checksum(t, sampled=is_deferred(t)) for _, _, t in named]
+    sums = [checksum(t, sampled=is_deferred(t)) for _, _, t in named] if values else []
     labels.append("the state of torch's default random generator")
     sums.append(zlib.crc32(bytes(torch.get_rng_state().tolist())))
     if device.type == "cuda":
@@ -67,7 +72,7 @@ def check_alike(
             "ranks hold different models (names or shapes of parameters or buffers); "
             "build the same model from the same configuration on every rank"
         )
-    for index in differing(sums, device, group):
+    for index in differing(sums, device, group) if values else ():
         raise UsageError(
             f"{labels[index]} differs between ranks, and a model must start alike on all of them; "
             "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"

@@ -18,17 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.boxes import whole_box
+from meshwright_dtensor.boxes import dense_strides, dim_order_of, whole_box
 from meshwright_dtensor.conversions import install_conversions
 from meshwright_dtensor.deferred import local_values
 from meshwright_dtensor.layout import stored_placement
-from meshwright_dtensor.mesh import build_mesh, init
+from meshwright_dtensor.mesh import build_mesh, groups_now, init
 from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.permuted import install_true_order
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.precision import DTYPES, cast_buffers, computes_as_stored
-from meshwright_dtensor.regions import region_of
+from meshwright_dtensor.regions import region_of, region_shape
 from meshwright_dtensor.runtime import install_targets
 from meshwright_dtensor.states import State
 from meshwright_parallel.agreement import check_alike, same_plugins
@@ -45,6 +45,7 @@ from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import attend_to_steps, refuse_assignment
 from meshwright_parallel.recompute import install_recompute, recomputed_modules
 from meshwright_parallel.registry import LivePlacements
+from meshwright_parallel.taking_off import Before, is_blank
 
 
 def parallelize(
@@ -83,15 +84,17 @@ def parallelize(
     if outer is not None:
         outer.check(model, whole)
     check_optimizers(model)
+    blank = is_blank(model)
     if world_size > 1:
-        check_alike(model, plan, device)
+        check_alike(model, plan, device, values=not blank)
+    before = Before(model, groups_now())
     all_axes = build_mesh(whole)
     mesh = part.mesh(all_axes)
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
     division = None if outer is None else outer.divide(model, whole, all_axes)
     plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)
     placed = Placed(inner, mesh, strategies, plain)
-    _place_parameters(model, mesh, states, device)
+    _place_parameters(model, mesh, states, device, blank)
     _place_buffers(model, device, inner)
     link(model, mesh)
     install_true_order(model)
@@ -107,12 +110,17 @@ def parallelize(
     if division is not None:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
+    before.settle(model)
     LivePlacements.add(placed)
     return model
 
 
 def _place_parameters(
-    model: nn.Module, mesh: DeviceMesh, states: dict[str, tuple[State, ...]], device: torch.device
+    model: nn.Module,
+    mesh: DeviceMesh,
+    states: dict[str, tuple[State, ...]],
+    device: torch.device,
+    blank: bool,
 ) -> None:
     """Put a mesh parameter in the place of every parameter; what was one parameter stays one."""
     new: dict[
@@ -122,16 +130,17 @@ def _place_parameters(
         for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(old) not in new:
                 fqn = f"{prefix}.{name}" if prefix else name
-                new[id(old)] = (old, _mesh_parameter(old, mesh, states[fqn], device))
+                new[id(old)] = (old, _mesh_parameter(old, mesh, states[fqn], device, blank))
             setattr(
                 module, name, new[id(old)][1]
             )  # not register_parameter: recurrent layers watch assignments
 
 
 def _mesh_parameter(
-    old: nn.Parameter, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device
+    old: nn.Parameter, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device, blank: bool
 ) -> nn.Parameter:
-    parameter = as_mesh_parameter(_sharded(old, mesh, states, device), states, old.requires_grad)
+    placed = _sharded(old, mesh, states, device, blank)
+    parameter = as_mesh_parameter(placed, states, old.requires_grad)
     for name, value in vars(old).items():  # what users hang on a parameter; torch's own names are private
         if not name.startswith("_"):
             setattr(parameter, name, value)
@@ -141,12 +150,25 @@ def _mesh_parameter(
 
 
 def _sharded(
-    full: torch.Tensor, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device
+    full: torch.Tensor,
+    mesh: DeviceMesh,
+    states: tuple[State, ...],
+    device: torch.device,
+    blank: bool = False,
 ) -> DTensor:
-    """The DTensor of a value that every rank holds whole; only this rank's part is copied."""
+    """The DTensor of a value that every rank holds whole; only this rank's part is copied.
+
+    `blank`: there is no value, and the part has no memory until who brings one gives it some.
+    """
     coordinates = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
     region = region_of(tuple(full.shape), tuple(mesh.shape), coordinates, states)
-    local = local_values(full.detach(), region).to(device)
+    if blank:
+        shape = region_shape(region)
+        strides = dense_strides(shape, dim_order_of(full))
+        local = torch.empty_strided(shape, strides, dtype=full.dtype, device=device)
+        local.untyped_storage().resize_(0)
+    else:
+        local = local_values(full.detach(), region).to(device)
     return DTensor.from_local(
         local,
         mesh,

@@ -1,0 +1,107 @@
+"""`mw.reshard`: a model in training goes from one plan to another, in memory."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright_checkpoint.agree import Ranks
+from meshwright_checkpoint.handing_over import Belongings, trained_everywhere
+from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.mesh import end_groups, first_ranks, init, make_default
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_parallel import parallelize
+from meshwright_parallel.taking_off import blank_out, take_off
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer | None)  # noqa: E741
+
+
+def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
+    """Put a parallel model and its optimizer on another plan, in place and in memory (a collective call).
+
+    Parameters, buffers and optimizer states keep their values bit for bit. Only what changes its rank is sent, tensor by
+    tensor, and the old part of each is freed before the next: beside the state itself this takes some 150 MB, and one
+    tensor's new part.
+
+    The plan may be for another number of ranks. For fewer, ranks 0 to n-1 go on as the whole world (the default process group
+    is theirs afterwards) and the others keep nothing and should end. For more, start the new ranks, make a default process
+    group of all, and call this on every rank, on new ones with a model and optimizer just built.
+
+    Args:
+        model: a model that `parallelize` has put on a plan. On a rank that joins, the same model without a plan.
+        optimizer: over its parameters, or None. It goes on as it is, with the new parameters in its groups: schedulers that
+            refer to it need not be made anew.
+        plan: what to go to.
+
+    Returns:
+        `model` and `optimizer`, the objects given.
+
+    Raises:
+        PlanError: the plan does not fit the model or the ranks. Nothing has been changed.
+        UsageError: no rank's model is on a plan, a gradient is there (call `zero_grad()` first), or ranks differ in their
+            plans or optimizers.
+    """
+    init()
+    ranks = Ranks()
+    old = getattr(model, "parallel_plan", None)
+    told = ranks.gather([old is not None, zlib.crc32(plan.to_json().encode()), optimizer is not None])
+    size = _size(plan, ranks)
+    if not any(there for there, *_ in told):
+        raise UsageError(
+            f"this {type(model).__name__} is on no plan; call parallelize() or auto_parallelize() first"
+        )
+    if len({(digest, optimizes) for _, digest, optimizes in told}) > 1:
+        raise UsageError(
+            "ranks were given different plans, or an optimizer on some of them only; call reshard() alike"
+        )
+    brought = ranks.together(lambda: Belongings.of(model, optimizer) if old is not None else Belongings())
+    trained = trained_everywhere(ranks.gather(brought.trained))
+    off = take_off(model) if old is not None else blank_out(model)
+    stays = ranks.rank < size
+    everyone = dist.group.WORLD
+    try:
+        if stays:
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+        _share_random_state(ranks, [there for there, *_ in told])
+        ranks.together(lambda: _apply(model, plan, size, ranks))
+    except BaseException:
+        off.put_back()
+        if everyone is not None and dist.group.WORLD is not everyone:
+            make_default(everyone)
+        raise
+    brought.into(model, optimizer, ranks=ranks, here=stays)
+    end_groups(off.groups - ({everyone} if everyone is not None else set()))
+    return model, optimizer
+
+
+def _size(plan: ParallelPlan, ranks: Ranks) -> int:
+    """How many ranks the plan is for."""
+    if plan.world_size > ranks.size:
+        raise PlanError(
+            "world_size",
+            plan.world_size,
+            f"there are {ranks.size} ranks; start more, and make a default process group of all of them first",
+            str(ranks.size),
+        )
+    return plan.world_size
+
+
+def _apply(model: nn.Module, plan: ParallelPlan, size: int, ranks: Ranks) -> None:
+    """Apply the plan on its ranks, which are the whole world from now on."""
+    if size == ranks.size or first_ranks(size) is not None:
+        parallelize(model, plan)
+
+
+def _share_random_state(ranks: Ranks, there: list[bool]) -> None:
+    """Ranks that join draw the same numbers as those that were there."""
+    if all(there):
+        return
+    state = torch.get_rng_state().to(ranks.device)
+    dist.broadcast(state, src=there.index(True), group=ranks.group)
+    torch.set_rng_state(state.cpu())
