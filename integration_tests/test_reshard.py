@@ -23,10 +23,8 @@ ROUTE: dict[str, list[dict[str, Any]]] = {
         {"zero": 3, "tp": 1},
         {"pp": 2, "tp": 2},
         {"tp": 4, "sequence_parallel": True},
-        {"zero": 1, "dp": 2, "tp": 2},
-        {"dp": 4, "tp": 1},
     ],
-    "mixtral": [{"dp": 1, "ep": 2, "tp": 2}, {"zero": 3, "tp": 1}, {"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}],
+    "mixtral": [{"dp": 1, "ep": 2, "tp": 2}, {"zero": 1, "tp": 2}],
 }
 
 
