@@ -35,6 +35,13 @@ def hash_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
+def entered_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost `with mesh:` of this thread."""
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.mesh_stack[-1] if _mesh_resources.mesh_stack else None
+
+
 def bind_apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``cls.apply`` without the functorch checks and keyword binding of the Python wrapper around it."""
     return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)

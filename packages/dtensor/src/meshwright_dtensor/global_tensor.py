@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch import dtensor_local, make_subclass
 from meshwright_dtensor.collectives import NOWHERE, Site
+from meshwright_dtensor.current_mesh import Placements, meant
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.layout import Layout, states_of
 from meshwright_dtensor.runs import Runs
@@ -344,16 +345,27 @@ def _dim(state: State) -> int:
     return int(state) if isinstance(state, int) else -1
 
 
-def distribute(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | State]) -> GlobalTensor:
-    """Lay a global value over a mesh.
+def distribute(
+    tensor: Tensor, mesh: DeviceMesh | Placements | None = None, placements: Placements | None = None
+) -> GlobalTensor:
+    """Lay a global value over a mesh: ``distribute(x, mesh, [Shard(0)])``, ``distribute(x, {"tp": Shard(0)})``.
 
     Args:
         tensor: the global value, the same on every rank.
-        placements: torch placements (Replicate, Shard, Partial) or states, one per mesh axis, outermost first.
+        mesh: the device mesh. It may be left out, the placements then come second: it is that of the surrounding
+            ``with mesh:``, or, for a single placement, all ranks as one axis.
+        placements: torch placements (Replicate, Shard, Partial) or states, one per mesh axis, outermost first, or a
+            mapping from the names of axes; what that does not name is replicated.
 
     Returns:
         The global tensor; a leaf of autograd requires grad if ``tensor`` does and stays connected to it.
+
+    Raises:
+        UsageError: no placements, no mesh where it takes one, or no such axis.
+        UnsupportedError: a dim that is too short to be sharded, or is not there.
     """
+    known = tensor.global_layout.space.mesh if isinstance(tensor, GlobalTensor) else None
+    mesh, placements = meant(mesh, placements, known)
     if isinstance(tensor, GlobalTensor):
         return tensor.redistribute(placements)
     space = Space.of(mesh)

@@ -150,6 +150,16 @@ class PlanRequest:
             raise UsageError(
                 f"zero_degree={self.zero_degree} does not divide dp={self.dp}, the data ranks; give a divisor"
             )
+        if self.zero and self.dp == 1 and (self.world_size or 1) > 1:
+            raise UsageError(
+                f"zero={self.zero} with dp=1: one data rank has nobody to share with; give dp more, or leave zero out"
+            )
+        for name in ("context_attention", "context_balance"):
+            if getattr(self, name) is not None and self.cp == 1 and (self.world_size or 1) > 1:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} with cp=1: no rank has a part of the sequence; give cp more, or "
+                    f"leave {name} out"
+                )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise UsageError(f"precision={self.precision!r} is unknown; give one of {', '.join(PRECISIONS)}")
         if self.shares and "zero" not in axes:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshwright_parallel import GradScaler as GradScaler
     from meshwright_parallel import auto_parallelize as auto_parallelize
     from meshwright_parallel import clip_grad_norm_ as clip_grad_norm_
+    from meshwright_parallel import distribute_module as distribute_module
     from meshwright_parallel import get_total_norm as get_total_norm
     from meshwright_parallel import parallelize as parallelize
     from meshwright_parallel import shard_loader as shard_loader
@@ -43,6 +44,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "debug": ("meshwright.debug", None),
     "deferred_init": ("meshwright_dtensor.deferred", "deferred_init"),
     "distribute": ("meshwright_dtensor.global_tensor", "distribute"),
+    "distribute_module": ("meshwright_parallel", "distribute_module"),
     "errors": ("meshwright_dtensor.errors", None),
     "export": ("meshwright_checkpoint", "export"),
     "init": ("meshwright_dtensor.mesh", "init"),

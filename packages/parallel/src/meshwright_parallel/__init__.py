@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshwright_parallel.clip import clip_grad_norm_ as clip_grad_norm_
     from meshwright_parallel.clip import get_total_norm as get_total_norm
     from meshwright_parallel.loader import shard_loader as shard_loader
+    from meshwright_parallel.modules import distribute_module as distribute_module
     from meshwright_parallel.report import VerificationReport as VerificationReport
     from meshwright_parallel.scaler import GradScaler as GradScaler
     from meshwright_parallel.verification import verify as verify
@@ -26,6 +27,7 @@ _EXPORTS = MappingProxyType(
         "VerificationReport": "report",
         "auto_parallelize": "auto",
         "clip_grad_norm_": "clip",
+        "distribute_module": "modules",
         "get_total_norm": "clip",
         "parallelize": "apply",
         "shard_loader": "loader",
