@@ -3,8 +3,9 @@
     python benchmarks/data_parallel.py [--model gpt2|llama] [--ranks 2] [--rounds 5] [--memory] [--only dp,zero3]
 
 Ours and torch's take turns, one step each, in the same processes; what is printed is the median of the ratios of such
-pairs of steps, with the least and the largest. Memory is the resident memory of rank 0 at its highest during a step of one
-of them alone, in a process group of its own, above what the process had before there was a model.
+pairs of steps, with the least and the largest. Memory is the resident memory of a rank at its highest during a step of one
+of them alone, in processes of its own, above what the process had before there was a model: the mean over ranks, and the
+median of MEMORY_RUNS runs, since what the C library keeps differs by several percent from rank to rank and run to run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 
 ROWS, LENGTH, VOCABULARY = 8, 128, 8192
+MEMORY_RUNS = 3
 PAIRS = {
     "dp": "ddp",
     "zero1": "fully_shard, no reshard",
@@ -192,10 +194,14 @@ def main() -> None:
         line = f"{ours:12s} {1e3 * statistics.median(a for a, _ in found):7.0f} ms, "
         line += f"{result['ratio']:.2f} x {theirs} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         if arguments.memory:
-            sizes = []
-            for contestant, its_plan in ((ours, plan), (theirs, None)):
-                with RankPool() as pool:
-                    sizes.append(pool.run(ranks, peak, name, contestant, its_plan, timeout=600)[0])
+            runs: list[list[float]] = [[], []]
+            for _ in range(MEMORY_RUNS):
+                for of, contestant, its_plan in ((runs[0], ours, plan), (runs[1], theirs, None)):
+                    with RankPool() as pool:
+                        of.append(
+                            statistics.mean(pool.run(ranks, peak, name, contestant, its_plan, timeout=600))
+                        )
+            sizes = [statistics.median(of) for of in runs]
             result["bytes"] = sizes
             line += f"; {sizes[0] / 2**20:.0f} MiB, {sizes[0] / sizes[1]:.2f} x"
         print(line, flush=True)
