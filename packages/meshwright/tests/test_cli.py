@@ -190,3 +190,15 @@ def test_simulate(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> N
     assert json.loads(trace.read_text())["traceEvents"]
     code, _, err = run("simulate", str(path), "--link-fault", "1:nvlnk=0.5")
     assert code == 2 and "did you mean 'nvlink'" in err
+
+
+def test_explain_pictures(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path, page, picture = plan_file(tmp_path, dp=2), tmp_path / "plan.html", tmp_path / "plan.png"
+    predicted = {"step_seconds": 3.0, "compute_seconds": 3.0, "split": {}, "memory_bytes": {"parameters": 7}}
+    ParallelPlan.load(path).replace(predicted=predicted, provenance={"cluster": "dgx-h100"}).save(path)
+    code, out, _ = run("explain", str(path), "--html", str(page), "--png", str(picture), "--report", "--json")
+    (found,) = json.loads(out)["plans"]
+    assert code == 0 and found["seconds"]["compute"] == 3.0 and "twice as fast" in found["next_to_buy"]
+    assert page.read_text().startswith("<!doctype html>") and picture.read_bytes().startswith(b"\x89PNG")
+    code, _, err = run("explain", str(path), "--why-not", "tp=2")
+    assert code == 2 and "give --model" in err

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright_parallel import parallelize as parallelize
     from meshwright_parallel import shard_loader as shard_loader
     from meshwright_parallel import verify as verify
+    from meshwright_planner import explain as explain
     from meshwright_planner import plan as plan
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "distribute": ("meshwright_dtensor.global_tensor", "distribute"),
     "distribute_module": ("meshwright_parallel", "distribute_module"),
     "errors": ("meshwright_dtensor.errors", None),
+    "explain": ("meshwright_planner", "explain"),
     "export": ("meshwright_checkpoint", "export"),
     "init": ("meshwright_dtensor.mesh", "init"),
     "latest": ("meshwright_checkpoint", "latest"),

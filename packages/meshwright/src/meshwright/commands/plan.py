@@ -79,8 +79,10 @@ def command(
         click.echo(json.dumps(data if top_k > 1 else data[0], indent=2))
         return
     from meshwright_planner import explain
+    from meshwright_planner.clusters import cluster_of
 
-    click.echo(explain(plans))
+    machine = cluster_of(request.cluster, state.host).running(plans[0].world_size)
+    click.echo(explain(plans, cluster=machine, host=state.host))
     for number, plan in enumerate(plans[:top_k], 1):
         click.echo(f"=== plan {number} ===\n{plan.explain()}")
     if output is not None:

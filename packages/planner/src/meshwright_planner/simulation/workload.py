@@ -24,10 +24,18 @@ MOST = 2048
 
 @dataclass(frozen=True)
 class Faults:
-    """What is wrong, by rank."""
+    """What is wrong, by rank; and what all have in common.
+
+    Args:
+        stragglers, links: ranks and their faults.
+        everywhere: (level, share of its bandwidth) of every rank; a share may be more than 1.
+        compute: how many times as long every rank computes.
+    """
 
     stragglers: Sequence[Straggler] = ()
     links: Sequence[LinkFault] = ()
+    everywhere: frozenset[tuple[str, float]] = frozenset()
+    compute: float = 1.0
 
     @property
     def ranks(self) -> set[int]:
@@ -36,11 +44,11 @@ class Faults:
 
     def slowdown(self, ranks: Sequence[int]) -> float:
         """How many times as long the slowest of these computes."""
-        return max([1.0, *(s.slowdown for s in self.stragglers if s.rank in ranks)])
+        return self.compute * max([1.0, *(s.slowdown for s in self.stragglers if s.rank in ranks)])
 
     def of_links(self, ranks: set[int]) -> frozenset[tuple[str, float]]:
         """Faults of the links of these ranks."""
-        return frozenset((f.level, f.share) for f in self.links if f.rank in ranks)
+        return self.everywhere | {(f.level, f.share) for f in self.links if f.rank in ranks}
 
 
 @dataclass
@@ -65,6 +73,7 @@ class Workload:
                 "the plan does not say where its time goes (predicted.split), so that there is nothing to replay; make "
                 "it with `meshwright plan`"
             )
+        self._clusters: dict[frozenset[tuple[str, float]], Cluster] = {}
         self.predicted, self.split = plan.predicted, plan.predicted.split
         inside = {c.axis for c in plan.collectives if c.phase == "forward" and c.axis != SHARED}
         loose = [axis for axis in plan.degrees if axis != "pp" and axis not in inside]
@@ -201,10 +210,16 @@ class Workload:
             found += [((i + 1) / count, post) for i in range(count)]
         return sorted(found, key=lambda item: (item[0], item[1].after is not None))
 
-    def _seconds(self, collective: PlannedCollective, axes: Sequence[str], ranks: set[int]) -> float:
+    def _seconds(self, collective: PlannedCollective, axes: Sequence[str], ranks: set[int] | None) -> float:
+        """Of one collective in which these ranks take part; None for a sound cluster."""
         stride, degree = self.mesh.span(axes)
-        seen = degraded(self.cluster, self.faults.of_links(ranks))
+        seen = self.cluster if ranks is None else self._seen(self.faults.of_links(ranks))
         return seen.link(stride, degree).seconds(collective.kind, collective.nbytes, degree)
+
+    def _seen(self, faults: frozenset[tuple[str, float]]) -> Cluster:
+        if faults not in self._clusters:
+            self._clusters[faults] = degraded(self.cluster, faults)
+        return self._clusters[faults]
 
     def _inside(self, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
         """Axis -> phase -> seconds a step that communication on a tight axis adds to what these ranks compute.
@@ -217,7 +232,7 @@ class Workload:
             axes = [a for a in axis.split("+") if a in self.mesh.degrees]
             if axis == "pp" or any(a in self.mesh.loose for a in axes):
                 continue
-            sound, bad = self._totals(axis, axes, set()), self._totals(axis, axes, set(ranks))
+            sound, bad = self._totals(axis, axes, None), self._totals(axis, axes, set(ranks))
             before, after = sum(sound.values()), sum(bad.values())
             found[axis] = {}
             for phase in PASSES:
@@ -232,7 +247,7 @@ class Workload:
             found[axis] = dict.fromkeys(PASSES, left / 2)
         return found
 
-    def _totals(self, axis: str, axes: Sequence[str], ranks: set[int]) -> dict[str, float]:
+    def _totals(self, axis: str, axes: Sequence[str], ranks: set[int] | None) -> dict[str, float]:
         own = [c for c in self.plan.collectives if c.axis == axis]
         return {
             phase: sum(c.count * self._seconds(c, axes, ranks) for c in own if c.phase == phase)

@@ -1,0 +1,80 @@
+"""A plan as one picture: where the step goes, where memory goes, and the timeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
+
+
+def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Path) -> None:
+    """Write a PNG to `path`, creating its folder; the timeline needs the cluster.
+
+    Raises:
+        UsageError: nothing is predicted of the plan.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from meshwright_dtensor.errors import UsageError
+    from meshwright_planner import explain
+    from meshwright_planner.candidate import human_bytes, human_seconds
+    from meshwright_planner.page.drawings import Bar, timeline
+    from meshwright_planner.page.page import COLOURS, MEMORY, PALETTE
+    from meshwright_planner.simulation import simulate
+
+    (explained,) = explain(plan, host=host).plans
+    if plan.predicted is None:
+        raise UsageError(
+            "the plan predicts nothing, so there is nothing to draw; make it with `meshwright plan`"
+        )
+    bars: list[list[Bar]] = []
+    whole = 0.0
+    if cluster is not None and plan.predicted.split is not None:
+        bars, whole = timeline(simulate(plan, cluster, host=host).timelines)
+    height = 3.4 + (0.9 + 0.28 * len(bars) if bars else 0.0)
+    figure = Figure(figsize=(11, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(
+        3 if bars else 2, height_ratios=[1, 1, *([0.4 + 0.32 * len(bars)] if bars else [])]
+    )
+    figure.suptitle(
+        f"{explained.name}: {human_seconds(plan.predicted.step_seconds)} a step, "
+        f"{human_bytes(plan.predicted.total_bytes)} a rank (predicted)",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
+    others = [part for part in explained.seconds if part not in COLOURS]
+    colours = {**COLOURS, **{axis: PALETTE[i % len(PALETTE)] for i, axis in enumerate(others)}}
+    step = [(part, s, colours[part], human_seconds(s)) for part, s in explained.seconds.items() if s]
+    by_size = sorted(explained.memory.items(), key=lambda item: -item[1])
+    memory = [
+        (part, n / 2**30, MEMORY[i % len(MEMORY)], human_bytes(n)) for i, (part, n) in enumerate(by_size) if n
+    ]
+    for axes, parts, unit in ((rows[0], step, "seconds of a step"), (rows[1], memory, "GiB of a rank")):
+        left = 0.0
+        for part, size, colour, text in parts:
+            axes.barh(0, size, left=left, color=colour, label=f"{part} {text}")
+            left += size
+        axes.set_yticks([])
+        axes.set_xlabel(unit, fontsize=8)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.1), fontsize=7, frameon=False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    if cluster is not None:
+        rows[1].axvline(cluster.usable_bytes / 2**30, color="black", linewidth=1)
+    if bars:
+        for rank, row in enumerate(bars):
+            for kind in {bar.kind for bar in row}:
+                spans = [(bar.start * whole, bar.width * whole) for bar in row if bar.kind == kind]
+                rows[2].broken_barh(
+                    spans, (rank - 0.4, 0.8), color=colours[kind], edgecolor="white", linewidth=0.2
+                )
+        rows[2].set_yticks(range(len(bars)), [f"pp rank {rank}" for rank in range(len(bars))], fontsize=7)
+        rows[2].invert_yaxis()
+        rows[2].set_xlabel("seconds (replayed on the model of the cluster; white: waiting)", fontsize=8)
+        rows[2].spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,66 @@
+"""What to buy next: a plan replayed on clusters that are better in one thing each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_planner.simulation.events import run
+from meshwright_planner.simulation.workload import Faults, Workload
+
+TWICE = 2.0
+FULL = 0.9
+"""Part of the memory above which more of it would let a plan choose otherwise."""
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """One change of the cluster and what the same plan would then take.
+
+    Args:
+        what: the change, in words.
+        seconds: of a step.
+        saved: part of the step of today that it saves.
+    """
+
+    what: str
+    seconds: float
+    saved: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"what": self.what, "seconds": self.seconds, "saved": self.saved}
+
+
+def upgrades(plan: ParallelPlan, cluster: Cluster, host: PluginHost | None = None) -> list[Upgrade]:
+    """What the plan would take on a cluster twice as good in one thing, the most useful first.
+
+    The plan is kept as it is: another may make more of the change.
+
+    Raises:
+        UsageError: the plan does not say where its time goes.
+    """
+    today = run(Workload(plan, cluster, host=host).programs()).seconds
+    if not today:
+        return []
+    found = []
+    for what, faults in _changes(cluster):
+        seconds = run(Workload(plan, cluster, faults, host).programs()).seconds
+        found.append(Upgrade(what, seconds, 1.0 - seconds / today))
+    return sorted(found, key=lambda u: (u.seconds, u.what))
+
+
+def _changes(cluster: Cluster) -> Iterator[tuple[str, Faults]]:
+    yield "devices twice as fast", Faults(compute=1.0 / TWICE)
+    for level in cluster.links:
+        yield f"{level.name} of twice the bandwidth", Faults(everywhere=frozenset({(level.name, TWICE)}))
+
+
+def memory_is_full(plan: ParallelPlan, cluster: Cluster) -> bool:
+    """Whether the plan leaves so little memory that more of it may allow a faster one."""
+    assert plan.predicted is not None
+    return plan.predicted.total_bytes > FULL * cluster.usable_bytes

@@ -1,0 +1,134 @@
+"""Drawings of a plan in numbers that a template turns into SVG: the mesh, and the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_planner.simulation.events import Span
+
+MOST_RANKS = 64
+MOST_SPANS = 6000
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle with a label. level: how far inside; text: for the pointer."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    label: str
+    level: int
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class MeshDrawing:
+    """Ranks as boxes in boxes, an axis a level. left_out: ranks that are not drawn, since all are alike."""
+
+    boxes: list[Box]
+    width: float
+    height: float
+    left_out: int
+
+
+def mesh_drawing(plan: ParallelPlan, node: int | None) -> MeshDrawing:
+    """The mesh of a plan, outermost axis outside, at most MOST_RANKS ranks: the first along each axis.
+
+    node: ranks of one node, to name where a rank stands.
+    """
+    axes = [(axis, degree) for axis, degree in plan.degrees.items() if degree > 1]
+    shown = _shown([degree for _, degree in axes])
+    cell, gap, head = 34.0, 8.0, 16.0
+    boxes: list[Box] = []
+
+    def draw(level: int, x: float, y: float, first: int, stride: int) -> tuple[float, float]:
+        if level == len(axes):
+            where = f", node {first // node}" if node else ""
+            boxes.append(Box(x, y, cell, cell, str(first), level, f"rank {first}{where}"))
+            return cell, cell
+        axis, degree = axes[level]
+        inner = stride // degree
+        across = (len(axes) - level) % 2 == 1
+        at_x, at_y, wide, high = x + gap, y + head, 0.0, 0.0
+        index = len(boxes)
+        for place in range(shown[level]):
+            w, h = draw(level + 1, at_x, at_y, first + place * inner, inner)
+            wide, high = max(wide, at_x + w - x), max(high, at_y + h - y)
+            at_x, at_y = (at_x + w + gap, at_y) if across else (at_x, at_y + h + gap)
+        label = f"{axis} {degree}"
+        if shown[level] < degree:
+            label += f" ({shown[level]} drawn)"
+        wide = max(wide + gap, 6.2 * len(label) + 2 * gap)
+        boxes.insert(index, Box(x, y, wide, high + gap, label, level, f"{axis}: {degree} ranks"))
+        return wide, high + gap
+
+    width, height = draw(0, 0.0, 0.0, 0, plan.world_size)
+    drawn = 1
+    for count in shown:
+        drawn *= count
+    return MeshDrawing(boxes, width, height, plan.world_size - drawn)
+
+
+def _shown(degrees: Sequence[int]) -> list[int]:
+    """How many of each axis are drawn: as many as there is room for, the inner axes first."""
+    best = [1] * len(degrees)
+    for level in reversed(range(len(degrees))):
+        rest = 1
+        for count in best:
+            rest *= count
+        best[level] = max(1, min(degrees[level], 16, MOST_RANKS // rest))
+    return best
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span of a timeline: start and width as parts of the step; kind as in Span, forward and backward told apart."""
+
+    start: float
+    width: float
+    kind: str
+    text: str
+    label: str
+
+
+def timeline(rows: Sequence[Sequence[Span]]) -> tuple[list[list[Bar]], float]:
+    """Bars for every rank along pp, and how many seconds the whole is."""
+    whole = max((span.end for row in rows for span in row), default=0.0)
+    if not whole:
+        return [], 0.0
+    thin = sum(map(len, rows)) > MOST_SPANS
+    found = []
+    for row in rows:
+        spans = _merged(row, thin)
+        found.append([_bar(span, whole) for span in spans if span.kind != "wait"])
+    return found, whole
+
+
+def _bar(span: Span, whole: float) -> Bar:
+    kind = span.kind
+    label = ""
+    if kind == "compute":
+        kind = "forward" if span.what.startswith("F") else "backward"
+        label = span.what[1:].partition(" ")[0]
+    return Bar(
+        span.start / whole, span.seconds / whole, kind, f"{span.what}: {span.seconds * 1e3:.3g} ms", label
+    )
+
+
+def _merged(row: Iterable[Span], thin: bool) -> list[Span]:
+    """Pieces of one forward or backward as one; where there is too much to draw, neighbours of one kind too."""
+    found: list[Span] = []
+    for span in row:
+        last = found[-1] if found else None
+        same = last is not None and (last.kind, last.what) == (span.kind, span.what)
+        if thin and last is not None:
+            same = last.kind == span.kind and last.what[:1] == span.what[:1]
+        if last is not None and same and last.end == span.start:
+            found[-1] = Span(last.start, span.end, last.what, last.kind)
+        else:
+            found.append(span)
+    return found

@@ -1,0 +1,151 @@
+"""Reports: where time and memory go, what to buy next, why not another degree, the page."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import Any, ClassVar
+
+import pytest
+from planner_models import HOST, Transformer, eager, tokens
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plugins import PlannerSpec, PluginHost
+from meshwright_dtensor.plugins.host import Registered
+from meshwright_planner import explain
+from meshwright_planner.buying import upgrades
+from meshwright_planner.clusters import DGX_H100
+from meshwright_planner.eager import EagerPlanner
+from meshwright_planner.page import page
+from meshwright_planner.whynot import parse_pins, why_not
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return Transformer(layers=2)
+
+
+def request(**options: Any) -> PlanRequest:
+    return PlanRequest(cluster=DGX_H100, world_size=4, **options)
+
+
+@pytest.fixture(scope="module")
+def plans(model: Transformer) -> list[ParallelPlan]:
+    return eager().plan(model, tokens(rows=4), request(top_k=3))
+
+
+def test_the_split_adds_up(plans: list[ParallelPlan]) -> None:
+    for explained in explain(plans).plans:
+        predicted = explained.plan.predicted
+        assert predicted is not None and predicted.split is not None
+        assert sum(explained.seconds.values()) == pytest.approx(predicted.step_seconds)
+        assert sum(predicted.split.exposed.values()) == pytest.approx(predicted.communication_seconds)
+        assert sum(explained.memory.values()) == predicted.total_bytes
+
+
+def test_data_equals_text(plans: list[ParallelPlan]) -> None:
+    report = explain(plans, cluster=DGX_H100, host=HOST)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert [p["degrees"] for p in data["plans"]] == [dict(p.degrees) for p in plans]
+    text = str(report)
+    for entry in data["plans"]:
+        assert entry["name"] in text and entry["next_to_buy"] in text
+
+
+def by_hand(compute: float, tp: float) -> ParallelPlan:
+    """Half of the exchange is bandwidth that can be bought; latency is none of it."""
+    free = DGX_H100.link(1, 4).seconds("all_reduce", 10**9, 4)
+    uses = [{"axis": "tp", "kind": "all_reduce", "nbytes": 10**9, "count": round(tp / free)}]
+    exposed = round(tp / free) * free
+    return ParallelPlan.from_dict(
+        {
+            "world_size": 4,
+            "degrees": {"tp": 4},
+            "collectives": uses,
+            "predicted": {
+                "step_seconds": compute + exposed,
+                "compute_seconds": compute,
+                "communication_seconds": exposed,
+                "split": {"exposed": {"tp": exposed}},
+            },
+        }
+    )
+
+
+def test_what_to_buy() -> None:
+    slow, talks = by_hand(10.0, 1.0), by_hand(1.0, 10.0)
+    assert upgrades(slow, DGX_H100, HOST)[0].what == "devices twice as fast"
+    best = upgrades(talks, DGX_H100, HOST)
+    assert best[0].what.startswith(DGX_H100.links[0].name) and best[0].seconds == pytest.approx(6.0, rel=1e-2)
+    assert [u.saved for u in best if u.what.startswith("infiniband")] == [pytest.approx(0.0)]
+
+
+class Planning(EagerPlanner):
+    """The default planner with the strategies of these tests."""
+
+    def __init__(self) -> None:
+        super().__init__(HOST)
+
+
+PLANNERS = PluginHost(
+    {
+        PlannerSpec: {
+            "eager": Registered(PlannerSpec(name="eager", target=f"{__name__}:Planning"), "t", "0", "t")
+        }
+    }
+)
+
+
+def test_why_not(model: Transformer, plans: list[ParallelPlan]) -> None:
+    best = plans[0]
+
+    def ask(text: str, **options: Any) -> Any:
+        return why_not(best, model, tokens(rows=4), request(**options), parse_pins(text), PLANNERS)
+
+    other = next(d for d in (1, 2, 4) if d != best.degree("tp"))
+    slower = ask(f"tp={other}")
+    assert slower.verdict == "slower", slower.reason
+    assert slower.plan.degree("tp") == other
+    assert slower.plan.predicted.step_seconds >= best.predicted.step_seconds
+    assert f"tp {other}" in str(slower) and "% more than" in slower.reason
+    assert ask(f"tp={best.degree('tp')}").verdict == "chosen"
+    illegal = ask("tp=3")
+    assert illegal.verdict == "illegal" and "allows 1, 2, 4" in illegal.reason
+    assert ask(f"tp={other}", memory_limit=2**10).verdict == "infeasible"
+    with pytest.raises(UsageError, match="no such option"):
+        ask("flavour=sweet")
+    with pytest.raises(UsageError, match="NAME=VALUE"):
+        parse_pins("tp")
+
+
+class Resources(HTMLParser):
+    """Collects what a page would load, and checks that its tags match."""
+
+    void: ClassVar[set[str]] = {"meta", "link", "img", "br", "rect"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [f"{tag} {k}" for k, _ in attrs if k in ("src", "href", "srcset", "xlink:href")]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.void:
+            assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else(plans: list[ParallelPlan]) -> None:
+    text = page(plans[0], cluster=DGX_H100, host=HOST)
+    parser = Resources()
+    parser.feed(text)
+    assert parser.open == [] and parser.loaded == []
+    assert "http" not in text and "@import" not in text and "url(" not in text
+    assert "Where the step goes" in text and "a rank" in text
+    hostile = plans[0].replace(provenance={"notes": ["<script>alert(1)</script>"]})
+    assert "<script>" not in page(hostile, cluster=DGX_H100, host=HOST)
