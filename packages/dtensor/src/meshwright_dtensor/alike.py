@@ -70,11 +70,11 @@ def quickly(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         return func(dtensor_local(first))
     if not isinstance(first, DTensor):
         return NotImplemented
-    spec, order = dtensor_spec(first), getattr(first, "_order", None)  # the states of what lies in runs
+    spec, order = dtensor_spec(first), _order_of(first)
     values = []
     for x in args:
         if isinstance(x, DTensor):
-            if dtensor_spec(x) is not spec or getattr(x, "_order", None) != order:
+            if dtensor_spec(x) is not spec or _order_of(x) != order:
                 return NotImplemented
             x = dtensor_local(x)
         elif isinstance(x, Tensor):
@@ -114,6 +114,11 @@ def on_local_parts(
     return _wrapped(result, first)
 
 
+def _order_of(x: DTensor) -> Any:
+    """The states of what lies in runs; None of all else. Two of one spec may hold their elements in different orders."""
+    return getattr(x, "_order", None)
+
+
 def _local(x: Any) -> Any:
     return dtensor_local(x) if isinstance(x, DTensor) else x
 
@@ -126,7 +131,7 @@ def same_specs(columns: Sequence[Sequence[Any]]) -> bool:
             if isinstance(x, Tensor) and not (
                 isinstance(x, DTensor)
                 and dtensor_spec(x) is dtensor_spec(first)
-                and getattr(x, "_order", None) == getattr(first, "_order", None)
+                and _order_of(x) == _order_of(first)
             ):
                 return False
     return True
@@ -191,7 +196,7 @@ def lies_like(first: DTensor, x: DTensor) -> bool:
     spec, other = dtensor_spec(first), dtensor_spec(x)
     if other is spec or other.shape == spec.shape:
         same = other is spec or (other.placements == spec.placements and other.mesh == spec.mesh)
-        return same and getattr(x, "_order", None) == getattr(first, "_order", None)
+        return same and _order_of(x) == _order_of(first)
     return not x.dim() and all(p.is_replicate() for p in other.placements)
 
 
