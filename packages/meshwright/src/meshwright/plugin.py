@@ -16,6 +16,7 @@ def meshwright_commands() -> Iterator[CommandSpec]:
         ("simulate", "replay a plan with slow ranks and bad links"),
         ("verify", "check a plan against one device, every gradient"),
         ("train", "train a model in parallel beside one device"),
+        ("calibrate", "measure this machine, to plan for it"),
         ("plugins", "list what is installed, and what is broken"),
         ("doctor", "report the environment"),
     ):

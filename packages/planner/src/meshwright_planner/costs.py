@@ -1,7 +1,7 @@
 """What things cost on one mesh axis: operations by roofline, conversions by the collectives they are made of.
 
-Sources: the roofline model (Williams et al., 2009) with one efficiency per cluster; collectives as alpha-beta rings
-or trees (Thakur et al., 2005) on the slowest link that the axis crosses.
+Sources: the roofline model (Williams et al., 2009) with one efficiency per cluster, or the curves of a measured machine;
+collectives as `meshwright_dtensor.links` times them, on the slowest link that the axis crosses.
 """
 
 from __future__ import annotations
@@ -12,40 +12,11 @@ from types import MappingProxyType
 
 import torch
 
-from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster, MeasuredWork
 from meshwright_dtensor.states import State, forward_kind, gradient_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace import Node, Value
-
-VIEWS = frozenset(
-    {
-        *(
-            "view",
-            "_unsafe_view",
-            "reshape",
-            "t",
-            "transpose",
-            "permute",
-            "expand",
-            "unsqueeze",
-            "squeeze",
-            "slice",
-        ),
-        *(
-            "select",
-            "split",
-            "split_with_sizes",
-            "unbind",
-            "alias",
-            "detach",
-            "as_strided",
-            "chunk",
-            "narrow",
-        ),
-        *("diagonal", "unfold"),
-    }
-)
-"""Operations that move no data."""
+from meshwright_planner.kinds import kind_of
 
 BACKWARD = 2.0
 """Backward work relative to forward: one product or pass for the input, one for the other operand."""
@@ -92,12 +63,19 @@ def backward_move(source: State, target: State, nbytes: int) -> Collective | Non
 
 @dataclass(frozen=True)
 class Work:
-    """What one operation does, whole: operations, dtype of the product, and whether a gradient flows back through it."""
+    """What one operation does, whole: operations, dtype of the product, and whether a gradient flows back through it.
+
+    `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient. `table_bytes`: of the table that an
+    embedding reads, whose gradient is as large however few of its rows are read.
+    """
 
     flops: float
     dtype: str
     grad: bool
     moves_data: bool
+    kind: str = "pointwise"
+    inputs_back: int = 2
+    table_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,20 +100,50 @@ class AxisCosts:
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> float:
         """Seconds of one operation, forward and backward, on one rank with its tensors in these states."""
-        passes = 1.0 + (BACKWARD if work.grad else 0.0)
-        launches = self.cluster.launch_s * (1.0 + (1.0 if work.grad else 0.0))
+        cluster = self.cluster
+        launches = cluster.launch_s + (cluster.backward_launch_s if work.grad else 0.0)
+        launches += cluster.dispatch_s if self.on_mesh else 0.0
         if not work.moves_data:
-            return launches
+            view = cluster.measured("view", "float32")
+            return launches if view is None else view.seconds(1.0, (True, work.grad))
         split = any(is_shard(s) for s in (*ins, *outs))
         flops = work.flops / self.degree if split else work.flops
         streamed = sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs))
-        if "embedding" in node.name:
+        table = work.table_bytes
+        if work.kind == "embedding":
             streamed *= 2  # reads the rows it writes, not the whole table
+            table = int(table * self.share(ins[1] if len(ins) > 1 else "I"))
         else:
             streamed += sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.ins, ins))
-        bandwidth = self.cluster.memory_bandwidth * self.cluster.memory_efficiency
-        busy = max(flops / self.cluster.rate(work.dtype), streamed / bandwidth) * passes
-        return max(busy, launches)
+        # the gradient of a table is filled with zeros first
+        filled = table / cluster.streams if work.grad else 0.0
+        known = cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
+        if known is not None:
+            return self._measured(work, known, flops, streamed) + filled
+        operands = min(work.inputs_back, 2) / 2 if flops else 1.0
+        passes = 1.0 + (BACKWARD * operands if work.grad else 0.0)
+        busy = max(flops / cluster.rate(work.dtype), streamed / cluster.streams) * passes + filled
+        return max(busy, launches) if cluster.hides_launch else busy + launches
+
+    def _measured(self, work: Work, known: MeasuredWork, flops: float, streamed: float) -> float:
+        """By the curve of its kind; what streams has a size in bytes, of which a loss counts its input."""
+        if work.kind in ("matmul", "attention"):
+            ahead = known.seconds(flops, (True, False))
+            back = known.seconds(flops, (False, True)) if work.grad else 0.0
+            if work.kind == "matmul":  # measured with both gradients
+                back *= min(work.inputs_back, 2) / 2
+            least = streamed / self.cluster.streams
+            return max(ahead, least) + max(back, least if work.grad else 0.0) + self._laid
+        return known.seconds(streamed, (True, work.grad)) + self._laid
+
+    @property
+    def _laid(self) -> float:
+        return self.cluster.dispatch_s if self.on_mesh else 0.0
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether operations are laid over a mesh: they are where there is more than one rank."""
+        return self.cluster.ranks > 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -146,12 +154,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 def work_of(node: Node, values: Sequence[Value], grad: Sequence[bool], flops: float) -> Work:
     """The work of a recorded node; `flops` is its forward count."""
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
-    name = node.name.removeprefix("aten.").split(".")[0]
+    kind = kind_of(node, flops)
     return Work(
         flops=flops,
         dtype=dtype_name(floating[0]) if floating else "float32",
         grad=any(grad[r.i] for r in node.outs),
-        moves_data=name not in VIEWS,
+        moves_data=kind != "view",
+        kind=kind,
+        inputs_back=sum(grad[r.i] for r in node.ins if values[r.i].dtype.is_floating_point),
+        table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
     )
 
 
@@ -159,7 +170,14 @@ def work_of(node: Node, values: Sequence[Value], grad: Sequence[bool], flops: fl
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1})
 
 
-def optimizer_seconds(cluster: Cluster, parameter_bytes: float, states: int) -> float:
-    """Seconds of one optimizer step: reads parameter, gradient and states, writes parameter and states."""
+def optimizer_seconds(cluster: Cluster, parameter_bytes: float, states: int, parameters: int = 0) -> float:
+    """Seconds of one optimizer step over `parameters` parameters of `parameter_bytes` in all.
+
+    It reads parameter, gradient and states and writes parameter and states; measured, a step of AdamW (two states).
+    """
+    known = cluster.measured("update", "float32")
+    if known is not None and parameters:
+        part = (3 + 2 * states) / 7
+        return parameters * part * known.seconds(parameter_bytes / parameters, (True, False))
     streamed = parameter_bytes * (3 + 2 * states)
-    return streamed / (cluster.memory_bandwidth * cluster.memory_efficiency)
+    return streamed / cluster.streams + parameters * cluster.update_s

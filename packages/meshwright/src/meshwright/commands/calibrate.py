@@ -1,0 +1,120 @@
+"""`meshwright calibrate`: measure this machine, and write it as a cluster that can be planned for."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import click
+
+from meshwright import ranks
+from meshwright.cli import State
+from meshwright_dtensor.errors import UsageError
+
+
+@click.command("calibrate")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("machine.json"),
+    show_default=True,
+    help="Where to write the profile.",
+)
+@click.option(
+    "--ranks",
+    "sizes",
+    default="2,4",
+    show_default=True,
+    metavar="N,N",
+    help="Numbers of ranks to start here and measure collectives with. [a job's own under torchrun]",
+)
+@click.option("--name", default="this-machine", show_default=True, help="Name of the cluster, for reports.")
+@click.option("--part", type=click.Path(path_type=Path), default=None, hidden=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON on stdout.")
+@click.pass_obj
+def command(state: State, output: Path, sizes: str, name: str, part: Path | None, as_json: bool) -> int:
+    """Measure this machine: operations by size and dtype, memory, launches, collectives by size and number of ranks.
+
+    Plan with it as `meshwright plan --cluster FILE`. It takes one to two minutes; other work on the machine spoils it.
+    """
+    numbers = _numbers(sizes)
+    if not output.parent.is_dir():
+        raise UsageError(
+            f"--output {output}: there is no folder {output.parent}; make it, or write elsewhere"
+        )
+    if ranks.is_rank():
+        return _as_rank(output, name, part, as_json)
+    import torch
+
+    from meshwright_planner.calibration.machine import Together, alone, joined
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as folder:
+        found = []
+        for number in numbers:
+            path = Path(folder) / f"{number}.json"
+            code = ranks.launch(number, ["calibrate", "--output", str(output), "--part", str(path)])
+            if code:
+                return code
+            found.append(Together.load(path))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks that are started here compute
+    try:
+        cluster = joined(alone(name), found)
+    finally:
+        torch.set_num_threads(threads)
+    _finish(cluster, output, as_json)
+    return 0
+
+
+def _as_rank(output: Path, name: str, part: Path | None, as_json: bool) -> int:
+    import torch.distributed as dist
+
+    import meshwright as mw
+    from meshwright_planner.calibration.machine import alone, beside, joined
+
+    mw.init()
+    together = beside()
+    dist.barrier()
+    if ranks.rank() == 0 and part is not None:
+        together.save(part)
+    elif ranks.rank() == 0:  # the others wait, so that one rank is alone on the machine
+        _finish(joined(alone(name), [together]), output, as_json)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    found = [int(word) for word in text.split(",") if word.strip().isdigit()]
+    if len(found) != len(text.split(",")) or any(not 2 <= n <= ranks.MAX_LOCAL_RANKS for n in found):
+        raise UsageError(
+            f"--ranks {text} is no list of numbers from 2 to {ranks.MAX_LOCAL_RANKS}; write for example 2,4"
+        )
+    return sorted(set(found))
+
+
+def _finish(cluster: object, output: Path, as_json: bool) -> None:
+    from meshwright_dtensor.cluster import Cluster
+    from meshwright_planner.clusterfile import write
+
+    assert isinstance(cluster, Cluster)
+    write(cluster, output)
+    if as_json:
+        click.echo(output.read_text(encoding="utf-8"))
+        return
+    best = {m.dtype: max(size / s for size, s in m.forward) for m in cluster.work if m.kind == "matmul"}
+    lines = [
+        f"matrix products: {', '.join(f'{dtype} {rate / 1e9:.0f} GFLOP/s' for dtype, rate in best.items())}",
+        f"memory: {cluster.memory_bandwidth / 1e9:.1f} GB/s",
+        f"one operation: {1e6 * cluster.launch_s:.1f} us forward, {1e6 * cluster.backward_launch_s:.1f} backward, "
+        f"{1e6 * cluster.dispatch_s:.1f} more on a mesh",
+        "slower with ranks: " + ", ".join(f"{n}: {f:.2f} x" for n, f in cluster.crowding),
+    ]
+    for m in cluster.collectives:
+        (small, latency), (large, seconds) = m.points[0], m.points[-1]
+        lines.append(
+            f"{m.kind} over {m.degree} of {m.ranks}: {1e6 * latency:.0f} us at {small:.0f} B, "
+            f"{large / seconds / 1e9:.2f} GB/s at {large / 2**20:.0f} MiB"
+        )
+    click.echo("\n".join(lines) + f"\nsaved to {output}")

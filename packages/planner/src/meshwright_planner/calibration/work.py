@@ -1,0 +1,179 @@
+"""How long operations of each kind take on one rank, forward and backward, by size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright_dtensor.cluster import MeasuredWork
+from meshwright_planner.calibration.clock import device, least, many
+from meshwright_planner.costs import dtype_name
+
+LEAST_S = 2e-4
+"""What is shorter is timed many at once, to as long."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size: its inputs (those that float get gradients), and the size that its time is kept by."""
+
+    size: float
+    inputs: tuple[Tensor, ...]
+    run: Callable[..., Tensor]
+
+
+def products(dtype: torch.dtype, top: float) -> Iterator[Case]:
+    """Matrix products of shapes as layers have them, by floating-point operations up to `top`."""
+    for rows, inner, outer in (
+        (16, 16, 16), (64, 32, 32), (128, 64, 64), (256, 64, 192), (256, 128, 256), (512, 192, 384),
+        (512, 384, 768), (1024, 512, 1536), (2048, 1024, 2048), (8192, 4096, 4096), (8192, 8192, 16384),
+    ):  # fmt: skip
+        if 2.0 * rows * inner * outer <= top:
+            x, w = _random((rows, inner), dtype), _random((outer, inner), dtype)
+            yield Case(2.0 * rows * inner * outer, (x, w), F.linear)
+
+
+def attentions(dtype: torch.dtype, top: float) -> Iterator[Case]:
+    """Causal attention, by floating-point operations of both products over all pairs."""
+    for batch, heads, length, width in (
+        (1, 2, 32, 16), (4, 4, 64, 16), (4, 4, 128, 32), (8, 8, 128, 32), (4, 8, 256, 64), (2, 8, 512, 64),
+        (2, 16, 1024, 64), (2, 32, 4096, 128),
+    ):  # fmt: skip
+        flops = 4.0 * batch * heads * length * length * width
+        if flops <= top:
+            q, k, v = (_random((batch, heads, length, width), dtype) for _ in range(3))
+            yield Case(
+                flops, (q, k, v), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            )
+
+
+def streams(kind: str, dtype: torch.dtype, top: float) -> Iterator[Case]:
+    """Operations that mostly move memory, by the bytes of their inputs and outputs up to `top`."""
+    for rows, width in (
+        (1, 64), (16, 64), (128, 64), (512, 64), (1024, 128), (2048, 256), (4096, 512), (16384, 512),
+    ):  # fmt: skip
+        if 12.0 * rows * width > top:
+            return
+        yield stream(kind, _random((rows, width), dtype))
+
+
+def stream(kind: str, x: Tensor) -> Case:
+    """The operation that stands for a kind, on rows of a width."""
+    rows, width = x.shape
+    one = float(x.numel() * x.element_size())
+    index = torch.arange(rows, device=x.device)
+    if kind == "pointwise":
+        return Case(3 * one, (x, torch.randn_like(x)), torch.mul)
+    if kind == "function":
+        return Case(2 * one, (x,), F.silu)
+    if kind == "copy":
+        return Case(2 * one, (x,), lambda t: t.t().contiguous())
+    if kind == "reduce":
+        return Case(one, (x,), lambda t: t.mean(-1))
+    if kind == "norm":
+        scale = torch.randn(2, width, device=x.device).to(x.dtype)
+        return Case(2 * one, (x, scale[0], scale[1]), lambda t, w, b: F.layer_norm(t, (width,), w, b))
+    if kind == "softmax":
+        return Case(one, (x,), lambda t: F.cross_entropy(t, torch.zeros_like(index)))
+    if kind == "dropout":
+        return Case(2 * one, (x,), lambda t: F.dropout(t, 0.1))
+    return Case(2 * one, (_random((TABLE, width), x.dtype),), lambda t: F.embedding(index % TABLE, t))
+
+
+TABLE = 64
+"""Rows of the embedding that is measured: few, since the gradient of the whole table is counted by itself."""
+
+KINDS = ("pointwise", "function", "copy", "reduce", "norm", "softmax", "dropout", "embedding")
+
+
+def measured(kind: str, dtype: torch.dtype, cases: Iterator[Case], budget: float) -> MeasuredWork:
+    """The curve of one kind of work; `budget`: seconds for each point."""
+    forward, backward = [], []
+    for case in cases:
+        ahead, back = _times(case, budget)
+        forward.append((case.size, ahead))
+        backward.append((case.size, back))
+    return MeasuredWork(kind, dtype_name(dtype), _rising(forward), _rising(backward))
+
+
+def launches(budget: float) -> tuple[float, float]:
+    """Seconds that the host needs for one operation, forward and backward: of many on tensors of one element."""
+    x, y = _random((1,), torch.float32).requires_grad_(), _random((1,), torch.float32)
+
+    def chain() -> Tensor:
+        out = x
+        for _ in range(50):
+            out = out * y
+        return out
+
+    ahead = least(chain, budget) / 50
+    return ahead, max(least(lambda: torch.autograd.grad(chain(), [x]), budget) / 50 - ahead, ahead / 4)
+
+
+def views(budget: float) -> MeasuredWork:
+    """What moves no data: a chain of views."""
+    x = _random((4, 4, 4), torch.float32).requires_grad_()
+
+    def chain() -> Tensor:
+        out = x
+        for _ in range(20):
+            out = out.transpose(1, 2).view(4, 4, 4) if out.is_contiguous() else out.transpose(1, 2)
+        return out
+
+    ahead = least(chain, budget) / 30
+    back = max(least(lambda: torch.autograd.grad(chain().sum(), [x]), budget) / 30 - ahead, ahead / 4)
+    return MeasuredWork("view", "float32", ((1.0, ahead),), ((1.0, back),))
+
+
+def updates(budget: float, top: float) -> MeasuredWork:
+    """A step of AdamW, by the bytes of one parameter, for one of many parameters."""
+    forward = []
+    for elements in (64, 4096, 65536, 2**20, 2**24):
+        count = max(1, min(32, 2**20 // elements))
+        if 16.0 * elements > top:
+            break
+        parameters = [torch.nn.Parameter(_random((elements,), torch.float32)) for _ in range(count)]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        forward.append((4.0 * elements, least(optimizer.step, budget) / count))
+    return MeasuredWork("update", "float32", _rising(forward), ())
+
+
+def bandwidth(top: float) -> float:
+    """Bytes per second that a streaming kernel moves (reads one tensor and writes another, both large)."""
+    x = torch.zeros(int(top) // 8, device=device())
+    y = torch.empty_like(x)
+    return 2.0 * x.numel() * 4 / least(lambda: y.copy_(x), 0.2)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device=device()).to(dtype)
+
+
+def _times(case: Case, budget: float) -> tuple[float, float]:
+    floating = [x.detach().requires_grad_() for x in case.inputs]
+    once = least(lambda: case.run(*floating), budget / 4, 5)
+    count = max(1, int(LEAST_S / max(once, 1e-7)))
+    ahead = least(many(lambda: case.run(*floating), count), budget) / count
+    out = case.run(*floating)
+    back = torch.ones_like(out)
+
+    def backward() -> None:
+        torch.autograd.grad(out, floating, back, retain_graph=True)
+
+    return ahead, least(many(backward, count), budget) / count
+
+
+def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Points by ascending size, none shorter than a smaller one: that would be noise."""
+    found: list[tuple[float, float]] = []
+    for size, seconds in sorted(points):
+        if found and size == found[-1][0]:
+            continue
+        found.append((size, max(seconds, found[-1][1] if found else 0.0)))
+    return tuple(found)

@@ -1,0 +1,53 @@
+"""Kinds of work: operations whose times go by the same curve, where a machine was measured."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from meshwright_dtensor.trace import Node
+
+VIEWS = frozenset(
+    "view _unsafe_view reshape t transpose permute expand unsqueeze squeeze slice select split split_with_sizes unbind "
+    "alias detach as_strided chunk narrow diagonal unfold".split()
+)
+"""Operations that move no data."""
+
+_BY_NAME = MappingProxyType(
+    {
+        "sdpa": "attention",
+        "embedding": "embedding",
+        "dropout": "dropout",
+        "native_dropout": "dropout",
+        "bernoulli": "dropout",
+        "cross_entropy": "softmax",
+        "softmax": "softmax",
+        "_softmax": "softmax",
+        "_log_softmax": "softmax",
+        "log_softmax": "softmax",
+        "native_layer_norm": "norm",
+        "layer_norm": "norm",
+        "rms_norm": "norm",
+        "native_group_norm": "norm",
+        "native_batch_norm": "norm",
+        **dict.fromkeys(
+            "gelu silu tanh exp sigmoid pow rsqrt cos sin log erf softplus sqrt".split(), "function"
+        ),
+        **dict.fromkeys("clone copy cat _to_copy constant_pad_nd index gather scatter stack".split(), "copy"),
+        **dict.fromkeys("mean sum amax amin cumsum topk sort var norm".split(), "reduce"),
+    }
+)
+
+
+def base_name(node: Node) -> str:
+    """ "mul" of aten.mul.Tensor."""
+    return node.name.removeprefix("aten.").split(".")[0]
+
+
+def kind_of(node: Node, flops: float) -> str:
+    """The kind of work that a recorded operation is; `flops`: what it does of it forward."""
+    name = base_name(node)
+    if name in VIEWS:
+        return "view"
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    return "matmul" if flops else "pointwise"
