@@ -29,3 +29,22 @@ METAS: MappingProxyType[Any, Callable[..., Tensor]] = MappingProxyType(
     {torch.ops.aten._grouped_mm.default: grouped_mm}
 )
 """Op overload -> what gives a fake result from fake inputs."""
+
+
+def grouped_mm_flops(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: Any = None,
+    **_: Any,
+) -> int:
+    """Operations of ``aten._grouped_mm``: every row of a 2-D operand meets the matrix of one group."""
+    groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    return 2 * groups * int(a.shape[-2]) * int(a.shape[-1]) * int(b.shape[-1])
+
+
+FLOPS: MappingProxyType[Any, Callable[..., int]] = MappingProxyType(
+    {torch.ops.aten._grouped_mm.default: grouped_mm_flops}
+)
+"""Op overload -> operations of a call, where torch's own counter has no formula."""

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from meshwright_dtensor._torch import TorchDispatchMode, is_fake, pytree
-from meshwright_dtensor._torch_metas import METAS
+from meshwright_dtensor._torch_metas import FLOPS, METAS
 
 if TYPE_CHECKING:
     from meshwright_dtensor.rules.composite import Composite
@@ -276,7 +276,10 @@ class Recorder(TorchDispatchMode):
                 self._tainted.add(id(out))
             return out
         flops = flop_registry.get(func._overloadpacket)
-        count = float(flops(*args, **kwargs, out_val=out)) if flops is not None else 0.0
+        if flops is not None:
+            count = float(flops(*args, **kwargs, out_val=out))
+        else:
+            count = float(FLOPS[func](*args, **kwargs)) if func in FLOPS else 0.0
         self._add(func, str(func), args, kwargs, out, count)
         return out
 

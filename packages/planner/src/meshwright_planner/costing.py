@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from meshwright_dtensor.plan import PlannedCollective
 from meshwright_dtensor.strategy import StrategyCost
 from meshwright_planner.attention import attention_uses
@@ -46,6 +48,8 @@ def cost(
         for axis, survey in basis.surveys.items()
         if degrees[axis] > 1
     }
+    # communication hides behind compute only where it does not take the cores that compute needs
+    hides = setting.cluster.hides_communication
     common = replace(
         basis.request(),
         batch_size=max(1, math.ceil(setting.batch.size / basis.batch_factor(degrees))),
@@ -54,9 +58,9 @@ def cost(
         activation_bytes=memory["activations"],
         flops=3.0 * tape.flops / problem.costs.degree,
         layers=max((len(g) for g in problem.quotient.groups), default=1),
-        backward_seconds=placement.compute_seconds * 2 / 3,
+        backward_seconds=placement.compute_seconds * 2 / 3 * hides,
         attention=attention_uses(tape, problem.costs, rules.composites.values()),
-        forward_seconds=placement.compute_seconds / 3,
+        forward_seconds=placement.compute_seconds / 3 * hides,
         stage=setting.stage,
         units=parameter_sizes(setting.model, setting.dtype, problem, placement) if shards > 1 else (),
         degrees=dict(degrees),
@@ -133,7 +137,10 @@ def cost(
         exposed=exposed,
         hidden=hidden,
         optimizer_seconds=optimizer_seconds(
-            setting.cluster, memory["gradients"], OPTIMIZERS[setting.optimizer]
+            setting.cluster,
+            memory["gradients"],
+            OPTIMIZERS[setting.optimizer],
+            _trained(setting.model, divided.holds),
         ),
         memory=memory,
         limit=setting.limit,
@@ -143,3 +150,8 @@ def cost(
         apart=tuple(m for a, survey in basis.surveys.items() if degrees[a] > 1 for m in survey.modules),
         notes=tuple(n for a, survey in basis.surveys.items() if degrees[a] > 1 for n in survey.notes),
     )
+
+
+def _trained(model: nn.Module, holds: frozenset[str] | None) -> int:
+    """How many parameters an optimizer steps on one rank; `holds`: names of those that it has, None for all."""
+    return sum(p.requires_grad and (holds is None or n in holds) for n, p in model.named_parameters())

@@ -119,22 +119,30 @@ class AxisCosts:
         filled = table / cluster.streams if work.grad else 0.0
         known = cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
         if known is not None:
-            return self._measured(work, known, flops, streamed) + filled
+            made = [values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)]
+            return self._measured(work, known, flops, streamed, sum(map(self._fresh, made))) + filled
         operands = min(work.inputs_back, 2) / 2 if flops else 1.0
         passes = 1.0 + (BACKWARD * operands if work.grad else 0.0)
         busy = max(flops / cluster.rate(work.dtype), streamed / cluster.streams) * passes + filled
         return max(busy, launches) if cluster.hides_launch else busy + launches
 
-    def _measured(self, work: Work, known: MeasuredWork, flops: float, streamed: float) -> float:
-        """By the curve of its kind; what streams has a size in bytes, of which a loss counts its input."""
-        if work.kind in ("matmul", "attention"):
+    def _measured(
+        self, work: Work, known: MeasuredWork, flops: float, streamed: float, fresh: float
+    ) -> float:
+        """By the curve of its kind, products by operations, the rest by bytes; `fresh`: of memory for what products make."""
+        if work.kind == "matmul" or work.kind.startswith("attention"):
             ahead = known.seconds(flops, (True, False))
             back = known.seconds(flops, (False, True)) if work.grad else 0.0
             if work.kind == "matmul":  # measured with both gradients
                 back *= min(work.inputs_back, 2) / 2
             least = streamed / self.cluster.streams
-            return max(ahead, least) + max(back, least if work.grad else 0.0) + self._laid
+            return max(ahead, least) + max(back, least if work.grad else 0.0) + fresh + self._laid
         return known.seconds(streamed, (True, work.grad)) + self._laid
+
+    def _fresh(self, nbytes: float) -> float:
+        """Seconds that a new tensor takes before anything is written to it: large ones get pages of their own."""
+        known = self.cluster.measured("fresh", "float32")
+        return 0.0 if known is None or nbytes < known.forward[0][0] else known.seconds(nbytes, (True, False))
 
     @property
     def _laid(self) -> float:
@@ -154,7 +162,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def work_of(node: Node, values: Sequence[Value], grad: Sequence[bool], flops: float) -> Work:
     """The work of a recorded node; `flops` is its forward count."""
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
-    kind = kind_of(node, flops)
+    first = values[node.ins[0].i].shape if node.ins else ()
+    kind = kind_of(node, flops, int(first[-1]) if first else 1)
     return Work(
         flops=flops,
         dtype=dtype_name(floating[0]) if floating else "float32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 
 from meshwright_dtensor.trace import Node
@@ -14,7 +15,6 @@ VIEWS = frozenset(
 
 _BY_NAME = MappingProxyType(
     {
-        "sdpa": "attention",
         "embedding": "embedding",
         "dropout": "dropout",
         "native_dropout": "dropout",
@@ -38,16 +38,27 @@ _BY_NAME = MappingProxyType(
 )
 
 
+HEAD_WIDTHS = (16, 32, 64, 128)
+"""Widths of heads at which attention is measured: narrow ones spend their time on exponentials, not on products."""
+
+
+def attention_kind(width: int) -> str:
+    """The kind of attention over heads of a width: that of the nearest width that is measured."""
+    return f"attention-{min(HEAD_WIDTHS, key=lambda w: (abs(math.log(w / max(width, 1))), w))}"
+
+
 def base_name(node: Node) -> str:
     """ "mul" of aten.mul.Tensor."""
     return node.name.removeprefix("aten.").split(".")[0]
 
 
-def kind_of(node: Node, flops: float) -> str:
-    """The kind of work that a recorded operation is; `flops`: what it does of it forward."""
+def kind_of(node: Node, flops: float, width: int = 64) -> str:
+    """The kind of work that a recorded operation is; `flops`: of its forward; `width`: last dim of its first input."""
     name = base_name(node)
     if name in VIEWS:
         return "view"
+    if name == "sdpa":
+        return attention_kind(width)
     if name in _BY_NAME:
         return _BY_NAME[name]
     return "matmul" if flops else "pointwise"

@@ -16,6 +16,7 @@ from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.links import MeasuredCollective
 from meshwright_planner.calibration import together, work
 from meshwright_planner.calibration.clock import device
+from meshwright_planner.kinds import HEAD_WIDTHS, attention_kind
 
 POINT_S = 0.02
 """Seconds for each measured point."""
@@ -50,14 +51,18 @@ class Together:
 def alone(name: str) -> Cluster:
     """What one rank of this machine does by itself; without links, which take two."""
     accelerated = device().type == "cuda"
-    top, room = (4e12, 2**31) if accelerated else (5e9, 2**26)
+    top, room = (4e12, 2**31) if accelerated else (5e9, 2**27)
     curves = []
     for dtype in DTYPES:
         curves.append(work.measured("matmul", dtype, work.products(dtype, top), POINT_S))
-        curves.append(work.measured("attention", dtype, work.attentions(dtype, top / 4), POINT_S))
+        for width in HEAD_WIDTHS:
+            cases = work.attentions(width, dtype, top / 4)
+            curves.append(work.measured(attention_kind(width), dtype, cases, POINT_S))
     for kind in work.KINDS:
         curves.append(work.measured(kind, torch.float32, work.streams(kind, torch.float32, room), POINT_S))
     curves += [work.views(POINT_S), work.updates(POINT_S, 4.0 * room)]
+    pages = None if accelerated else work.fresh(POINT_S, room)
+    curves += [] if pages is None else [pages]
     ahead, back = work.launches(POINT_S)
     rates = {
         m.dtype: max(size / seconds for size, seconds in m.forward) for m in curves if m.kind == "matmul"
@@ -89,12 +94,15 @@ def alone(name: str) -> Cluster:
     )
 
 
-def beside() -> Together:
-    """What the ranks of the running job find out together; the same on all."""
+def beside(budget: float = POINT_S, sizes: Sequence[int] = together.SIZES) -> Together:
+    """What the ranks of the running job find out together; the same on all.
+
+    `budget`: seconds for each point; `sizes`: bytes of the full tensors that collectives are measured with.
+    """
     ranks = dist.get_world_size()
     crowded, single = together.crowding()
     dispatched = together.dispatch(ranks)
-    found = tuple(together.collectives(ranks, POINT_S))
+    found = tuple(together.collectives(ranks, budget, sizes))
     mine = torch.tensor([crowded, single, dispatched], dtype=torch.float64, device=device())
     dist.all_reduce(mine)
     crowded, single, dispatched = (float(x) for x in mine)  # only the first rank was alone

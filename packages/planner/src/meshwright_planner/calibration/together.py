@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def dispatch(mesh_size: int) -> float:
     return max(0.0, (mine - bare) / 50)
 
 
-def collectives(ranks: int, budget: float) -> Iterator[MeasuredCollective]:
+def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iterator[MeasuredCollective]:
     """Every kind over every group size that divides `ranks`, all groups of that size at once.
 
     `budget`: seconds for each size of each.
@@ -91,7 +91,7 @@ def collectives(ranks: int, budget: float) -> Iterator[MeasuredCollective]:
         assert group is not None
         for kind in KINDS:
             points = []
-            for nbytes in SIZES:
+            for nbytes in sizes:
                 points.append((float(nbytes), _collective(kind, nbytes, degree, group, budget)))
             rising = [points[0]]
             for size, seconds in points[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,18 +38,15 @@ def products(dtype: torch.dtype, top: float) -> Iterator[Case]:
             yield Case(2.0 * rows * inner * outer, (x, w), F.linear)
 
 
-def attentions(dtype: torch.dtype, top: float) -> Iterator[Case]:
-    """Causal attention, by floating-point operations of both products over all pairs."""
-    for batch, heads, length, width in (
-        (1, 2, 32, 16), (4, 4, 64, 16), (4, 4, 128, 32), (8, 8, 128, 32), (4, 8, 256, 64), (2, 8, 512, 64),
-        (2, 16, 1024, 64), (2, 32, 4096, 128),
+def attentions(width: int, dtype: torch.dtype, top: float) -> Iterator[Case]:
+    """Causal attention over heads of a width, by floating-point operations of both products over all pairs."""
+    for batch, heads, length in (
+        (1, 2, 32), (4, 4, 64), (4, 4, 128), (8, 8, 128), (4, 8, 256), (4, 8, 512), (2, 8, 1024), (2, 32, 4096),
     ):  # fmt: skip
         flops = 4.0 * batch * heads * length * length * width
         if flops <= top:
             q, k, v = (_random((batch, heads, length, width), dtype) for _ in range(3))
-            yield Case(
-                flops, (q, k, v), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            )
+            yield Case(flops, (q, k, v), partial(F.scaled_dot_product_attention, is_causal=True))
 
 
 def streams(kind: str, dtype: torch.dtype, top: float) -> Iterator[Case]:
@@ -78,7 +76,9 @@ def stream(kind: str, x: Tensor) -> Case:
         scale = torch.randn(2, width, device=x.device).to(x.dtype)
         return Case(2 * one, (x, scale[0], scale[1]), lambda t, w, b: F.layer_norm(t, (width,), w, b))
     if kind == "softmax":
-        return Case(one, (x,), lambda t: F.cross_entropy(t, torch.zeros_like(index)))
+        wide = x.view(-1, min(x.numel(), 32 * width))  # as many classes as a small vocabulary has
+        classes = torch.zeros(len(wide), dtype=torch.long, device=x.device)
+        return Case(one, (wide,), lambda t: F.cross_entropy(t, classes))
     if kind == "dropout":
         return Case(2 * one, (x,), lambda t: F.dropout(t, 0.1))
     return Case(2 * one, (_random((TABLE, width), x.dtype),), lambda t: F.embedding(index % TABLE, t))
@@ -112,6 +112,25 @@ def launches(budget: float) -> tuple[float, float]:
 
     ahead = least(chain, budget) / 50
     return ahead, max(least(lambda: torch.autograd.grad(chain(), [x]), budget) / 50 - ahead, ahead / 4)
+
+
+def fresh(budget: float, top: float) -> MeasuredWork | None:
+    """Memory that was not in use before: seconds beyond those of writing it; None where that is nothing."""
+    points = []
+    for nbytes in (2.0**22, 2.0**24, 2.0**25, 2.0**26, 2.0**27):
+        if nbytes > top:
+            break
+        count = int(nbytes) // 4 + 1024  # beyond a power of two, where allocators change their ways
+        used = torch.empty(count, device=device())
+        again = least(used.zero_, budget)
+        new = least(partial(_zeroed, count), budget)
+        if new > 1.5 * again:
+            points.append((nbytes, new - again))
+    return MeasuredWork("fresh", "float32", _rising(points), ()) if points else None
+
+
+def _zeroed(count: int) -> Tensor:
+    return torch.empty(count, device=device()).zero_()
 
 
 def views(budget: float) -> MeasuredWork:

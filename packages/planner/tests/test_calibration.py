@@ -1,0 +1,112 @@
+"""Measuring a machine: curves that rise, profiles that come back as they were, plans made with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from planner_models import LAPTOP_CPU, Mlp, eager
+
+from meshwright_dtensor.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.links import interpolated
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.testing import RankPool
+from meshwright_planner.calibration import machine, work
+from meshwright_planner.calibration.machine import Together
+from meshwright_planner.clusterfile import read, write
+from meshwright_planner.costs import optimizer_seconds
+
+FEW = 2e-3  # seconds for each point
+
+
+def measured_together(rank: int, size: int, path: str) -> None:
+    found = machine.beside(FEW, (2**10, 2**14))
+    if rank == 0:
+        found.save(Path(path))
+
+
+def small_profile() -> Cluster:
+    """A machine, by a few points only."""
+    curves = (
+        work.measured("matmul", torch.float32, work.products(torch.float32, 1e6), FEW),
+        work.measured("pointwise", torch.float32, work.streams("pointwise", torch.float32, 2e5), FEW),
+        work.views(FEW),
+        work.updates(FEW, 4e5),
+    )
+    return replace(LAPTOP_CPU, cores=2, hides_launch=False, hides_communication=False, work=curves)
+
+
+def test_curves_rise_and_every_kind_can_be_measured() -> None:
+    for kind in work.KINDS:
+        curve = work.measured(kind, torch.float32, work.streams(kind, torch.float32, 2e5), FEW)
+        for points in (curve.forward, curve.backward):
+            sizes, seconds = zip(*points, strict=True)
+            assert list(sizes) == sorted(set(sizes)) and list(seconds) == sorted(seconds) and seconds[0] > 0
+    ahead, back = work.launches(FEW)
+    assert 0 < ahead < 1e-3 and 0 < back < 1e-3
+
+
+def test_between_points_and_beyond_them() -> None:
+    points = ((1e2, 1e-5), (1e4, 1e-3))
+    assert interpolated(points, 1.0) == 1e-5
+    assert interpolated(points, 1e3) == pytest.approx(1e-4)
+    assert interpolated(points, 1e6) == pytest.approx(1e-1)
+
+
+def test_ranks_measure_each_other_and_the_profile_can_be_planned_with(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(2, measured_together, str(tmp_path / "part.json"))
+    part = Together.load(tmp_path / "part.json")
+    assert part.slower >= 1.0 and part.dispatch_s >= 0.0
+    kinds = {m.kind for m in part.collectives}
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
+    cluster = machine.joined(small_profile(), [part])
+    assert cluster.crowding[0] == (1, 1.0) and cluster.crowding[1][0] == 2
+    write(cluster, tmp_path / "machine.json")
+    assert read(tmp_path / "machine.json") == cluster
+    request = PlanRequest(cluster=str(tmp_path / "machine.json"), world_size=2, top_k=9)
+    plans = eager().plan(Mlp(), torch.randn(4, 64), request)
+    assert all(p.predicted is not None and p.predicted.step_seconds > 0 for p in plans)
+    link = cluster.running(2).link(1, 2)
+    reduced = next(m for m in part.collectives if m.kind == "all_reduce")
+    assert link.seconds("all_reduce", 2**14, 2) == reduced.points[-1][1]
+
+
+def test_measured_work_is_what_a_plan_is_costed_by() -> None:
+    """With ten times longer products the same plan takes longer, and what crowds a machine slows all of it."""
+    cluster = small_profile()
+    slow = replace(
+        cluster,
+        work=tuple(
+            replace(m, forward=tuple((n, 10 * s) for n, s in m.forward)) if m.kind == "matmul" else m
+            for m in cluster.work
+        ),
+    )
+
+    def seconds(of: Cluster) -> float:
+        plan = eager().plan(Mlp(), torch.randn(4, 64), PlanRequest(cluster=of, world_size=1))[0]
+        assert plan.predicted is not None
+        return plan.predicted.compute_seconds
+
+    assert seconds(slow) > 1.5 * seconds(cluster)
+    crowded = replace(cluster, crowding=((1, 3.0),))
+    assert crowded.running(1).work == cluster.running(1).work  # alone is alone
+    two = replace(cluster, crowding=((1, 1.0), (2, 2.0))).running(2)
+    assert two.measured("matmul", "float32") == MeasuredWork(
+        "matmul",
+        "float32",
+        tuple((n, 2 * s) for n, s in cluster.work[0].forward),
+        tuple((n, 2 * s) for n, s in cluster.work[0].backward),
+    )
+
+
+def test_an_optimizer_step_counts_its_parameters() -> None:
+    curve = MeasuredWork("update", "float32", ((100.0, 1e-5), (1e6, 1e-3)), ())
+    cluster = replace(LAPTOP_CPU, work=(curve,))
+    assert optimizer_seconds(cluster, 1000.0, 2, 100) == pytest.approx(100 * 1e-5)
+    assert optimizer_seconds(cluster, 1000.0, 0, 100) == pytest.approx(100 * 1e-5 * 3 / 7)
+    plain = replace(LAPTOP_CPU, update_s=1e-5)
+    assert optimizer_seconds(plain, 7.0, 2, 10) == pytest.approx(1e-4, rel=1e-4)
