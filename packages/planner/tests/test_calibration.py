@@ -92,8 +92,6 @@ def test_measured_work_is_what_a_plan_is_costed_by() -> None:
         return plan.predicted.compute_seconds
 
     assert seconds(slow) > 1.5 * seconds(cluster)
-    crowded = replace(cluster, crowding=((1, 3.0),))
-    assert crowded.running(1).work == cluster.running(1).work  # alone is alone
     two = replace(cluster, crowding=((1, 1.0), (2, 2.0))).running(2)
     assert two.measured("matmul", "float32") == MeasuredWork(
         "matmul",
