@@ -217,7 +217,11 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
     with pytest.raises(InfeasibleError) as caught:
         best(model, tokens(rows=2), cluster=small, world_size=1)
     text = str(caught.value)
-    assert "dp 1 x tp 1 needs" in text and "too much" in text and "world_size=2: dp 1 x tp 2" in text
+    assert (
+        "dp 1 x tp 1, recompute full needs" in text
+        and "too much" in text
+        and "world_size=2: dp 1 x tp 2" in text
+    )
     # the negative control: what is advised does fit
     assert best(model, tokens(rows=2), cluster=small, world_size=2, tp=2).degree("tp") == 2
 

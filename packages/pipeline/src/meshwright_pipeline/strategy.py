@@ -30,9 +30,8 @@ class Pipeline(Strategy):
         return survey(model)
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
-        """Only what is pinned: the search does not try pipelines by itself."""
-        pinned = request.pins.get(self.axis, 1)
-        return [pinned] if request.world_size % pinned == 0 else [1]
+        """Every degree for which there are ranks, rows and modules enough, ascending."""
+        return self.possible(request)
 
     def possible(self, request: SearchRequest) -> list[int]:
         """Every degree for which there are ranks, rows and modules enough, ascending."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-
-import torch
+from functools import cached_property
 
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.strategy import Link, SearchRequest, Survey
@@ -25,15 +24,21 @@ class Basis:
         axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
         return surveys({axis: setting.strategies[axis] for axis in axes}, setting.model)
 
+    @cached_property
+    def _bytes(self) -> tuple[int, int]:
+        every = list(self.setting.model.parameters())
+        sizes = [p.numel() * p.element_size() for p in every]
+        return sum(sizes), sum(size for p, size in zip(every, sizes) if p.requires_grad)
+
     def request(self, axis: str | None = None) -> SearchRequest:
         """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""
-        trainable = [p for p in self.setting.model.parameters() if p.requires_grad]
+        parameters, trainable = self._bytes
         return SearchRequest(
             world_size=self.setting.world_size,
             batch_size=self.setting.batch.size,
             sequence_length=self.setting.batch.sequence_length,
-            parameter_bytes=sum(p.numel() * p.element_size() for p in self.setting.model.parameters()),
-            gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
+            parameter_bytes=parameters,
+            gradient_bytes=trainable,
             pins=self.setting.pins,
             options=self.setting.options,
             survey=self.surveys.get(axis) if axis is not None else None,
@@ -52,8 +57,10 @@ class Basis:
         """Into how many parts the rows of the batch are divided."""
         return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())
 
-    def local_shape(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of a batch tensor as one rank has it."""
+    def local_shape(
+        self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int], microbatches: int = 1
+    ) -> tuple[int, ...]:
+        """The shape of a batch tensor as one rank has it, of one of its microbatches."""
         local, sizes = list(shape), self.setting.batch.sizes
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] == 1:
@@ -65,10 +72,6 @@ class Basis:
                 local[state] = -(-local[state] // degrees[axis])
             if sizes.rows is not None:
                 sizes = BatchSize(max(1, sizes.rows // strategy.batch_factor(degrees[axis])), sizes.tokens)
+        if microbatches > 1 and local and shape[0] == self.setting.batch.size:
+            local[0] = -(-local[0] // microbatches)
         return tuple(local)
-
-    def local(self, name: str, tensor: torch.Tensor, degrees: Mapping[str, int]) -> torch.Tensor:
-        """The part of a batch tensor that one rank has."""
-        for dim, size in enumerate(self.local_shape(name, tuple(tensor.shape), degrees)):
-            tensor = tensor.narrow(dim, 0, size)
-        return tensor.contiguous()  # as a rank holds it: models call view on their inputs

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright_dtensor.plan import PlannedCollective
+from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
 from meshwright_planner.placement import Placement, PlacementProblem
+from meshwright_planner.points import Point
 
 
 @dataclass
@@ -32,6 +33,8 @@ class Candidate:
         apart: names of modules that strategies run themselves.
         notes: what strategies have to say of the model.
         stages: per stage of a pipeline, its part of the time that the whole model computes.
+        point: what was decided before the placements.
+        recompute: modules whose activations are not kept.
     """
 
     degrees: Mapping[str, int]
@@ -52,6 +55,8 @@ class Candidate:
     notes: tuple[str, ...] = ()
     bubble_seconds: float = 0.0
     stages: tuple[float, ...] = ()
+    point: Point = field(default_factory=Point)
+    recompute: tuple[RecomputeRule, ...] = ()
 
     @property
     def exposed_seconds(self) -> float:
@@ -94,9 +99,24 @@ class Candidate:
     @property
     def name(self) -> str:
         """ "dp 2 x tp 4"."""
-        stage = {"zero": f" (stage {self.stage})"} if self.stage else {}
-        parts = (f"{axis} {degree}{stage.get(axis, '')}" for axis, degree in self.degrees.items())
-        return " x ".join(parts) or "one rank"
+        said = {"zero": f" (stage {self.stage})"} if self.stage else {}
+        rule = self.fields.get("pipeline")
+        if rule is not None:
+            said["pp"] = f" ({rule['schedule']}, {rule['microbatches']} microbatches)"
+        parts = (f"{axis} {degree}{said.get(axis, '')}" for axis, degree in self.degrees.items())
+        again = f", recompute {self.recompute[0].policy}" if self.recompute else ""
+        return (" x ".join(parts) or "one rank") + again
+
+
+def rank(candidate: Candidate) -> tuple[Any, ...]:
+    """Fitting first, then fastest; equals by memory, then by fewer searched ranks, then by name."""
+    return (
+        candidate.excess_bytes > 0,
+        round(candidate.step_seconds, 12),
+        candidate.total_bytes,
+        tuple(-d for d in candidate.degrees.values()),
+        candidate.name,
+    )
 
 
 def human_bytes(size: float) -> str:

@@ -18,8 +18,6 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
         axis: [d for d in strategy.degrees(requests[axis]) if d == setting.pins.get(axis, d)]
         for axis, strategy in setting.strategies.items()
     }
-    if SHARED in legal and not setting.shares:
-        legal[SHARED] = [1]
     for axis, degree in setting.pins.items():
         if axis in legal and not legal[axis]:
             length = setting.batch.sequence_length

@@ -3,80 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from meshwright_dtensor.plan import PlannedCollective
 from meshwright_dtensor.strategy import StrategyCost
-from meshwright_planner.attention import attention_uses
-from meshwright_planner.basis import Basis
 from meshwright_planner.candidate import Candidate
 from meshwright_planner.costs import OPTIMIZERS, optimizer_seconds
-from meshwright_planner.legal import Rules
-from meshwright_planner.memory import memory_parts, parameter_bytes
-from meshwright_planner.placement import Placement, PlacementProblem
+from meshwright_planner.placed import Placed, repeated
+from meshwright_planner.points import Point
 from meshwright_planner.setting import SHARED
 from meshwright_planner.surveys import placements
-from meshwright_planner.work import inside_of, module_work, parameter_sizes
+from meshwright_planner.work import inside_of
 
 SUMS = "dp"
 """The axis whose strategy costs the sum of gradients, over every axis that defers it."""
 
 
-def cost(
-    basis: Basis,
-    rules: Rules,
-    degrees: Mapping[str, int],
-    axis: str | None,
-    problem: PlacementProblem,
-    placement: Placement,
-) -> Candidate:
-    """The candidate with these degrees (of every axis) and these placements on the searched `axis`."""
-    setting, tape = basis.setting, problem.tape
-    memory = memory_parts(setting.model, problem, placement, setting.optimizer)
+def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
+    """The candidate with the degrees of `point` (of every axis) and these placements on the searched `axis`.
+
+    Raises:
+        PlanError: a strategy cannot have it so.
+    """
+    basis, times, degrees = placed.basis, point.microbatches, dict(point.degrees)
+    setting, problem = basis.setting, placed.problem
+    placement, tape = repeated(placed.placement, times), problem.tape
+    memory = dict(placed.memory)
+    memory["activations"] *= times
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
     collectives: list[PlannedCollective] = []
     shards = degrees.get(SHARED, 1)
     if setting.dtype is not None and shards == 1:  # the copies that are computed with
         memory["parameters"] += math.ceil(memory["parameters"] * setting.dtype.itemsize / 4)
-    own = {
-        axis: parameter_bytes(setting.model, problem, placement, survey.parameters)
-        for axis, survey in basis.surveys.items()
-        if degrees[axis] > 1
-    }
     # communication hides behind compute only where it does not take the cores that compute needs
     hides = setting.cluster.hides_communication
     common = replace(
         basis.request(),
+        options={**setting.options, **dict(point.way)},
         batch_size=max(1, math.ceil(setting.batch.size / basis.batch_factor(degrees))),
         parameter_bytes=memory["parameters"],
         gradient_bytes=memory["gradients"],
         activation_bytes=memory["activations"],
-        flops=3.0 * tape.flops / problem.costs.degree,
+        flops=3.0 * tape.flops * times / problem.costs.degree,
         layers=max((len(g) for g in problem.quotient.groups), default=1),
         backward_seconds=placement.compute_seconds * 2 / 3 * hides,
-        attention=attention_uses(tape, problem.costs, rules.composites.values()),
+        attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
         forward_seconds=placement.compute_seconds / 3 * hides,
-        stage=setting.stage,
-        units=parameter_sizes(setting.model, setting.dtype, problem, placement) if shards > 1 else (),
+        stage=point.stage,
+        units=placed.sizes() if shards > 1 else (),
         degrees=dict(degrees),
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided = StrategyCost()
     if outer is not None:  # what it leaves to one rank is what all others see
-        asked = replace(common, survey=basis.surveys.get(outer), work=module_work(problem, placement))
+        asked = replace(common, survey=basis.surveys.get(outer), work=placed.work(times))
         divided = setting.strategies[outer].cost(asked, degrees[outer], basis.link(degrees, outer))
         common = inside_of(common, divided, math.ceil)
-        units = (
-            parameter_sizes(setting.model, setting.dtype, problem, placement, divided.holds)
-            if shards > 1
-            else ()
+        own_part = 1 / degrees[outer]
+        common = replace(
+            common,
+            units=placed.sizes(divided.holds) if shards > 1 else (),
+            attention=tuple(replace(u, count=math.ceil(u.count * own_part)) for u in common.attention),
         )
-        common = replace(common, units=units)
+    holds = divided.holds
+    own = {
+        axis: placed.own(survey.parameters if holds is None else survey.parameters & holds)
+        for axis, survey in basis.surveys.items()
+        if degrees[axis] > 1
+    }
     # what ranks share is summed over the replicas of each shard
     parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
     fields: dict[str, Any] = {}
@@ -102,7 +99,7 @@ def cost(
             own_bytes=math.ceil(mine),
             own_gradient_bytes=math.ceil(mine_trained),
             gradient_bytes=max(0, request.gradient_bytes - math.ceil(others)),
-            entering={} if survey is None else {m: tape.entering(m) for m in survey.modules},
+            entering={} if survey is None else placed.entering(_held(survey.modules, holds), times),
         )
         found = divided if name == outer else strategy.cost(asked, degree, link)
         exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds
@@ -127,7 +124,7 @@ def cost(
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
-        stage=setting.stage if shards > 1 else 0,
+        stage=point.stage if shards > 1 else 0,
         searched=axis,
         problem=problem,
         placement=placement,
@@ -140,18 +137,23 @@ def cost(
             setting.cluster,
             memory["gradients"],
             OPTIMIZERS[setting.optimizer],
-            _trained(setting.model, divided.holds),
+            placed.trained(divided.holds),
         ),
         memory=memory,
         limit=setting.limit,
         collectives=collectives,
         fields=fields,
-        placements=placements(basis.setting.strategies, basis.surveys, degrees),
+        placements=placements(setting.strategies, basis.surveys, degrees),
         apart=tuple(m for a, survey in basis.surveys.items() if degrees[a] > 1 for m in survey.modules),
         notes=tuple(n for a, survey in basis.surveys.items() if degrees[a] > 1 for n in survey.notes),
+        point=point,
+        recompute=placed.recompute,
     )
 
 
-def _trained(model: nn.Module, holds: frozenset[str] | None) -> int:
-    """How many parameters an optimizer steps on one rank; `holds`: names of those that it has, None for all."""
-    return sum(p.requires_grad and (holds is None or n in holds) for n, p in model.named_parameters())
+def _held(modules: Iterable[str], holds: frozenset[str] | None) -> list[str]:
+    """Those that have a parameter which the rank holds."""
+    if holds is None:
+        return list(modules)
+    above = {name[:end] for name in holds for end, sign in enumerate(name) if sign == "."}
+    return [module for module in modules if module in above]

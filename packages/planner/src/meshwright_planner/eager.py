@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,13 +14,12 @@ from meshwright_dtensor.planning import Planner, PlanRequest
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.strategy import Strategy
 from meshwright_planner.batch import Batch, check_signature, scaled
-from meshwright_planner.candidate import Candidate
 from meshwright_planner.clusters import cluster_of
 from meshwright_planner.costs import OPTIMIZERS
+from meshwright_planner.exploring import explore
 from meshwright_planner.infeasible import infeasible
 from meshwright_planner.legal import Rules
 from meshwright_planner.marks import marked
-from meshwright_planner.recompute import recompute_rules
 from meshwright_planner.result import plan_of, reasons
 from meshwright_planner.search import Search
 from meshwright_planner.setting import SHARED, Setting
@@ -45,17 +43,17 @@ class EagerPlanner(Planner):
         host = self._host or discover()
         setting = self._setting(model, batch, request, host)
         search = Search(setting, self._rules or _default_rules())
-        candidates = _candidates(search, request)
-        ranked = sorted(candidates, key=_rank)
+        explored = explore(search, request.top_k)
+        ranked = explored.ranked
         fitting = [c for c in ranked if not c.excess_bytes]
         if not fitting:
-            raise infeasible(search, candidates)
+            raise infeasible(search, ranked)
         return [
             plan_of(
                 setting,
                 candidate,
                 self.name,
-                [*reasons(setting, ranked, place), *_passed_over(setting, host)],
+                [*reasons(setting, ranked, place), explored.note, *_passed_over(setting, host)],
             )
             for place, candidate in enumerate(fitting[: request.top_k])
         ]
@@ -82,44 +80,26 @@ class EagerPlanner(Planner):
             example = scaled(example, request.global_batch_size)
         cluster = cluster_of(request.cluster, host).running(world_size)
         axes = [axis for axis, strategy in strategies.items() if strategy.placement_search]
+        pins, data = self.pins(request, strategies, world_size), None
+        if SHARED in strategies and SHARED not in pins and "dp" in pins:
+            data = pins.pop("dp")  # ranks among which the search may share
         return Setting(
             model=model,
             batch=example,
             cluster=cluster,
             strategies=strategies,
             optimizer=request.optimizer,
-            pins=self.pins(request, strategies, world_size),
+            pins=pins,
             world_size=world_size,
             limit=_limit(cluster, request),
             stored=marked(model, axes) if request.keep_user_sharding else {},
             options=request.options,
             stage=request.zero or 0,
-            shares=request.shares,
+            data=data,
             precision=request.precision,
-            recompute=recompute_rules(model, request.recompute),
+            recompute=request.recompute,
             sequence_parallel=request.sequence_parallel,
         )
-
-
-def _candidates(search: Search, request: PlanRequest) -> list[Candidate]:
-    """Every combination of degrees, evaluated; ranks share training state where that is asked for, or nothing else fits."""
-    if request.shares:
-        stages = (request.zero,) if request.zero else (2, 3)
-        return _evaluated(search, stages)
-    found = [search.evaluate(degrees) for degrees in search.combinations()]
-    if request.zero is None and SHARED in search.setting.strategies and all(c.excess_bytes for c in found):
-        pins = {axis: degree for axis, degree in search.setting.pins.items() if axis != "dp"}
-        shared = search.variant(shares=True, pins=pins, data=request.dp)
-        found += [c for c in _evaluated(shared, (2, 3)) if c.stage]
-    return found
-
-
-def _evaluated(search: Search, stages: Iterable[int]) -> list[Candidate]:
-    return [
-        search.evaluate(degrees, stage)
-        for degrees in search.combinations()
-        for stage in (stages if degrees[SHARED] > 1 else (0,))
-    ]
 
 
 def installed(host: PluginHost) -> dict[str, Strategy]:
@@ -162,16 +142,6 @@ def running_ranks() -> int:
 
 def _limit(cluster: Cluster, request: PlanRequest) -> int:
     return cluster.usable_bytes if request.memory_limit is None else request.memory_limit
-
-
-def _rank(candidate: Candidate) -> tuple[Any, ...]:
-    """Fitting first, then fastest; equals by memory, then by fewer searched ranks, then by name."""
-    return (
-        candidate.excess_bytes > 0,
-        round(candidate.step_seconds, 12),
-        candidate.total_bytes,
-        tuple(-d for d in candidate.degrees.values()),
-    )
 
 
 def _default_rules() -> Rules:

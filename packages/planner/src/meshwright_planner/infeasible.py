@@ -71,9 +71,9 @@ def _more_memory(search: Search, closest: Candidate) -> list[str]:
     limit = closest.total_bytes
     raised = search.variant(limit=limit)
     # a placement was found for the limit as it is; a little room lets the search find one as small
-    if raised.evaluate(closest.degrees, closest.stage).excess_bytes:
+    if raised.evaluate(closest.point).excess_bytes:
         limit = math.ceil(1.02 * limit)
-        if search.variant(limit=limit).evaluate(closest.degrees, closest.stage).excess_bytes:
+        if search.variant(limit=limit).evaluate(closest.point).excess_bytes:
             return []
     return [f"memory_limit={limit} ({human_bytes(limit)} per rank): {closest.name}"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States, is_shard
 from meshwright_dtensor.trace import Ref
 from meshwright_planner.batchdim import batch_dims, sequence_dims
-from meshwright_planner.costs import AxisCosts, Collective, work_of
+from meshwright_planner.costs import AxisCosts, Collective, Work, work_of
 from meshwright_planner.domains import Domains
 from meshwright_planner.quotient import Quotient, carried
 from meshwright_planner.tape import Tape
@@ -88,15 +89,12 @@ class Legality:
         self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
         self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
         self._composites = {c.name: c for c in rules.composites.values()}
+        self._works: dict[int, Work] = {}
 
     def options(self, index: int) -> list[Option]:
         """The legal options of node `index`, fully replicated first."""
         tape, node = self.tape, self.tape.nodes[index]
         view = NodeView.of(node, tape.values, self.costs.degree)
-        flops, composite = node.flops, self._composites.get(node.name) if node.op is None else None
-        if composite is not None:
-            flops = float(composite.flops(view))
-        work = work_of(node, tape.values, tape.grad, flops)
         # what no input or parameter takes part in is computed alike on every rank, outside the runtime
         rows = refine(view, self._domains.rows(index), self._grad)
         if node.call is None or not node.ins or self.costs.degree == 1:
@@ -107,16 +105,37 @@ class Legality:
                 continue
             if self._carried and not self._flows_right(node.outs, row.outs):
                 continue
-            inner = self._inner(composite, view, row)
-            option = Option(
-                row.ins,
-                row.outs,
-                self.costs.compute(work, node, tape.values, row.ins, row.outs),
-                inner,
-                self.costs.collective(inner),
-            )
-            result.setdefault((row.ins, row.outs), option)
+            if (row.ins, row.outs) not in result:
+                result[row.ins, row.outs] = self._priced(index, view, row)
         return list(result.values())
+
+    def on(self, tape: Tape) -> Legality:
+        """The same of a tape that differs from this one in sizes, and in what autograd keeps."""
+        other = copy.copy(self)
+        other.tape, other._works = tape, {}
+        return other
+
+    def flops(self, index: int) -> float:
+        """Operations of the forward pass of a node."""
+        node = self.tape.nodes[index]
+        composite = self._composites.get(node.name) if node.op is None else None
+        if composite is None:
+            return node.flops
+        return float(composite.flops(NodeView.of(node, self.tape.values, self.costs.degree)))
+
+    def option(self, index: int, ins: States, outs: States) -> Option:
+        """What one way of doing a node costs."""
+        view = NodeView.of(self.tape.nodes[index], self.tape.values, self.costs.degree)
+        return self._priced(index, view, Strategy(ins, outs, "hand"))
+
+    def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
+        tape, node = self.tape, self.tape.nodes[index]
+        if index not in self._works:
+            self._works[index] = work_of(node, tape.values, tape.grad, self.flops(index))
+        composite = self._composites.get(node.name) if node.op is None else None
+        inner = self._inner(composite, view, row)
+        seconds = self.costs.compute(self._works[index], node, tape.values, row.ins, row.outs)
+        return Option(row.ins, row.outs, seconds, inner, self.costs.collective(inner))
 
     def parameter_states(self, value: int) -> list[State]:
         """The states in which a parameter may be stored."""

@@ -14,11 +14,12 @@ Objective: seconds of compute and communication, plus a price per byte of memory
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,10 +27,11 @@ import numpy as np
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_planner.costs import Collective, backward_move, convertible, forward_move
+from meshwright_planner.keeping import kept_bytes
 from meshwright_planner.legal import Legality, Option
 from meshwright_planner.marks import pinned
 from meshwright_planner.program import Conversion, Event, MemoryTerms, Phase, Program, User
-from meshwright_planner.tape import Saved
+from meshwright_planner.tape import Saved, Tape
 
 TIE = 1e-9
 """Seconds: breaks ties towards fewer conversions and replicated parameters."""
@@ -54,6 +56,7 @@ class Placement:
         status: "optimal", or the solver's message when it stopped early with a solution.
         variables, binaries, rows: size of the program.
         seconds: time to build and solve.
+        times: microbatches that the counts, seconds and bytes are of.
     """
 
     options: dict[int, Option]
@@ -68,6 +71,7 @@ class Placement:
     rows: int
     seconds: float
     objective: float
+    times: int = 1
 
 
 _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
@@ -85,10 +89,32 @@ class PlacementProblem:
         self._maker = {
             self.quotient.value(r.i): k for k in self.quotient.nodes for r in self.tape.nodes[k].outs
         }
-        self._inner: dict[int, list[Saved]] = defaultdict(list)
-        for item in self.tape.saved:
-            if item.root is None:
-                self._inner[item.node].append(item)
+        self._inner = _inner(self.tape)
+
+    def on(self, tape: Tape) -> PlacementProblem:
+        """The same problem of a tape that differs from this one in sizes, and in what autograd keeps."""
+        other = copy.copy(self)
+        other.tape, other.legality = tape, self.legality.on(tape)
+        other._inner = _inner(tape)
+        return other
+
+    def again(self, placement: Placement) -> Placement:
+        """A placement of a problem of other sizes, costed for this one."""
+        counts, values = self.quotient.node_count, self.tape.values
+        options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
+        conversions = [
+            replace(c, collective=Collective(c.collective.kind, values[c.value].nbytes))
+            for c in placement.conversions
+        ]
+        between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
+        found = replace(
+            placement,
+            options=options,
+            conversions=conversions,
+            compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
+            communication_seconds=between + sum(o.inner_seconds * counts[k] for k, o in options.items()),
+        )
+        return replace(found, saved_bytes=kept_bytes(self, found))
 
     def solve(
         self, memory: MemoryTerms, *, divide: bool = True, time_limit: float = 60.0
@@ -150,6 +176,17 @@ class PlacementProblem:
             return 4 * rows if item is inner[0] else 0
         return item.nbytes
 
+    def keeps_shard(self, item: Saved, option: Option) -> bool:
+        """Whether a saved tensor of known storage is a shard, with this option of the node that keeps it."""
+        states = option.outs if item.output else option.ins
+        position = self.slot(item.node, item.value, item.output)
+        return is_shard(states[position]) if position is not None else any(map(is_shard, states))
+
+    def slot(self, node: int, value: int | None, output: bool) -> int | None:
+        """Which input or output of `node` shares the storage of `value`."""
+        refs = self.tape.nodes[node].outs if output else self.tape.nodes[node].ins
+        return next((i for i, r in enumerate(refs) if r.i == value), None)
+
     @property
     def read_parameters(self) -> set[str]:
         """Names of the parameters that the results depend on."""
@@ -180,6 +217,15 @@ class PlacementProblem:
             seconds=0.0,
             objective=0.0,
         )
+
+
+def _inner(tape: Tape) -> dict[int, list[Saved]]:
+    """Node -> what it keeps that the recorder never saw."""
+    found: dict[int, list[Saved]] = defaultdict(list)
+    for item in tape.saved:
+        if item.root is None:
+            found[item.node].append(item)
+    return found
 
 
 class _Build:
@@ -325,10 +371,8 @@ class _Build:
                     nbytes = self.problem.kept_bytes(item) * count * (self.costs.share(0) if split else 1.0)
                     self._price(column, nbytes)
                 continue
-            position = self._slot(item.node, item.value, item.output)
             for column, option in zip(self.x[node], self.problem.options[node]):
-                states = option.outs if item.output else option.ins
-                split = is_shard(states[position]) if position is not None else any(map(is_shard, states))
+                split = self.problem.keeps_shard(item, option)
                 key = (root, split)
                 users[key][node * 1_000_000 + number].append(column)
                 nbytes = item.nbytes * len(copies[root]) * (self.costs.share(0) if split else 1.0)
@@ -349,11 +393,6 @@ class _Build:
         self.program.cost[column] += nbytes * self.memory.price
         self.program.memory[column] += nbytes
         self.kept[column] = self.kept.get(column, 0.0) + nbytes
-
-    def _slot(self, node: int, value: int | None, output: bool) -> int | None:
-        """Which input or output of `node` shares the storage of `value`."""
-        refs = self.tape.nodes[node].outs if output else self.tape.nodes[node].ins
-        return next((i for i, r in enumerate(refs) if r.i == value), None)
 
     def read(self, answer: Any, seconds: float) -> Placement:
         """The placement that a solution stands for."""

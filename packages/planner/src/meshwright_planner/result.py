@@ -49,7 +49,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
         sequence_parallel=sequence,
         parameters=tuple(parameters),
         activations=tuple(activations),
-        recompute=setting.recompute,
+        recompute=candidate.recompute,
         predicted=Prediction(
             step_seconds=candidate.step_seconds,
             compute_seconds=candidate.compute_seconds,

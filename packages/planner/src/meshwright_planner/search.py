@@ -1,4 +1,4 @@
-"""The search: every combination of degrees of the installed strategies, each with its best placements and its cost."""
+"""The search's evaluator: what a configuration costs, with the best placements on its searched axis."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Link, Survey
 from meshwright_planner import sequence
@@ -15,33 +16,40 @@ from meshwright_planner.combining import combinations
 from meshwright_planner.costing import cost
 from meshwright_planner.costs import AxisCosts
 from meshwright_planner.legal import Legality, Rules
-from meshwright_planner.memory import parameter_bytes, parameter_factor
+from meshwright_planner.memory import parameter_factor
+from meshwright_planner.placed import Placed
 from meshwright_planner.placement import Placement, PlacementProblem
+from meshwright_planner.points import Point
 from meshwright_planner.program import MemoryTerms
 from meshwright_planner.quotient import quotient
-from meshwright_planner.recording import record
+from meshwright_planner.recompute import POLICIES, recompute_rules
 from meshwright_planner.setting import Setting
 from meshwright_planner.tape import Tape
+from meshwright_planner.tapes import Tapes
 
 PRICE = 1e-15
 """Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
 
 
 class Search:
-    """Evaluates candidates; a tape is recorded once per local batch, a placement problem built once per degree."""
+    """Evaluates configurations; tapes are shared, and a placement problem is built once for a tape and a degree."""
 
     def __init__(
         self,
         setting: Setting,
         rules: Rules,
-        tapes: dict[object, Tape] | None = None,
+        tapes: Tapes | None = None,
         surveyed: Mapping[str, Survey] | None = None,
     ) -> None:
         self.setting, self.rules = setting, rules
-        self.tapes: dict[object, Tape] = {} if tapes is None else tapes
+        self.tapes = Tapes() if tapes is None else tapes
         self.basis = Basis(setting, surveyed)
         self.surveys = self.basis.surveys
+        self.evaluated = 0
         self._problems: dict[tuple[object, ...], PlacementProblem] = {}
+        self._placed: dict[tuple[object, ...], Placed] = {}
+        self._models: dict[tuple[object, ...], Placed] = {}
+        self._recompute: dict[str, tuple[RecomputeRule, ...]] = {}
 
     def variant(self, **changes: object) -> Search:
         """A search of a changed setting that shares what was recorded."""
@@ -51,46 +59,125 @@ class Search:
         """Every legal combination of degrees: product equal to the world size, pins kept."""
         return combinations(self.basis)
 
-    def evaluate(self, degrees: Mapping[str, int], stage: int | None = None) -> Candidate:
-        """The best candidate with these degrees; where nothing fits the memory, the one that needs least.
+    def point(self, degrees: Mapping[str, int], stage: int | None = None) -> Point:
+        """The configuration with these degrees, and everything else as the setting or the first way has it."""
+        full = {axis: degrees.get(axis, 1) for axis in self.setting.strategies}
+        shared = self.setting.stage if stage is None else stage
+        ways = self.ways(full)
+        return Point.of(full, shared, ways[0] if ways else {}, self.setting.recompute)
 
-        `stage`: what ranks along zero share; None takes that of the setting.
+    def ways(self, degrees: Mapping[str, int]) -> list[dict[str, object]]:
+        """What strategies let one choose with these degrees, those of the axes together."""
+        found: list[dict[str, object]] = [{}]
+        for axis, strategy in self.setting.strategies.items():
+            if degrees[axis] > 1:
+                rows = max(1, self.setting.batch.size // self.basis.batch_factor(degrees))
+                asked = replace(self.basis.request(axis), batch_size=rows, degrees=dict(degrees))
+                own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
+                found = [{**a, **b} for a in found for b in own]
+        return found
+
+    # ---- exact
+    def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:
+        """The candidate of a configuration; where nothing fits the memory, the placement that needs least.
+
+        `point`: or degrees, with `stage` for what ranks along zero share; None takes that of the setting.
+
+        Raises:
+            PlanError: a strategy cannot have it so.
         """
-        setting = self.setting if stage is None else replace(self.setting, stage=stage)
-        if setting is not self.setting:
-            return self.variant(stage=stage).evaluate(degrees)
-        degrees = {axis: degrees.get(axis, 1) for axis in setting.strategies}
-        tape = self.tape(degrees)
-        axis = next((a for a, s in setting.strategies.items() if s.placement_search and degrees[a] > 1), None)
-        degree = degrees[axis] if axis is not None else 1
-        problem = self._problem(tape, degree, self.basis.link(degrees, axis), degrees)
-        placement = self._place(problem)
-        candidate = cost(self.basis, self.rules, degrees, axis, problem, placement)
+        if not isinstance(point, Point):
+            point = self.point(point, stage)
+        self.evaluated += 1
+        axis, degree = self._searched(point)
+        placed = self._exact(point, axis, degree)
+        candidate = self._costed(point, placed, axis)
         if candidate.excess_bytes and degree > 1:
-            tight = problem.solve(self._tight(candidate), divide=False)
+            factor = parameter_factor(self.setting.optimizer)
+            own = placed.with_recompute(self.recompute(point))
+            problem = own.problem
+            tight = problem.solve(self._tight(candidate, own), divide=False)
             if tight is not None:
-                candidate = cost(self.basis, self.rules, degrees, axis, problem, tight)
-            else:  # nothing fits: show the placement that comes closest
-                least = problem.solve(MemoryTerms(1e-6, parameter_factor(setting.optimizer)), divide=False)
-                closest = (
-                    candidate
-                    if least is None
-                    else cost(self.basis, self.rules, degrees, axis, problem, least)
-                )
-                candidate = min(candidate, closest, key=lambda c: c.total_bytes)
+                return self._costed(point, self._new(placed.problem, tight), axis)
+            # nothing fits: show the placement that comes closest
+            least = problem.solve(MemoryTerms(1e-6, factor), divide=False)
+            if least is not None:
+                closest = self._costed(point, self._new(placed.problem, least), axis)
+                return min(candidate, closest, key=lambda c: c.total_bytes)
         return candidate
 
-    def tape(self, degrees: Mapping[str, int]) -> Tape:
-        """The tape of one rank's part of the batch under these degrees."""
-        batch = self.setting.batch
-        key = tuple(self.basis.local_shape(name, tuple(t.shape), degrees) for name, t in batch.tensors())
-        if key not in self.tapes:
-            local = batch.map(lambda name, t: self.basis.local(name, t, degrees))
-            self.tapes[key] = record(self.setting.model, local, self.rules.composites, self.setting.dtype)
-        return self.tapes[key]
+    # ---- estimated
+    def estimate(self, point: Point) -> Candidate:
+        """As `evaluate`, with placements that were found for another number of rows: no program is solved anew.
 
-    def _problem(self, tape: Tape, degree: int, link: Link, degrees: Mapping[str, int]) -> PlacementProblem:
-        surveyed = [axis for axis in self.surveys if degrees[axis] > 1]
+        Raises:
+            PlanError: a strategy cannot have it so.
+        """
+        axis, degree = self._searched(point)
+        tape = self._tape(point)
+        exact = self._placed.get(self._key(point, tape, degree, axis))
+        if exact is not None:
+            return self._costed(point, exact, axis)
+        family = (
+            degree,
+            self.basis.link(dict(point.degrees), axis),
+            tuple(self._present(point)),
+            len(tape.nodes),
+        )
+        model = self._models.get(family)
+        if model is None or len(model.problem.tape.values) != len(tape.values):
+            model = self._models[family] = self._exact(point, axis, degree)
+        return self._costed(point, model if model.problem.tape is tape else model.at(tape), axis)
+
+    def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
+        """The modules that a configuration runs twice."""
+        wanted = point.recompute
+        if wanted is None:
+            return ()
+        if wanted not in self._recompute:
+            self._recompute[wanted] = recompute_rules(self.setting.model, wanted)
+        return self._recompute[wanted]
+
+    @property
+    def can_recompute(self) -> tuple[str, ...]:
+        """The policies that the model can have."""
+        try:
+            recompute_rules(self.setting.model, POLICIES[0])
+        except UsageError:
+            return ()
+        return ("selective", "full")
+
+    # ---- parts
+    def _searched(self, point: Point) -> tuple[str | None, int]:
+        strategies = self.setting.strategies
+        axis = next((a for a, d in point.degrees if d > 1 and strategies[a].placement_search), None)
+        return axis, point.degree(axis) if axis is not None else 1
+
+    def _present(self, point: Point) -> list[str]:
+        return [axis for axis in self.surveys if point.degree(axis) > 1 and self.surveys[axis].parameters]
+
+    def _tape(self, point: Point) -> Tape:
+        return self.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
+
+    def _key(self, point: Point, tape: Tape, degree: int, axis: str | None) -> tuple[object, ...]:
+        return (id(tape), degree, self.basis.link(dict(point.degrees), axis), *self._present(point))
+
+    def _exact(self, point: Point, axis: str | None, degree: int) -> Placed:
+        tape = self._tape(point)
+        key = self._key(point, tape, degree, axis)
+        if key not in self._placed:
+            problem = self._problem(point, tape, degree, self.basis.link(dict(point.degrees), axis))
+            self._placed[key] = self._new(problem, self._place(problem))
+        return self._placed[key]
+
+    def _new(self, problem: PlacementProblem, placement: Placement) -> Placed:
+        return Placed(self.basis, self.rules, problem, placement)
+
+    def _costed(self, point: Point, placed: Placed, axis: str | None) -> Candidate:
+        return cost(point, placed.with_recompute(self.recompute(point)), axis)
+
+    def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
+        surveyed = self._present(point)
         key = (id(tape), degree, link, *surveyed)
         if key not in self._problems:
             costs = AxisCosts(self.setting.cluster, link, degree)
@@ -122,20 +209,17 @@ class Search:
             )
         return placement
 
-    def _tight(self, candidate: Candidate) -> MemoryTerms:
-        priced = {"parameters", "gradients", "optimizer", "activations"}
-        fixed = sum(size for part, size in candidate.memory.items() if part not in priced)
+    def _tight(self, candidate: Candidate, placed: Placed) -> MemoryTerms:
+        """The room there is, in bytes of what the problem sees: one microbatch of the whole model."""
+        memory, factor = candidate.memory, parameter_factor(self.setting.optimizer)
+        stored = placed.memory["parameters"] or 1
+        training = sum(memory[part] for part in ("parameters", "gradients", "optimizer")) / stored
+        kept = memory["activations"] / (placed.placement.saved_bytes or 1.0) or 1.0
+        fixed = sum(memory.values()) - training * stored - memory["activations"]
         outside = sum(
             p.numel() * p.element_size()
             for name, p in self.setting.model.named_parameters()
             if name not in candidate.problem.read_parameters
         )
-        factor = parameter_factor(self.setting.optimizer)
-        model, problem, placement = self.setting.model, candidate.problem, candidate.placement
-        own = {
-            a: parameter_bytes(model, problem, placement, s.parameters)[0] for a, s in self.surveys.items()
-        }
-        # of what is divided along other axes, which the problem sees whole
-        elsewhere = sum((1 - 1 / candidate.degrees.get(axis, 1)) * size for axis, size in own.items())
-        room = candidate.limit - fixed - (outside - elsewhere) * factor
-        return MemoryTerms(PRICE, factor, max(1.0, room))
+        room = candidate.limit - fixed - outside * training
+        return MemoryTerms(PRICE, min(factor, training) / kept, max(1.0, room / kept))

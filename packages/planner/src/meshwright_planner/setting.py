@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Strategy
@@ -35,10 +34,9 @@ class Setting:
         stored: parameter name -> state on the searched axis, fixed by the user.
         options: keywords that strategies know by name.
         data: data ranks (the product of the axes dp and zero), fixed by the user.
-        stage: what ranks along zero share, fixed by the user; 0 where they share nothing.
-        shares: ranks are to share training state (the axis zero is searched).
+        stage: what ranks along zero share, fixed by the user; 0 where it is searched.
         precision: in which the model is computed, a name of plan.PrecisionRule; None is its own.
-        recompute: modules whose activations are not kept.
+        recompute: a policy or a pattern (see plan), fixed by the user; None is searched.
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
     """
 
@@ -54,10 +52,9 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     data: int | None = None
     stage: int = 0
-    shares: bool = False
     precision: str | None = None
     sequence_parallel: bool | None = None
-    recompute: tuple[RecomputeRule, ...] = ()
+    recompute: str | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -161,7 +161,7 @@ class Writer:
                 node = self.tape.nodes[index]
                 module = self.collapser.pattern(node.module)
                 key = (option.inner.kind, option.inner.nbytes, "forward", module, f"inside {node.name}")
-                counted[key] += self.quotient.node_count[index]
+                counted[key] += self.quotient.node_count[index] * self.placement.times
         return [
             PlannedCollective(
                 axis=self.axis, kind=kind, nbytes=nbytes, count=count, phase=phase, module=module, why=why

@@ -1,0 +1,125 @@
+"""A placement, and what strategies are told of it: computed once, whatever is decided around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
+from meshwright_planner.attention import attention_uses
+from meshwright_planner.basis import Basis
+from meshwright_planner.legal import Rules
+from meshwright_planner.memory import memory_parts, parameter_bytes
+from meshwright_planner.placement import Placement, PlacementProblem
+from meshwright_planner.recomputing import recomputed
+from meshwright_planner.tape import Tape
+from meshwright_planner.work import module_work, parameter_sizes
+
+
+class Placed:
+    """A placement of what one rank computes at once."""
+
+    def __init__(self, basis: Basis, rules: Rules, problem: PlacementProblem, placement: Placement) -> None:
+        self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
+        self.beside = 0.0  # bytes that are alive at the peak beside what is kept
+        self.recompute: tuple[RecomputeRule, ...] = ()
+        self._own: dict[frozenset[str], tuple[float, float]] = {}
+        self._sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
+        self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
+        self._work: dict[int, tuple[ModuleWork, ...]] = {}
+        self._others: dict[object, Placed] = {}
+
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes by part."""
+        setting = self.basis.setting
+        parts = memory_parts(setting.model, self.problem, self.placement, setting.optimizer)
+        parts["temporaries"] += math.ceil(self.beside)
+        return parts
+
+    @cached_property
+    def attention(self) -> tuple[AttentionUse, ...]:
+        """The attention calls."""
+        return attention_uses(self.problem.tape, self.problem.costs, self.rules.composites.values())
+
+    def own(self, names: frozenset[str]) -> tuple[float, float]:
+        """Bytes of these parameters on one rank, of all and of those that are trained."""
+        if names not in self._own:
+            self._own[names] = parameter_bytes(self.basis.setting.model, self.problem, self.placement, names)
+        return self._own[names]
+
+    def sizes(self, holds: frozenset[str] | None = None) -> tuple[tuple[ParameterSize, ...], ...]:
+        """The parameters of each unit; `holds`: names that the rank has, None for all."""
+        if holds not in self._sizes:
+            setting = self.basis.setting
+            self._sizes[holds] = parameter_sizes(
+                setting.model, setting.dtype, self.problem, self.placement, holds
+            )
+        return self._sizes[holds]
+
+    def entering(
+        self, modules: Iterable[str], times: int
+    ) -> dict[str, tuple[tuple[tuple[int, ...], int], ...]]:
+        """Module -> shape and bytes of what goes into it in `times` microbatches."""
+        for module in modules:
+            if module not in self._entering:
+                self._entering[module] = self.problem.tape.entering(module)
+        return {
+            m: tuple(
+                ((shape[0] * times, *shape[1:]) if shape else shape, size * times)
+                for shape, size in self._entering[m]
+            )
+            for m in modules
+        }
+
+    def work(self, times: int) -> tuple[ModuleWork, ...]:
+        """What modules do in `times` microbatches."""
+        if 1 not in self._work:
+            self._work[1] = module_work(self.problem, self.placement)
+        if times not in self._work:
+            self._work[times] = tuple(
+                replace(
+                    part,
+                    seconds=part.seconds * times,
+                    saved_bytes=part.saved_bytes * times,
+                    entering=frozenset((i, name, size * times) for i, name, size in part.entering),
+                )
+                for part in self._work[1]
+            )
+        return self._work[times]
+
+    def at(self, tape: Tape) -> Placed:
+        """The same placement of a tape with another number of rows."""
+        key = ("tape", id(tape))
+        if key not in self._others:
+            problem = self.problem.on(tape)
+            self._others[key] = Placed(self.basis, self.rules, problem, problem.again(self.placement))
+        return self._others[key]
+
+    def with_recompute(self, rules: Sequence[RecomputeRule]) -> Placed:
+        """The same placement where these modules run twice."""
+        if not rules:
+            return self
+        key = ("recompute", tuple(rules))
+        if key not in self._others:
+            problem, placement, beside = recomputed(self.problem, self.placement, rules)
+            other = self._others[key] = Placed(self.basis, self.rules, problem, placement)
+            other.beside, other.recompute = beside, tuple(rules)
+        return self._others[key]
+
+
+def repeated(placement: Placement, times: int) -> Placement:
+    """A placement of `times` microbatches, one after the other."""
+    if times == 1:
+        return placement
+    return replace(
+        placement,
+        conversions=[replace(c, count=c.count * times) for c in placement.conversions],
+        compute_seconds=placement.compute_seconds * times,
+        communication_seconds=placement.communication_seconds * times,
+        saved_bytes=placement.saved_bytes * times,
+        times=times,
+    )

@@ -1,0 +1,52 @@
+"""One configuration among those that are searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Point:
+    """Everything that is decided before placements are.
+
+    Args:
+        degrees: mesh axis -> degree, of every axis, as sorted as the mesh.
+        stage: what ranks along zero share, 0 where they share nothing.
+        way: what a strategy lets one choose (Strategy.ways): schedule and microbatches of a pipeline.
+        recompute: "full" or "selective" for every repeated block, a pattern of module names, or None.
+    """
+
+    degrees: tuple[tuple[str, int], ...] = ()
+    stage: int = 0
+    way: tuple[tuple[str, Any], ...] = ()
+    recompute: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        degrees: Mapping[str, int],
+        stage: int = 0,
+        way: Mapping[str, Any] | None = None,
+        recompute: str | None = None,
+    ) -> Point:
+        """From mappings."""
+        return cls(tuple(degrees.items()), stage, tuple(sorted((way or {}).items())), recompute)
+
+    def degree(self, axis: str) -> int:
+        """Ranks along `axis`."""
+        return dict(self.degrees).get(axis, 1)
+
+    @property
+    def microbatches(self) -> int:
+        """Equal parts of the local batch that are computed one after the other."""
+        return int(dict(self.way).get("microbatches", 1))
+
+    def but(self, **changes: Any) -> Point:
+        """The same with some things changed; `way` and `degrees` as mappings."""
+        if "way" in changes:
+            changes["way"] = tuple(sorted(changes["way"].items()))
+        if "degrees" in changes:
+            changes["degrees"] = tuple(changes["degrees"].items())
+        return replace(self, **changes)
