@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.utils._pytree as _pytree
 from torch._subclasses.fake_tensor import (
@@ -50,3 +52,17 @@ def fake_like(
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is fake already."""
     return isinstance(tensor, FakeTensor)
+
+
+class _Computed(torch.autograd.Function):
+    """A tensor that requires a gradient and is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tensor.detach()
+
+
+def computed(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as if it had been computed from something that requires a gradient."""
+    anchor = torch.empty_like(tensor).requires_grad_()
+    return _Computed.apply(anchor, tensor)  # type: ignore[no-untyped-call,no-any-return]

@@ -44,8 +44,12 @@ class EagerPlanner(Planner):
         setting = self._setting(model, batch, request, host)
         search = Search(setting, self._rules or _default_rules())
         explored = explore(search, request.top_k)
+        fitting = [c for c in explored.ranked if not c.excess_bytes]
+        if not fitting and _may_share(setting, request):  # data ranks are asked for: they share where nothing else fits
+            pins = {axis: degree for axis, degree in setting.pins.items() if axis not in ("dp", SHARED)}
+            explored = explore(search.variant(pins=pins, data=request.dp), request.top_k)
+            fitting = [c for c in explored.ranked if not c.excess_bytes]
         ranked = explored.ranked
-        fitting = [c for c in ranked if not c.excess_bytes]
         if not fitting:
             raise infeasible(search, ranked)
         return [
@@ -60,7 +64,10 @@ class EagerPlanner(Planner):
 
     def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
         """The degrees that are fixed; 1 on an axis that nothing owns asks for nothing."""
-        return {axis: degree for axis, degree in request.pins.items() if axis in strategies}
+        pins = {axis: degree for axis, degree in request.pins.items() if axis in strategies}
+        if "dp" in pins and SHARED in strategies:
+            pins.setdefault(SHARED, 1)
+        return pins
 
     def _setting(self, model: nn.Module, batch: Any, request: PlanRequest, host: PluginHost) -> Setting:
         strategies = installed(host)
@@ -80,26 +87,28 @@ class EagerPlanner(Planner):
             example = scaled(example, request.global_batch_size)
         cluster = cluster_of(request.cluster, host).running(world_size)
         axes = [axis for axis, strategy in strategies.items() if strategy.placement_search]
-        pins, data = self.pins(request, strategies, world_size), None
-        if SHARED in strategies and SHARED not in pins and "dp" in pins:
-            data = pins.pop("dp")  # ranks among which the search may share
         return Setting(
             model=model,
             batch=example,
             cluster=cluster,
             strategies=strategies,
             optimizer=request.optimizer,
-            pins=pins,
+            pins=self.pins(request, strategies, world_size),
             world_size=world_size,
             limit=_limit(cluster, request),
             stored=marked(model, axes) if request.keep_user_sharding else {},
             options=request.options,
             stage=request.zero or 0,
-            data=data,
             precision=request.precision,
             recompute=request.recompute,
             sequence_parallel=request.sequence_parallel,
         )
+
+
+def _may_share(setting: Setting, request: PlanRequest) -> bool:
+    """Whether the user said how many data ranks there are, and nothing of what they share."""
+    asked = request.zero is None and request.zero_degree is None
+    return asked and request.dp is not None and SHARED in setting.strategies
 
 
 def installed(host: PluginHost) -> dict[str, Strategy]:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,66 +22,13 @@ from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageEr
 from meshwright_dtensor.precision import cast_buffers
 from meshwright_dtensor.trace import Recorder
 from meshwright_planner import _torch
-from meshwright_planner._torch import pytree
 from meshwright_planner.batch import Batch, check_signature
 from meshwright_planner.borrow import borrowed
+from meshwright_planner.replaying import Copy, UnlikeError, replay_blocks
 from meshwright_planner.tape import ModuleInfo, Saved, Tape, finish
+from meshwright_planner.watching import REAL_ELEMENTS, Watcher
 
 REAL_RUN_LIMIT_BYTES = 4 * 2**30
-REAL_ELEMENTS = 2**25
-"""Integer results with more elements than this are fake too: nobody looks at every entry of a large mask."""
-
-
-class Watcher(Recorder):
-    """A recorder that knows which value a storage belongs to, and keeps what is real small."""
-
-    def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
-        self.storages: dict[int, list[int]] = {}
-        self.fake = mode
-        super().__init__(composites)
-
-    def ref(self, tensor: torch.Tensor) -> Any:
-        """See Recorder.ref."""
-        ref = super().ref(tensor)
-        key = _torch.storage_key(tensor)
-        if key is not None:
-            known = self.storages.setdefault(key, [])
-            if ref.i not in known:
-                known.append(ref.i)
-        return ref
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.fake is not None and _result_elements(func, args, kwargs) > REAL_ELEMENTS:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
-            with self.fake:
-                return super().__torch_dispatch__(func, types, args, kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _torch.is_fake(tensor):
-            return tensor
-        fake = _torch.fake_like(self.fake, tensor, tensor.device)
-        self._bind(fake, self.ref(tensor).i)
-        if id(tensor) in self._tainted:
-            self._tainted.add(id(fake))
-        return fake
-
-
-def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """A guess at the elements of a result: that of broadcasting the inputs, or of a size among the arguments."""
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    if any(_torch.is_fake(t) for t in tensors):
-        return 0
-    shape: list[int] = []
-    for size in (t.shape for t in tensors):
-        shape = [1] * (len(size) - len(shape)) + shape
-        for back in range(1, len(size) + 1):
-            shape[-back] = max(shape[-back], size[-back])
-    sizes = [a for a in args if isinstance(a, (list, tuple)) and a and all(isinstance(x, int) for x in a)]
-    return max([math.prod(shape), *(math.prod(s) for s in sizes)])
 
 
 def record(
@@ -104,7 +52,10 @@ def record(
     check_signature(model, batch)
     start = time.perf_counter()
     try:
-        tape = _run_mixed(model, batch, composites, dtype)
+        try:
+            tape = _run_mixed(model, batch, composites, dtype, replay=True)
+        except (UsageError, UnlikeError):  # blocks that need each other's traces: run them all
+            tape = _run_mixed(model, batch, composites, dtype, replay=False)
     except _torch.LOOKS_AT_DATA as error:
         tape = _run_real(model, batch, composites, error, dtype)
     tape.seconds = time.perf_counter() - start
@@ -128,6 +79,7 @@ def _run_mixed(
     batch: Batch,
     composites: Mapping[Callable[..., Any], Any],
     dtype: torch.dtype | None,
+    replay: bool,
 ) -> Tape:
     mode, device, computed = _torch.fake_mode(), _device_of(model), _dtypes(model, dtype)
 
@@ -145,7 +97,10 @@ def _run_mixed(
         return fake(tensor).requires_grad_(tensor.requires_grad)
 
     with borrowed(model, fake):
-        return _watch(model, batch.map(given), Watcher(composites, mode))
+        watcher = Watcher(composites, mode)
+        if replay:
+            replay_blocks(model, watcher)
+        return _watch(model, batch.map(given), watcher)
 
 
 def _readable(tensor: torch.Tensor) -> bool:
@@ -196,10 +151,9 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         watcher.mark(buffer, f"buffer:{name}")
     for name, tensor in batch.tensors():
         watcher.mark(tensor, f"input:{name}")
-    packed: list[tuple[int, torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append((len(watcher.nodes), tensor))
+        watcher.packed.append((len(watcher.nodes), tensor))
         return tensor
 
     with torch.enable_grad(), _module_frames(model, watcher):
@@ -207,7 +161,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
             try:
                 out = model(*batch.args, **batch.kwargs)
             except Exception as error:
-                if isinstance(error, (MeshwrightError, *_torch.LOOKS_AT_DATA)):
+                if isinstance(error, (MeshwrightError, UnlikeError, *_torch.LOOKS_AT_DATA)):
                     raise
                 raise UsageError(
                     f"{type(model).__name__} raised {_line(error)} when called with this batch on "
@@ -231,7 +185,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         rows=batch.size,
     )
     kept = finish(tape)
-    tape.saved = list(_saved(watcher, packed, kept, tape))
+    tape.saved = list(_saved(watcher, kept, tape))
     return tape
 
 
@@ -289,31 +243,49 @@ def _collect(tree: Any, found: dict[int, torch.Tensor]) -> None:
                 _collect(value, found)
 
 
-def _saved(
-    watcher: Watcher, packed: list[tuple[int, torch.Tensor]], kept: Mapping[int, int], tape: Tape
-) -> Iterator[Saved]:
-    produced = {r.i: k for k, node in enumerate(tape.nodes) for r in node.outs}
+def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
+    produced = {r.i: k for k, node in enumerate(watcher.nodes) for r in node.outs}
+    seen: dict[int, Saved | None] = {}
     inner: set[int | None] = set()
-    for index, tensor in packed:
-        nbytes = tensor.numel() * tensor.element_size()
-        key = _torch.storage_key(tensor)
-        known = watcher.storages.get(key, []) if key is not None else []
-        if not known:
-            if index in kept and key not in inner:
-                inner.add(key)
-                yield Saved(kept[index], None, None, True, nbytes)
-            continue
-        geometry = (tuple(tensor.shape), tuple(tensor.stride()))
-        same = [i for i in known if (tape.values[i].shape, tape.values[i].stride) == geometry]
-        exact = watcher.index_of(tensor)
-        value = exact if exact is not None else (same or known)[0]
-        full = tape.values[known[0]]
-        size = min(math.prod(full.shape) * full.dtype.itemsize, max(nbytes, 0)) if nbytes else 0
+
+    def entries(first: int, last: int) -> Iterator[Saved]:
+        for place in range(first, last):
+            index, what = watcher.packed[place]
+            if isinstance(what, Copy):
+                for item in entries(*what.packed):
+                    root, value = (None if i is None else what.value(i) for i in (item.root, item.value))
+                    yield Saved(item.node + what.shift, root, value, item.output, item.nbytes)
+                continue
+            if place not in seen:
+                seen[place] = _packed(watcher, index, what, inner)
+            found = seen[place]
+            if found is not None:
+                yield found
+
+    for item in entries(0, len(watcher.packed)):
         # inputs are packed before their node is recorded, outputs after
-        own = index - 1 in kept and produced.get(value) == kept[index - 1]
-        node = kept.get(index - 1 if own else index)
+        own = item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
+        node = kept.get(item.node - 1 if own else item.node)
         if node is not None:
-            yield Saved(node, known[0], value, own, size)
+            yield replace(item, node=node, output=own or item.root is None)
+
+
+def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int | None]) -> Saved | None:
+    """A tensor that autograd keeps, by the number of nodes that there were; None where it was seen before."""
+    nbytes = tensor.numel() * tensor.element_size()
+    key = _torch.storage_key(tensor)
+    known = watcher.storages.get(key, []) if key is not None else []
+    if not known:
+        new = key not in inner
+        inner.add(key)
+        return Saved(index, None, None, True, nbytes) if new else None
+    geometry = (tuple(tensor.shape), tuple(tensor.stride()))
+    same = [i for i in known if (watcher.values[i].shape, watcher.values[i].stride) == geometry]
+    exact = watcher.index_of(tensor)
+    value = exact if exact is not None else (same or known)[0]
+    full = watcher.values[known[0]]
+    size = min(math.prod(full.shape) * full.dtype.itemsize, max(nbytes, 0)) if nbytes else 0
+    return Saved(index, known[0], value, False, size)
 
 
 def _line(error: BaseException) -> str:

@@ -1,0 +1,96 @@
+"""A recorder of a model's run: it knows storages, keeps what is real small, and can be told what would have happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright_dtensor.trace import Recorder
+from meshwright_planner import _torch
+from meshwright_planner._torch import pytree
+
+REAL_ELEMENTS = 2**25
+"""Integer results with more elements than this are fake too: nobody looks at every entry of a large mask."""
+
+
+class Watcher(Recorder):
+    """A recorder that knows which value a storage belongs to, and keeps what is real small."""
+
+    def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
+        self.storages: dict[int, list[int]] = {}
+        self.fake = mode
+        self.packed: list[tuple[int, Any]] = []
+        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again)."""
+        super().__init__(composites)
+
+    def ref(self, tensor: torch.Tensor) -> Any:
+        """See Recorder.ref."""
+        ref = super().ref(tensor)
+        key = _torch.storage_key(tensor)
+        if key is not None:
+            known = self.storages.setdefault(key, [])
+            if ref.i not in known:
+                known.append(ref.i)
+        return ref
+
+    def storage_of(self, tensor: torch.Tensor, none: list[int]) -> list[int]:
+        """The values that share the storage of `tensor`, first seen first; `none` where it has no known one."""
+        key = _torch.storage_key(tensor)
+        return (self.storages.get(key) or none) if key is not None else none
+
+    def is_tainted(self, tensor: torch.Tensor) -> bool:
+        """Whether an input or a parameter takes part in it."""
+        return id(tensor) in self._tainted
+
+    def stand_in(self, like: torch.Tensor, index: int, storage: list[int]) -> torch.Tensor:
+        """A new fake tensor with the geometry of `like`, as value `index`, whose storage is that of `storage`."""
+        self._silent += 1
+        try:
+            new = _torch.fake_like(self.fake, like, like.device)
+            if like.requires_grad:
+                new = _torch.computed(new)
+        finally:
+            self._silent -= 1
+        self._bind(new, index)
+        key = _torch.storage_key(new)
+        if key is not None and storage:
+            self.storages[key] = list(storage)
+        if id(like) in self._tainted:
+            self._tainted.add(id(new))
+        return new
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.fake is not None and _result_elements(func, args, kwargs) > REAL_ELEMENTS:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+            with self.fake:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _torch.is_fake(tensor):
+            return tensor
+        fake = _torch.fake_like(self.fake, tensor, tensor.device)
+        self._bind(fake, self.ref(tensor).i)
+        if id(tensor) in self._tainted:
+            self._tainted.add(id(fake))
+        return fake
+
+
+def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """A guess at the elements of a result: that of broadcasting the inputs, or of a size among the arguments."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if any(_torch.is_fake(t) for t in tensors):
+        return 0
+    shape: list[int] = []
+    for size in (t.shape for t in tensors):
+        shape = [1] * (len(size) - len(shape)) + shape
+        for back in range(1, len(size) + 1):
+            shape[-back] = max(shape[-back], size[-back])
+    sizes = [a for a in args if isinstance(a, (list, tuple)) and a and all(isinstance(x, int) for x in a)]
+    return max([math.prod(shape), *(math.prod(s) for s in sizes)])
