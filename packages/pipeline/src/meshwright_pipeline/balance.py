@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -43,14 +44,55 @@ class Surveyed:
     names: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
 
-    @property
+    @cached_property
     def holding(self) -> frozenset[str]:
         """The units with parameters: a stage needs one of them."""
         return frozenset(self.unit(alias) for aliases in self.names.values() for alias in aliases) - {""}
 
     def unit(self, module: str) -> str:
         """The unit that a module, or a parameter, lies in; "" where there is none."""
-        return next((u for u in self.units if module == u or module.startswith(f"{u}.")), "")
+        if module not in self._unit:
+            parts, own = module.split("."), self._own
+            names = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+            self._unit[module] = next((name for name in names if name in own), "")
+        return self._unit[module]
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return frozenset(self.units)
+
+    @cached_property
+    def _unit(self) -> dict[str, str]:
+        return {}
+
+    def schedule(self, name: str) -> Schedule:
+        """The installed schedule of this name, looked for once."""
+        if name not in self._schedules:
+            self._schedules[name] = schedule_named(name)
+        return self._schedules[name]
+
+    @cached_property
+    def _schedules(self) -> dict[str, Schedule]:
+        return {}
+
+    @cached_property
+    def installed(self) -> tuple[str, ...]:
+        """Names of the schedules that are installed."""
+        return tuple(discover().all(ScheduleSpec))
+
+    def read(self, work: tuple[ModuleWork, ...]) -> Read:
+        """What there is to divide, found once for the same work."""
+        found = self._read.get(id(work))
+        if found is None or found.work is not work:
+            shared = read_outside(work, self)
+            runs = [run for run in runs_of(work, self) if run.unit not in shared]
+            whole = sum(part.seconds for part in work) or 1.0
+            found = self._read[id(work)] = Read(work, shared, runs, _blocks(runs, self), whole)
+        return found
+
+    @cached_property
+    def _read(self) -> dict[int, Read]:
+        return {}
 
 
 def survey(model: nn.Module) -> Survey:
@@ -73,6 +115,17 @@ class Run:
     seconds: float
     saved_bytes: float
     entering: frozenset[tuple[int, str, int]]
+
+
+@dataclass(frozen=True)
+class Read:
+    """The work of a model as it is divided: units that all stages hold, runs of the others, and its seconds in all."""
+
+    work: tuple[ModuleWork, ...]
+    shared: list[str]
+    runs: list[Run]
+    blocks: list[list[Run]]
+    whole: float
 
 
 def runs_of(work: Sequence[ModuleWork], known: Surveyed) -> list[Run]:
@@ -111,11 +164,10 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     """
     assert request.survey is not None
     known: Surveyed = request.survey.details
-    schedule = schedule_named(request.options.get("schedule", "1f1b"))
+    schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
-    shared = read_outside(request.work, known)
-    runs = [run for run in runs_of(request.work, known) if run.unit not in shared]
-    blocks = _blocks(runs, known)
+    read = known.read(request.work)
+    shared, runs, blocks, whole = read.shared, read.runs, read.blocks, read.whole
     here = len({run.unit for block in blocks for run in block} & known.holding)
     if here < shape.stages:
         text = (
@@ -127,7 +179,6 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     parts = [runs[a:b] for a, b in zip([0, *cuts], [*cuts, len(runs)], strict=True)]
     stages = _stages([[run.unit for run in part] for part in parts], known, shared)
     own = [schedule.own(rank, shape) for rank in range(degree)]
-    whole = sum(part.seconds for part in request.work) or 1.0
     messages = _messages(runs, cuts, known, shape.microbatches)
     costs = _stage_costs(parts, whole, messages, link, shape)
     spoken, silent = _predicted(schedule, shape, costs), _predicted(schedule, shape, costs.silent())
@@ -204,11 +255,12 @@ def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
     What the user named is kept. Schedules that cannot be loaded are left out, unless they are named.
     """
     said = request.options
-    names = [said["schedule"]] if "schedule" in said else list(discover().all(ScheduleSpec))
     known: Surveyed | None = None if request.survey is None else request.survey.details
+    installed = discover().all(ScheduleSpec) if known is None else known.installed
+    names = [said["schedule"]] if "schedule" in said else list(installed)
     for name in names:
         try:
-            schedule = schedule_named(name)
+            schedule = schedule_named(name) if known is None else known.schedule(name)
         except (PluginError, UsageError):
             if name in said.values():
                 raise

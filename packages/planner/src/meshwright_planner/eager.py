@@ -45,7 +45,9 @@ class EagerPlanner(Planner):
         search = Search(setting, self._rules or _default_rules())
         explored = explore(search, request.top_k)
         fitting = [c for c in explored.ranked if not c.excess_bytes]
-        if not fitting and _may_share(setting, request):  # data ranks are asked for: they share where nothing else fits
+        if not fitting and _may_share(
+            setting, request
+        ):  # data ranks are asked for: they share where nothing else fits
             pins = {axis: degree for axis, degree in setting.pins.items() if axis not in ("dp", SHARED)}
             explored = explore(search.variant(pins=pins, data=request.dp), request.top_k)
             fitting = [c for c in explored.ranked if not c.excess_bytes]

@@ -52,7 +52,7 @@ class Family:
                 saved[i] = replace(saved[i], nbytes=nbytes(rows))
         except _Bent:
             return None
-        return replace(first, values=values, nodes=nodes, saved=saved, rows=rows)
+        return replace(first, values=values, nodes=nodes, saved=saved, rows=rows, origin=first)
 
     def _learn(self, second: Tape) -> None:
         a, b = self.first, second

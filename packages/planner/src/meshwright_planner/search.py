@@ -21,7 +21,7 @@ from meshwright_planner.placed import Placed
 from meshwright_planner.placement import Placement, PlacementProblem
 from meshwright_planner.points import Point
 from meshwright_planner.program import MemoryTerms
-from meshwright_planner.quotient import quotient
+from meshwright_planner.quotient import Quotient, quotient
 from meshwright_planner.recompute import POLICIES, recompute_rules
 from meshwright_planner.setting import Setting
 from meshwright_planner.tape import Tape
@@ -47,6 +47,7 @@ class Search:
         self.surveys = self.basis.surveys
         self.evaluated = 0
         self._problems: dict[tuple[object, ...], PlacementProblem] = {}
+        self._quotients: dict[int, Quotient] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
         self._recompute: dict[str, tuple[RecomputeRule, ...]] = {}
@@ -185,10 +186,16 @@ class Search:
             held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
             pins = {**held, **self.setting.stored} if degree > 1 else {}
             legality = Legality(
-                tape, quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
+                tape, self._quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
             )
             self._problems[key] = PlacementProblem(legality, pins)
         return self._problems[key]
+
+    def _quotient(self, tape: Tape) -> Quotient:
+        like = tape if tape.origin is None else tape.origin
+        if id(like) not in self._quotients:
+            self._quotients[id(like)] = quotient(like)
+        return self._quotients[id(like)]
 
     def _place(self, problem: PlacementProblem) -> Placement:
         """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.

@@ -56,6 +56,7 @@ class Tape:
         scalar: the result is a scalar loss.
         parameters: name -> value of every distinct parameter.
         rows: size of the batch.
+        origin: the tape that this one differs from in sizes only, None where it was recorded itself.
     """
 
     values: list[Value]
@@ -70,6 +71,7 @@ class Tape:
     scalar: bool = False
     parameters: dict[str, int] = field(default_factory=dict)
     rows: int = 1
+    origin: Tape | None = None
 
     @property
     def flops(self) -> float:

@@ -16,8 +16,8 @@ from meshwright_planner.tape import Tape
 
 Shapes = tuple[tuple[int, ...], ...]
 
-LEARNT = (2, 3)
-"""Rows of the two tapes that all larger ones follow from.  Not 1: a dim of 1 is broadcast and is laid out as one likes."""
+LEARNT = (2, 4)
+"""Rows of the two tapes that all others follow from.  Not 1: a dim of 1 is broadcast and is laid out as one likes."""
 
 
 class Tapes:
@@ -55,7 +55,7 @@ class Tapes:
         size, whole = batch.size, {name: tuple(t.shape) for name, t in batch.tensors()}
         counted = [name for name, shape in whole.items() if shape[:1] == (size,)]
         rows = {shapes[name][0] for name in counted}
-        if len(rows) != 1 or max(rows) <= LEARNT[-1]:
+        if len(rows) != 1 or rows & {1, *LEARNT}:
             return None
         one = rows.pop()
         key = tuple((0, *shape[1:]) if name in counted else shape for name, shape in shapes.items())
