@@ -29,6 +29,7 @@ class Placed:
         self._own: dict[frozenset[str], tuple[float, float]] = {}
         self._sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
+        self._trained: dict[frozenset[str] | None, int] = {}
         self._work: dict[int, tuple[ModuleWork, ...]] = {}
         self._others: dict[object, Placed] = {}
 
@@ -59,6 +60,13 @@ class Placed:
                 setting.model, setting.dtype, self.problem, self.placement, holds
             )
         return self._sizes[holds]
+
+    def trained(self, holds: frozenset[str] | None) -> int:
+        """How many parameters an optimizer steps on one rank; `holds`: names of those that it has, None for all."""
+        if holds not in self._trained:
+            names = self.basis.setting.model.named_parameters()
+            self._trained[holds] = sum(p.requires_grad and (holds is None or n in holds) for n, p in names)
+        return self._trained[holds]
 
     def entering(
         self, modules: Iterable[str], times: int
