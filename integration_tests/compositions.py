@@ -47,8 +47,8 @@ class Composition:
 
     Attributes:
         model: a name in MODELS.
-        parts: of PARALLELISMS; "sp" is sequence parallelism, a way of the tensor axis: it doubles the tensor degree
-            when both are named.
+        parts: of PARALLELISMS, and "pp", two stages and two microbatches; "sp" is sequence parallelism, a way of the
+            tensor axis: it doubles the tensor degree when both are named.
         stage: that of ZeRO, where it takes part.
         more: further keywords of `mw.plan`.
     """
@@ -69,6 +69,8 @@ class Composition:
             "dp": (2 if "dp" in parts else 1) * (2 if "zero" in parts else 1),
             "sequence_parallel": "sp" in parts,
         }
+        if "pp" in parts:
+            pins.update(pp=2, microbatches=2)
         if "zero" in parts:
             pins.update(zero=self.stage, zero_degree=2)
         return {**pins, **self.more}
@@ -78,7 +80,7 @@ class Composition:
         """Ranks it takes."""
         pins = self.pins
         others = pins.get("degrees", {}).values()
-        size = pins["tp"] * pins["cp"] * pins["ep"] * pins["dp"]
+        size = pins.get("pp", 1) * pins["tp"] * pins["cp"] * pins["ep"] * pins["dp"]
         for degree in others:
             size *= degree
         return int(size)
@@ -87,7 +89,8 @@ class Composition:
     def name(self) -> str:
         """As "llama tp+dp+zero3"."""
         shown = [f"zero{self.stage}" if part == "zero" else part for part in self.parts]
-        shown += [str(value) if key == "precision" else key for key, value in self.more.items()]
+        named = {"precision": "{}", "schedule": "{}", "pp": "pp{}", "microbatches": "{} microbatches"}
+        shown += [named.get(key, key).format(value) for key, value in self.more.items()]
         return f"{self.model} {'+'.join(shown)}"
 
     @property
@@ -122,6 +125,38 @@ MORE = (
     Composition("llama", ("cp",), more={"context_attention": "ring", "recompute": "full"}),
 )
 """Fused projections, tied weights, precision and recomputation, with other things."""
+
+
+PIPELINES = (
+    *(
+        Composition(model, ("pp", part), stage)
+        for part in PARALLELISMS
+        for stage in ((1, 2, 3) if part == "zero" else (3,))
+        for model in ("llama", "mixtral")
+        if part != "ep" or model == "mixtral"
+    ),
+    *(Composition(model, ("pp", "dp", "tp")) for model in ("llama", "gpt2", "mixtral")),
+    *(Composition("llama", ("pp", "zero", part), stage) for stage in (1, 2, 3) for part in ("tp", "sp")),
+    *(Composition("mixtral", ("pp", "ep", part)) for part in ("tp", "dp", "cp", "zero")),
+    *(Composition("llama", ("pp", "cp", part)) for part in ("tp", "dp", "zero")),
+    *(Composition("llama", ("pp",), more={"pp": 4, "microbatches": 4, "schedule": s}) for s in ("gpipe", "1f1b")),
+    *(
+        Composition(model, ("pp", "zero"), more={"microbatches": 4, "schedule": schedule})
+        for model, schedule in (
+            ("llama", "interleaved"), ("gpt2", "zero-bubble"), ("llama-tied", "zbv"), ("llama", "dualpipev")
+        )
+    ),
+    *(
+        Composition(model, ("pp", "tp"), more={"microbatches": 4, "schedule": schedule})
+        for model, schedule in (("llama", "zero-bubble"), ("mixtral", "zbv"))
+    ),
+    Composition("mixtral", ("pp", "ep"), more={"microbatches": 4, "schedule": "zbv"}),
+    Composition("llama", ("pp", "cp"), more={"microbatches": 4, "schedule": "zbv"}),
+    Composition("llama-tied", ("pp", "dp", "zero"), 2),
+    Composition("llama", ("pp", "zero"), 1, {"precision": "bf16"}),
+    Composition("llama", ("pp", "zero"), more={"recompute": "full"}),
+)  # fmt: skip
+"""Pipelines with everything else inside of their stages."""
 
 
 def compositions(sizes: tuple[int, ...] = (2, 3)) -> Iterator[Composition]:
@@ -259,7 +294,9 @@ def main(arguments: list[str]) -> int:
     """Run those that are asked for, a line each."""
     table = "--table" in arguments
     texts = [a for a in arguments if a != "--table"]
-    asked = [c for c in (*compositions(), *MORE) if not texts or any(t in f"{c.name} " for t in texts)]
+    asked = [
+        c for c in (*compositions(), *MORE, *PIPELINES) if not texts or any(t in f"{c.name} " for t in texts)
+    ]
     bad = 0
     with RankPool() as pool:
         for composition, optimizer in ((c, o) for c in asked for o in c.optimizers):
