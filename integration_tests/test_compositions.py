@@ -15,6 +15,10 @@ SOME = [
     (Composition("mixtral", ("tp", "ep")), "adamw"),
     (Composition("llama", ("sp", "cp")), "sgd"),
     (Composition("llama", ("cp", "zero"), 2), "adamw"),
+    (Composition("llama", ("pp", "sp")), "sgd"),
+    (Composition("mixtral", ("pp", "ep"), more={"microbatches": 4, "schedule": "zbv"}), "adamw"),
+    (Composition("llama-tied", ("pp", "zero"), more={"microbatches": 4, "schedule": "dualpipev"}), "adamw"),
+    (Composition("llama", ("pp", "cp")), "sgd"),
 ]
 """Four ranks: starting eight takes longer than all of this."""
 

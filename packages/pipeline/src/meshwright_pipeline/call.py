@@ -17,6 +17,7 @@ from meshwright_dtensor.errors import StageError, UnsupportedError
 from meshwright_dtensor.global_tensor import GlobalTensor, distribute
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
 from meshwright_pipeline.actions import NAMES, Action, Schedule, Shape, Timetable
+from meshwright_pipeline.agreement import Agreement, Report
 from meshwright_pipeline.batching import Call, joined, microbatches, rows_of, signature
 from meshwright_pipeline.counting import divisors, may_differ
 from meshwright_pipeline.cutting import cut
@@ -91,6 +92,7 @@ class PipelinedCall:
         self.tied, self.place, self.keep_outputs, self.split = tied, place, keep_outputs, split
         self.skeleton = skeleton
         self.transport = Transport(place.group, place.device)
+        self.agreement = Agreement(place.everyone, place.device)
         self.sinks = Sinks(model, place.plain)
         self.rank = dist.get_rank(place.group)
         self.ours: Mapping[nn.Module, frozenset[int]] = {}
@@ -222,30 +224,31 @@ class PipelinedCall:
     # ---- what ranks tell each other at the end
     def _agree(self, step: Step, losses: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The loss, the same on every rank; or an error on every rank."""
-        mine = torch.zeros(3, dtype=torch.float64, device=self.place.device)
-        if step.failure is not None:
-            mine[0] = 1.0
+        failure, failed, mine = step.failure, None, (0.0, 0.0)
+        if failure is not None:
+            rank = dist.get_rank()
+            if failure.lost:
+                owner = self.schedule.owner(failure.action.stage, self.shape)
+                rank = dist.get_global_rank(self.place.group, owner)
+            reason = f"{type(failure.error).__name__}: {failure.error}"
+            failed = Report(failure.action, rank, reason, int(failure.lost), self.table.ends[failure.action])
         elif losses and self.place.speaks:
             total = sum(losses[m] for m in sorted(losses))
             assert isinstance(total, torch.Tensor)
-            mine[1], mine[2] = total.double(), DTYPES.index(total.dtype)
-        dist.all_reduce(mine, group=self.place.everyone)
-        if mine[0]:
-            self._raise(step)
-        return mine[1].to(DTYPES[int(mine[2].item())])
+            mine = float(total.double()), float(DTYPES.index(total.dtype))
+        told = self.agreement.settle(mine, failed, self._last_of)
+        if isinstance(told, Report):
+            self.sinks.forget()
+            self._known.clear()  # cuts may be half announced
+            cause = None if failure is None else failure.error
+            raise StageError(
+                told.action.stage, told.action.microbatch, NAMES[told.action.kind], told.rank, told.reason
+            ) from cause
+        return torch.tensor(told[0], dtype=DTYPES[int(told[1])], device=self.place.device)
 
-    def _raise(self, step: Step) -> NoReturn:
-        self.sinks.forget()
-        self._known.clear()  # cuts may be half announced
-        failure = step.failure
-        said = (
-            None if failure is None else (failure.action, f"{type(failure.error).__name__}: {failure.error}")
-        )
-        told: list[Any] = [None] * dist.get_world_size(self.place.everyone)
-        dist.all_gather_object(told, said, group=self.place.everyone)
-        rank, (action, text) = next((r, entry) for r, entry in enumerate(told) if entry is not None)
-        cause = None if failure is None else failure.error
-        raise StageError(action.stage, action.microbatch, NAMES[action.kind], rank, text) from cause
+    def _last_of(self, rank: int) -> Action:
+        """The action that ends a step on a rank of the run: the axis of the pipeline is the outermost."""
+        return self.table.ranks[rank * self.shape.ranks // dist.get_world_size()][-1]
 
     def _spread(self, results: Mapping[int, Any], calls: list[Call], like: Any) -> Any:
         """The results of all microbatches, joined, from the rank of the last stage to all of the axis."""
@@ -306,7 +309,7 @@ class PipelinedCall:
             for index in self.schedule.own(self.rank, self.shape)
         }
         mesh = None if self.place.plain else self.place.mesh
-        runtime = Runtime(stages, self.shape, self.schedule, self.transport, mesh, self.split)
+        runtime = Runtime(stages, self.shape, self.schedule, self.table, self.transport, mesh, self.split)
         return Prepared(runtime, profile, streams)
 
     def _whole(self, call: Call) -> Call:

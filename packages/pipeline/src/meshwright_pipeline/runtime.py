@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.errors import StageError, UnsupportedError
+from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.global_tensor import GlobalTensor
-from meshwright_pipeline.actions import NAMES, Action, Schedule, Shape
+from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
 from meshwright_pipeline.batching import Call
 from meshwright_pipeline.counting import Weighted
 from meshwright_pipeline.interception import Label
@@ -35,10 +34,11 @@ _ROOM = 1024
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank: the action, and the error."""
+    """What went wrong: the action, and the error; `lost`: it is another rank's, of which nothing came, that of the stage."""
 
     action: Action
     error: Exception
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Runtime:
     Args:
         stages: index -> stage, those that this rank holds.
         shape: ranks, stages and microbatches.
-        schedule: says who holds which stage.
+        schedule, table: say who holds which stage, and what every rank does in which order.
         transport: messages along the axis.
         mesh: the mesh of a stage, None where values are ordinary tensors.
         split: whether the two halves of a split backward are run apart; else the first does all.
@@ -94,6 +94,7 @@ class Runtime:
         stages: Mapping[int, Stage],
         shape: Shape,
         schedule: Schedule,
+        table: Timetable,
         transport: Transport,
         mesh: DeviceMesh | None,
         split: bool = True,
@@ -101,6 +102,7 @@ class Runtime:
         self.split = split
         self.stages, self.shape, self.schedule = stages, shape, schedule
         self.transport, self.mesh = transport, mesh
+        self.places = {action: place for own in table.ranks for place, action in enumerate(own)}
         self.wires: dict[int, Wire] = {}  # cut -> how values lie, once that has been said
         self.announced: set[int] = set()  # cuts of which the rank behind has been told
 
@@ -121,7 +123,7 @@ class Runtime:
         with contextlib.nullcontext() if seed is not None else torch.no_grad():
             for place, action in enumerate(actions):
                 step.do(action, actions[place + 1 : place + 1 + _AHEAD])
-        self.transport.settle()
+        self.transport.settle(step.step.failure is not None)
         return step.step
 
     def peer(self, stage: int) -> int | None:
@@ -151,17 +153,13 @@ class _Running:
         self.arriving: dict[tuple[int, int, bool], Arriving] = {}
         self.local: dict[tuple[int, int, bool], list[Tensor]] = {}
         self.broken: set[int] = set()
+        self.gone: set[int] = set()  # ranks
         self.began = time.perf_counter()
 
     def do(self, action: Action, following: Sequence[Action]) -> None:
         """Run one action; what the next of those that follow waits for is on its way meanwhile."""
         start = time.perf_counter()
-        try:
-            given = self._given(action)
-        except Broken:
-            given = None
-        except RuntimeError as error:
-            raise self._lost(action, error) from error
+        given = self._arrive(action)
         ready = time.perf_counter()
         for coming in following:
             if self._prepare(coming):
@@ -173,19 +171,49 @@ class _Running:
             except (
                 Exception
             ) as error:  # whatever a stage raises, its neighbours must come to the end of the step
-                self.step.failure = Failure(action, error)
-                self.held.clear()
+                self._fail(Failure(action, error))
         try:
             self._pass_on(action, made)
         except RuntimeError as error:
-            raise self._lost(action, error) from error
+            self._lose(self._beside(action, ahead=True), error)
         end = time.perf_counter()
         self.step.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
 
-    def _lost(self, action: Action, error: RuntimeError) -> StageError:
-        """A message that did not come or go: the rank at its other end is gone."""
-        reason = f"a message of it was lost, since a rank of the pipeline has died or hangs ({error})"
-        return StageError(action.stage, action.microbatch, NAMES[action.kind], dist.get_rank(), reason)
+    def _arrive(self, action: Action) -> list[Tensor] | None:
+        """What an action needs; None where it will not come."""
+        try:
+            return self._given(action)
+        except Broken:
+            return None
+        except RuntimeError as error:
+            source = self._source(action)
+            assert source is not None
+            if source[0] not in self.runtime.wires:
+                self.broken.add(source[0])
+            self._lose(self._beside(action, ahead=False), error)
+            return None
+
+    def _beside(self, action: Action, ahead: bool) -> Action:
+        """What the stage beside does with what an action makes (`ahead`), or made for it."""
+        if action.kind == "F":
+            return Action("F", action.stage + (1 if ahead else -1), action.microbatch)
+        stage = action.stage + (-1 if ahead else 1)
+        whole = Action("B", stage, action.microbatch)
+        return whole if whole in self.runtime.places else Action("I", stage, action.microbatch)
+
+    def _fail(self, failure: Failure) -> None:
+        if self.step.failure is None:
+            self.step.failure = failure
+            self.held.clear()
+
+    def _lose(self, missing: Action, error: RuntimeError) -> None:
+        """A message did not come or go: the rank at its other end is gone. Nothing more is said to it."""
+        peer = self.runtime.peer(missing.stage)
+        if peer is None:
+            raise error
+        self.gone.add(peer)
+        text = f"it has died or hangs, since a message to or from it was lost ({str(error).splitlines()[0]})"
+        self._fail(Failure(missing, ConnectionError(text), lost=True))
 
     # ---- messages
     def _source(self, action: Action) -> tuple[int, int] | None:
@@ -204,7 +232,7 @@ class _Running:
         cut, stage = source
         key, peer = (cut, action.microbatch, action.kind != "F"), self.runtime.peer(stage)
         wire = self._wire(cut, action.kind != "F")
-        if peer is None or wire is None or key in self.arriving or cut in self.broken:
+        if peer is None or wire is None or key in self.arriving or cut in self.broken or peer in self.gone:
             return True
         tag = self.runtime.tag(*key)
         self.arriving[key] = self.runtime.transport.receive(wire, peer, tag)
@@ -223,7 +251,7 @@ class _Running:
             return []
         cut, stage = source
         key, peer = (cut, action.microbatch, action.kind != "F"), self.runtime.peer(stage)
-        if cut in self.broken:
+        if cut in self.broken or peer in self.gone:
             raise Broken
         if peer is None:
             found = self.local.pop(key, None)
@@ -237,7 +265,9 @@ class _Running:
                 self.broken.add(cut)
                 raise
         self._prepare(action)
-        return self.arriving.pop(key).wait()
+        arrived = self.arriving.pop(key).wait()
+        self.runtime.transport.taken(peer, self.runtime.places[self._beside(action, ahead=False)])
+        return arrived
 
     def _pass_on(self, action: Action, made: list[Tensor] | None) -> None:
         """Send what an action has made; None: it has failed, and messages are only kept in step."""
@@ -255,20 +285,22 @@ class _Running:
             elif cut not in self.runtime.wires:
                 self.broken.add(cut)
             return
-        transport = self.runtime.transport
-        announced = self.runtime.announced
+        if peer in self.gone:
+            return
+        transport, announced = self.runtime.transport, self.runtime.announced
+        place = self.runtime.places[self._beside(action, ahead=True)]
         if not backward and cut not in announced:
             if made is None:
                 self.broken.add(cut)
-                transport.announce(None, peer, cut)
+                transport.announce(None, peer, cut, place)
                 return
             announced.add(cut)
-            transport.announce(self.runtime.wires[cut], peer, cut)
+            transport.announce(self.runtime.wires[cut], peer, cut, place)
         if made is None:
             wire = self._wire(cut, backward)
             assert wire is not None
             made = [one.empty(transport.device) for one in wire]
-        transport.send(made, peer, self.runtime.tag(*key), "backward" if backward else "forward")
+        transport.send(made, peer, self.runtime.tag(*key), "backward" if backward else "forward", place)
 
     # ---- compute
     def _compute(self, action: Action, given: list[Tensor]) -> list[Tensor]:

@@ -7,6 +7,7 @@ the end of the step tells everyone.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,15 +76,15 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank = dist.get_rank(group)
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._sent: list[_Sent] = []
 
-    def announce(self, wire: Wire | None, peer: int, cut: int) -> None:
-        """Say how what follows lies; None: nothing will come."""
+    def announce(self, wire: Wire | None, peer: int, cut: int, place: int) -> None:
+        """Say how what follows lies; None: nothing will come. `place` as in `send`."""
         data = pickle.dumps(wire)
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         tag = _ANNOUNCED + 2 * cut
-        self._post(torch.tensor([len(data)], dtype=torch.int64, device=self.device), peer, tag)
-        self._post(content, peer, tag + 1)
+        self._post(torch.tensor([len(data)], dtype=torch.int64, device=self.device), peer, tag, place)
+        self._post(content, peer, tag + 1, place)
 
     def hear(self, peer: int, cut: int) -> Wire:
         """What the peer announces.
@@ -101,13 +102,17 @@ class Transport:
             raise Broken
         return wire
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any) -> None:
-        """Send tensors; they must not be written to until `settle`."""
-        for place, tensor in enumerate(tensors):
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any, place: int) -> None:
+        """Send tensors, which must not be written to any more.
+
+        Args:
+            place: of the action that takes them, in the order of the peer's actions.
+        """
+        for number, tensor in enumerate(tensors):
             contiguous = tensor.detach().contiguous()
             nbytes = contiguous.numel() * contiguous.element_size()
             record("send_recv", "pp", nbytes, phase, function="pipeline")
-            self._post(contiguous, peer, tag + place)
+            self._post(contiguous, peer, tag + number, place)
 
     def receive(self, wire: Wire, peer: int, tag: int) -> Arriving:
         """Start to receive what lies as `wire` says."""
@@ -118,19 +123,37 @@ class Transport:
         ]
         return Arriving(buffers, works)
 
-    def settle(self) -> None:
-        """Wait until everything that was sent has left."""
-        sent, self._sent = self._sent, []
-        for work, _ in sent:
-            if work is not None:
-                work.wait()
+    def taken(self, peer: int, place: int) -> None:
+        """The peer has come to this place: what was sent for actions up to there has arrived, and is kept no longer.
 
-    def _post(self, tensor: Tensor, peer: int, tag: int) -> None:
-        # what has left need not be kept until the end of the step
-        self._sent = [
-            (work, kept) for work, kept in self._sent if work is not None and not work.is_completed()
-        ]
-        self._sent.append((dist.isend(tensor, group=self.group, group_dst=peer, tag=tag), tensor))
+        Works of gloo do not know by themselves that they have ended.
+        """
+        for sent in self._sent:
+            if sent.peer == peer and sent.place <= place and sent.work is not None:
+                sent.work.wait()
+        self._sent = [sent for sent in self._sent if sent.peer != peer or sent.place > place]
+
+    def settle(self, failed: bool) -> None:
+        """Wait until everything that was sent has left; where the step has `failed` it may be that nobody takes it."""
+        sent, self._sent = self._sent, []
+        with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
+            for one in sent:
+                if one.work is not None:
+                    one.work.wait()
+
+    def _post(self, tensor: Tensor, peer: int, tag: int, place: int) -> None:
+        work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
+        self._sent.append(_Sent(peer, place, work, tensor))
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message on its way, and the memory that it is sent from."""
+
+    peer: int
+    place: int
+    work: dist.Work | None
+    tensor: Tensor
 
 
 @dataclass
