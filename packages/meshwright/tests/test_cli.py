@@ -18,7 +18,7 @@ from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
 from meshwright_planner import costs
 
-FIRST_PARTY = {"plan", "explain", "simulate", "verify", "train", "plugins", "doctor"}
+FIRST_PARTY = {"plan", "explain", "simulate", "trial", "verify", "train", "plugins", "doctor"}
 
 
 @pytest.fixture
@@ -202,3 +202,11 @@ def test_explain_pictures(run: Callable[..., tuple[int, str, str]], tmp_path: Pa
     assert page.read_text().startswith("<!doctype html>") and picture.read_bytes().startswith(b"\x89PNG")
     code, _, err = run("explain", str(path), "--why-not", "tp=2")
     assert code == 2 and "give --model" in err
+
+
+def test_plan_compare(run: Callable[..., tuple[int, str, str]]) -> None:
+    sizes = ("--batch-size", "4", "--sequence-length", "16", "--world-size", "2")
+    code, out, _ = run("plan", "--model", "gpt2", *sizes, "--compare", "manual", "--json")
+    found = json.loads(out)["planners"]
+    assert code == 0 and {entry["planner"] for entry in found} == {"eager", "manual"}
+    assert all(entry["seconds"] > 0 and entry["plan"]["degrees"] for entry in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright_dtensor.plugins import CommandSpec, hookimpl
+from meshwright_dtensor.plugins import CommandSpec, PlannerSpec, hookimpl
 
 
 @hookimpl
@@ -15,9 +15,20 @@ def meshwright_commands() -> Iterator[CommandSpec]:
         ("explain", "say what a plan does and why"),
         ("simulate", "replay a plan with slow ranks and bad links"),
         ("verify", "check a plan against one device, every gradient"),
+        ("trial", "run plans for a few steps here, and time them"),
         ("train", "train a model in parallel beside one device"),
         ("calibrate", "measure this machine, to plan for it"),
         ("plugins", "list what is installed, and what is broken"),
         ("doctor", "report the environment"),
     ):
         yield CommandSpec(name=name, target=f"meshwright.commands.{name}:command", summary=summary)
+
+
+@hookimpl
+def meshwright_planners() -> Iterator[PlannerSpec]:
+    """The planner that needs everything: it runs what it plans."""
+    yield PlannerSpec(
+        name="trial",
+        target="meshwright.trial:TrialPlanner",
+        summary="the default planner's best plans run for a few steps on this machine, the fastest kept",
+    )

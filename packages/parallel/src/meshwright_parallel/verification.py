@@ -173,7 +173,7 @@ def verify(
 
         def forward(model: nn.Module) -> torch.Tensor:
             output = model(*args, **kwargs)
-            return _loss_of(output) if loss is None else loss(output)
+            return loss_of(output) if loss is None else loss(output)
 
         return replace(report, fault=locate(fresh[0], fresh[1], forward, seed + 1, tolerance))
 
@@ -227,7 +227,7 @@ class _Run:
         if self.twin is not None:
             args, kwargs = self.twin.inputs(args, kwargs)
         output = (self.model if self.twin is None else self.twin.model)(*args, **kwargs)
-        value = _loss_of(output) if loss is None else loss(output)
+        value = loss_of(output) if loss is None else loss(output)
         value.backward()
         if self.twin is not None:
             self.twin.hand_over()
@@ -276,7 +276,8 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned: a 0-dim tensor, its `.loss` or its "loss"."""
     candidates = [
         output,
         getattr(output, "loss", None),

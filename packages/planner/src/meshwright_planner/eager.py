@@ -42,7 +42,7 @@ class EagerPlanner(Planner):
         """See Planner.plan."""
         host = self._host or discover()
         setting = self._setting(model, batch, request, host)
-        search = Search(setting, self._rules or _default_rules())
+        search = Search(setting, self._rules or default_rules())
         explored = explore(search, request.top_k)
         fitting = [c for c in explored.ranked if not c.excess_bytes]
         if not fitting and _may_share(
@@ -155,7 +155,8 @@ def _limit(cluster: Cluster, request: PlanRequest) -> int:
     return cluster.usable_bytes if request.memory_limit is None else request.memory_limit
 
 
-def _default_rules() -> Rules:
+def default_rules() -> Rules:
+    """The rule book with its plugins."""
     from meshwright_dtensor.rules.book import RuleBook
 
     return RuleBook.default()

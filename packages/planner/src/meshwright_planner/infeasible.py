@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from meshwright_dtensor.errors import InfeasibleError, UsageError
+from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_planner.batch import scaled
 from meshwright_planner.candidate import Candidate, human_bytes
+from meshwright_planner.points import Point
 from meshwright_planner.search import Search
+from meshwright_planner.setting import SHARED
 
 MOST_RANKS = 64
 """How many times the asked number of ranks is tried at most."""
@@ -59,6 +61,10 @@ def _changes(search: Search) -> list[str]:
         if fit is not None:
             found.append(f"a batch of {rows} instead of {setting.batch.size}: {fit.name}")
             break
+    if setting.precision is None:
+        fit = _first_fit(search.variant(precision="bf16"))
+        if fit is not None:
+            found.append(f'precision="bf16": {fit.name} ({human_bytes(fit.total_bytes)})')
     if setting.optimizer != "sgd":
         fit = _first_fit(search.variant(optimizer="sgd"))
         if fit is not None:
@@ -79,14 +85,39 @@ def _more_memory(search: Search, closest: Candidate) -> list[str]:
 
 
 def _first_fit(search: Search) -> Candidate | None:
-    """The candidate that fits with the least tensor-parallel work (data degrees first), or None."""
+    """A candidate that fits, data degrees first and with as little given up as it can; None where none was found."""
     try:
         combinations = search.combinations()
     except UsageError:
         return None
     for degrees in reversed(combinations):
-        stage = search.setting.stage or (3 if degrees.get("zero", 1) > 1 else 0)
-        candidate = search.evaluate(degrees, stage)
-        if not candidate.excess_bytes:
-            return candidate
+        chain = _savings(search, degrees)
+        try:
+            if search.estimate(chain[-1]).excess_bytes and not _narrowed(search, chain[-1]):
+                continue  # not even with everything given up
+            for point in chain:
+                if not search.estimate(point).excess_bytes or point == chain[-1]:
+                    candidate = search.evaluate(point)
+                    if not candidate.excess_bytes:
+                        return candidate
+        except (PlanError, UsageError):  # these degrees cannot be had: a schedule or a mark refuses
+            continue
     return None
+
+
+def _savings(search: Search, degrees: Mapping[str, int]) -> list[Point]:
+    """Configurations of these degrees, from nothing given up to all that saves memory."""
+    setting = search.setting
+    ways = search.ways(degrees) or [{}]
+    stages = [setting.stage or (3 if degrees.get(SHARED, 1) > 1 else 0)]
+    policies = [None, *search.can_recompute] if setting.recompute is None else [setting.recompute]
+    last = max(ways, key=lambda way: int(str(way.get("microbatches", 1))))
+    chosen = [ways[0], last] if last != ways[0] else [last]
+    return [
+        Point.of(degrees, stage, way, policy) for way in chosen for policy in policies for stage in stages
+    ]
+
+
+def _narrowed(search: Search, point: Point) -> bool:
+    """Whether an exact search may place parameters for less memory than the estimate says."""
+    return any(d > 1 and search.setting.strategies[a].placement_search for a, d in point.degrees)

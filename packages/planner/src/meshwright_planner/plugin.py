@@ -20,6 +20,16 @@ def meshwright_planners() -> Iterator[PlannerSpec]:
         target="meshwright_planner.manual:ManualPlanner",
         summary="degrees as given (what is left goes to dp), placements by integer programming",
     )
+    yield PlannerSpec(
+        name="alpa",
+        target="meshwright_planner.planners.alpa:AlpaPlanner",
+        summary="Alpa's search (OSDI 2022): integer programs inside of operators, dynamic programming between them",
+    )
+    yield PlannerSpec(
+        name="mcmc",
+        target="meshwright_planner.planners.mcmc:McmcPlanner",
+        summary="FlexFlow's search (MLSys 2019): a Markov chain over configurations, seeded",
+    )
 
 
 @hookimpl

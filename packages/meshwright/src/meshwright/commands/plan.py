@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import make_plans, model_options, plan_options, plan_request
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright_dtensor.planning import PlanRequest
 
 COMPARED = 5  # plans in the table of candidates, however few are asked for
 
@@ -23,6 +29,18 @@ COMPARED = 5  # plans in the table of candidates, however few are asked for
 )
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), default=None, help="Save the best plan here."
+)
+@click.option(
+    "--trial",
+    type=click.IntRange(2),
+    default=None,
+    help="Run the best so many here for a few steps; the fastest wins.",
+)
+@click.option(
+    "--compare",
+    default=None,
+    metavar="NAMES",
+    help="Also ask these planners, as alpa,mcmc; all in one table.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, or the list of plans, as JSON.")
 @click.pass_obj
@@ -45,6 +63,8 @@ def command(
     world_size: int | None,
     top_k: int,
     output: Path | None,
+    trial: int | None,
+    compare: str | None,
     as_json: bool,
 ) -> None:
     """Plan the parallelism of a model from one run on fake tensors; no accelerator is needed."""
@@ -61,7 +81,7 @@ def command(
         zero_degree=zero_degree,
         precision=precision,
         world_size=ranks.world_size() if world_size is None else world_size,
-        top_k=max(top_k, COMPARED) if top_k >= 1 else top_k,  # refused below 1
+        top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,  # refused below 1
     )
     import meshwright as mw
     from meshwright.sources import resolve
@@ -69,9 +89,23 @@ def command(
     source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
     with mw.deferred_init():
         instance = source.make()
+    if compare is not None:
+        _compare(state, instance, source.batch, request, [planner, *compare.split(",")], as_json)
+        return
     plans = make_plans(state.host, instance, source.batch, request)
     if ranks.rank():
         return
+    if trial is not None:
+        from meshwright.trial import tried
+
+        what = {
+            "--model": model,
+            "--batch-size": batch_size,
+            "--sequence-length": sequence_length,
+            "--seed": seed,
+        }
+        arguments = [str(text) for pair in what.items() for text in pair]
+        plans = [*tried(plans[:trial], [*arguments, "--optimizer", optimizer]), *plans[trial:]]
     if output is not None:
         plans[0].save(output)
     if as_json:
@@ -87,3 +121,15 @@ def command(
         click.echo(f"=== plan {number} ===\n{plan.explain()}")
     if output is not None:
         click.echo(f"saved to {output}")
+
+
+def _compare(
+    state: State, model: nn.Module, batch: Any, request: PlanRequest, planners: list[str], as_json: bool
+) -> None:
+    from meshwright_planner.comparing import compare
+
+    if ranks.rank():
+        return
+    names = list(dict.fromkeys(name.strip() for name in planners if name.strip()))
+    found = compare(model, batch, request, names, state.host)
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found, nl=as_json)

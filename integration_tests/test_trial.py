@@ -1,0 +1,46 @@
+"""Plans tried on real ranks: measured, the fastest kept, and said so in the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright_dtensor.errors import UsageError
+
+
+def test_trial_of_the_command_line(tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    sizes = ["--batch-size", "4", "--sequence-length", "16", "--world-size", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "plan",
+        "--model",
+        "gpt2",
+        *sizes,
+        "--trial",
+        "2",
+        "-o",
+        str(output),
+    ]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    plan = mw.ParallelPlan.load(output)
+    assert plan == mw.ParallelPlan.from_dict(json.loads(done.stdout))
+    (note,) = [n for n in plan.provenance.notes if n.startswith("tried: ")]
+    assert re.search(r"tried: [0-9.]+ ms a step .* number 1 of 2 measured", note)
+
+
+def test_trial_needs_values() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="no values"):
+        mw.plan(model, torch.ones(2, 4), planner="trial", world_size=2)

@@ -1,0 +1,102 @@
+"""`meshwright trial`: plans run for a few real steps on ranks of this machine, and timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from meshwright import ranks
+from meshwright.cli import State
+from meshwright.commands.verify import OPTIMIZERS
+from meshwright.sources import Source
+from meshwright.trial import STEPS, measure
+from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.plan import ParallelPlan
+
+
+@click.command("trial")
+@click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--model", default=None, metavar="MODEL", help="As for `plan`.")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch.")
+@click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--saved",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="In place of --model: a pickled (model, batch).",
+)
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum.")
+@click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Steps that count.")
+@click.option("--output", type=click.Path(path_type=Path), default=None, help="Write what was measured here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def command(
+    state: State,
+    plans: tuple[Path, ...],
+    model: str | None,
+    batch_size: int,
+    sequence_length: int,
+    seed: int,
+    saved: Path | None,
+    optimizer: str,
+    steps: int,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Run plans for a few real steps on ranks of this machine, and say what a step took. Only load what you have saved."""
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
+    if (model is None) == (saved is None):
+        raise UsageError("what is to be run: give either --model or --saved")
+    loaded = [ParallelPlan.load(path) for path in plans]
+    sizes = sorted({plan.world_size for plan in loaded})
+    if len(sizes) > 1:
+        raise PlanError(
+            "world_size", sizes[1], f"the plans are of {sizes} ranks: try those of one size", str(sizes[0])
+        )
+    size = ranks.check_world_size(sizes[0])
+    if not ranks.is_rank():
+        return ranks.launch(size, state.arguments)
+
+    import torch
+    import torch.distributed as dist
+
+    import meshwright as mw
+
+    mw.init()
+    torch.set_num_threads(1)
+    source = _source(model, batch_size, sequence_length, seed, saved)
+    found = [measure(source.make, source.batch, plan, OPTIMIZERS[optimizer], steps) for plan in loaded]
+    if ranks.rank() == 0:
+        data = {"seconds": [m.seconds for m in found], "steps": steps, "plans": [str(p) for p in plans]}
+        if output is not None:
+            output.write_text(json.dumps(data))
+        if as_json:
+            click.echo(json.dumps(data))
+        else:
+            for path, plan, m in zip(plans, loaded, found, strict=True):
+                predicted = (
+                    ""
+                    if plan.predicted is None
+                    else f", {1e3 * plan.predicted.step_seconds:.4g} ms predicted"
+                )
+                click.echo(f"{path}: {1e3 * m.seconds:.4g} ms a step{predicted}")
+    dist.destroy_process_group()
+    return 0
+
+
+def _source(name: str | None, rows: int, tokens: int, seed: int, saved: Path | None) -> Source:
+    if name is not None:
+        from meshwright.sources import resolve
+
+        return resolve(name, batch_size=rows, sequence_length=tokens, seed=seed)
+    import copy
+
+    import torch
+
+    assert saved is not None
+    model, batch = torch.load(saved, weights_only=False)
+    return Source(str(saved), lambda: copy.deepcopy(model), batch)

@@ -1,0 +1,3 @@
+"""Planners beside the default one, on the same search space, costs and reports."""
+
+from __future__ import annotations

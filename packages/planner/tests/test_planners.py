@@ -1,0 +1,125 @@
+"""Alpa's and FlexFlow's searches beside the default one: their own formulas, the same costs, one table."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+from planner_models import DGX_H100, HOST, LAPTOP_CPU, Transformer, tokens
+
+from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.marks import mark_sharding
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plugins import PlannerSpec, PluginHost
+from meshwright_dtensor.plugins.host import Registered
+from meshwright_planner.comparing import compare
+from meshwright_planner.eager import EagerPlanner
+from meshwright_planner.planners.alpa import AlpaPlanner, latency
+from meshwright_planner.planners.mcmc import BETA, McmcPlanner, _accepted
+
+
+class Eager(EagerPlanner):
+    def __init__(self) -> None:
+        super().__init__(HOST)
+
+
+class Alpa(AlpaPlanner):
+    def __init__(self) -> None:
+        super().__init__(HOST)
+
+
+class Mcmc(McmcPlanner):
+    def __init__(self) -> None:
+        super().__init__(HOST, proposals=200)
+
+
+PLANNERS = PluginHost(
+    {
+        PlannerSpec: {
+            name: Registered(
+                PlannerSpec(name=name, target=f"{__name__}:{made.__name__}"), "tests", "0", "tests"
+            )
+            for name, made in (("eager", Eager), ("alpa", Alpa), ("mcmc", Mcmc))
+        }
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return Transformer(layers=2, hidden=128, vocab=1024)
+
+
+def request(**options: Any) -> PlanRequest:
+    return PlanRequest(**{"cluster": DGX_H100, "world_size": 8, **options})
+
+
+def step(plan: ParallelPlan | None) -> float:
+    assert plan is not None and plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
+@pytest.mark.parametrize("cluster", [DGX_H100, LAPTOP_CPU], ids=lambda c: c.name)
+def test_the_default_is_at_least_as_good(model: Transformer, cluster: Any) -> None:
+    batch = tokens(rows=8, vocab=1024)
+    found = compare(model, batch, request(cluster=cluster), ("mcmc", "alpa", "eager"), PLANNERS)
+    by_name = {answer.planner: answer for answer in found.answers}
+    assert step(by_name["eager"].plan) <= min(map(step, found.plans)) * (1 + 1e-9)
+    assert [step(p) for p in found.plans] == sorted(step(p) for p in found.plans)
+    text, data = str(found), json.loads(json.dumps(found.to_dict()))
+    assert all(f"{entry['planner']} answered in" in text for entry in data["planners"])
+    assert {p.provenance.planner for p in found.plans} == {"eager", "alpa", "mcmc"}
+
+
+@pytest.mark.parametrize("planner", [Alpa, Mcmc])
+def test_equal_requests_equal_plans(model: Transformer, planner: type[EagerPlanner]) -> None:
+    first, second = (planner().plan(model, tokens(rows=8, vocab=1024), request(top_k=2)) for _ in range(2))
+    assert first == second and len(first) == 2
+
+
+@pytest.mark.parametrize("planner", [Alpa, Mcmc])
+def test_pins_and_marks_hold(planner: type[EagerPlanner]) -> None:
+    model = Transformer(layers=2)
+    batch = tokens(rows=8)
+    assert planner().plan(model, batch, request(tp=4))[0].degrees == {"dp": 2, "tp": 4}
+    from torch.distributed.tensor import Shard
+
+    mark_sharding(model.head.weight, {"tp": Shard(1)})
+    assert planner().plan(model, batch, request(tp=4))[0].parameter_states("head.weight")["tp"] == 1
+    free = planner().plan(model, batch, request(tp=4, keep_user_sharding=False))[0]
+    assert free.parameter_states("head.weight").get("tp") != 1
+    with pytest.raises(InfeasibleError, match="no plan"):
+        planner().plan(model, batch, request(memory_limit=2**10))
+
+
+def test_latency_is_equation_2() -> None:
+    """sum of t_i + (B - 1) max t_i, for stages of 1, 3 and 2 parts of the whole, B = 4."""
+    from types import SimpleNamespace
+
+    whole, parts, count = 6.0, (1 / 6, 3 / 6, 2 / 6), 4
+    busiest = whole * max(parts)
+    candidate: Any = SimpleNamespace(
+        point=SimpleNamespace(microbatches=count),
+        exposed={"tp": 0.0},
+        searched="tp",
+        compute_seconds=busiest * count,
+        stages=parts,
+        exposed_seconds=0.0,
+    )
+    assert latency(candidate) == pytest.approx(sum(whole * p for p in parts) + (count - 1) * busiest)
+
+
+def test_metropolis() -> None:
+    """Better is always taken; worse as often as the formula says, and never into what does not fit by much."""
+    generator = random.Random(1)
+    assert _accepted((0.0, 2.0), (0.0, 1.0), generator)
+    assert not _accepted((0.0, 1.0), (5.0, 0.1), generator) and not _accepted(
+        (0.0, 1.0), (math.inf, 1.0), generator
+    )
+    tries = 4000
+    taken = sum(_accepted((0.0, 1.0), (0.0, 1.0 + 1 / BETA), generator) for _ in range(tries))
+    assert taken / tries == pytest.approx(math.exp(-1), abs=0.03)
