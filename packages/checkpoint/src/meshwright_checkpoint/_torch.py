@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -18,9 +19,25 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    """The memory of a contiguous tensor on the host, which it keeps alive.
+
+    Not by way of numpy: a storage that numpy has seen can never be resized again.
+    """
+    if not tensor.numel():
+        return memoryview(bytearray())
+    array: Any = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    array.tensor = tensor
+    return memoryview(array).cast("B")
+
+
+def give_up(tensor: torch.Tensor) -> None:
+    """Free the memory of a tensor or of this rank's part of a DTensor, whoever refers to it."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    storage = local.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+    else:  # numpy has seen it: its memory goes with the last tensor that lies in it
+        local.data = local.new_empty(0)
 
 
 def indices_of(tensor: DTensor, dim: int) -> torch.Tensor | None:

@@ -43,13 +43,13 @@ class Belongings:
 
     Attributes:
         collected: its tensors, by key.
-        free: keys whose memory is given up once they have been handed over.
+        free: tensors whose memory is given up once they have been handed over.
         optimizer: class, groups by name and states that are no tensors; None without one, or on a rank that brings nothing.
         trained: parameter -> requires_grad.
     """
 
     collected: Collected = field(default_factory=Collected)
-    free: set[str] = field(default_factory=set)
+    free: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, Any] | None = None
     trained: dict[str, bool] = field(default_factory=dict)
 
@@ -80,13 +80,13 @@ class Belongings:
                 for name, parameter in zip(params, group["params"], strict=True):
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, DTensor):
-                            self.free.add(f"{OPTIMIZER}{name}/{key}")
+                            self.free[f"{OPTIMIZER}{name}/{key}"] = value
         return self
 
     def _put(self, key: str, tensor: torch.Tensor) -> None:
         self.collected.put(key, tensor)
         if isinstance(tensor, DTensor):
-            self.free.add(key)
+            self.free[key] = tensor
 
     def into(
         self,

@@ -20,7 +20,7 @@ from meshwright_checkpoint.encode import decode
 from meshwright_checkpoint.errors import MismatchError
 from meshwright_checkpoint.holding import Held, held
 from meshwright_checkpoint.optimizers import OptimizerTargets
-from meshwright_checkpoint.places import DEFAULT, local_path, place_of
+from meshwright_checkpoint.places import DEFAULT, ForeignPlace, any_place_of, local_path
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
 from meshwright_checkpoint.state import MODEL, Named, named
@@ -94,7 +94,9 @@ def load(
 
 
 def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Checkpoint | Pretrained:
-    place = place_of(path, backend)
+    place = any_place_of(path, backend)
+    if isinstance(place, ForeignPlace):
+        return place.opened(model)
     directory = local_path(place)
     if directory is not None and is_pretrained(directory):
         return Pretrained(directory, model)

@@ -8,7 +8,7 @@ other, in rounds of one all-to-all each, and what was held of a tensor is freed 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_checkpoint._torch import id_of_storage
+from meshwright_checkpoint._torch import give_up, id_of_storage
 from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.cover import check_cover
 from meshwright_checkpoint.dtypes import BY_NAME, dtype_name
@@ -71,14 +71,17 @@ def describe(held: Mapping[str, Held]) -> dict[str, Any]:
 
 
 def move(
-    have: Mapping[str, Held], want: Mapping[str, Held], free: Collection[str] = (), ranks: Ranks | None = None
+    have: dict[str, Held],
+    want: Mapping[str, Held],
+    free: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ranks: Ranks | None = None,
 ) -> Moved:
     """Fill `want` on every rank from what all ranks `have` (a collective call).
 
     Args:
         have: key -> this rank's part; equal keys are parts of one tensor.
         want: key -> where this rank's new part goes. Memory of size zero is given its size when its turn comes.
-        free: keys of `have` whose memory is given up once the tensor has been moved.
+        free: tensors whose memory is given up once they have been moved, by their keys in `have`, which lose them then.
         ranks: who takes part; by default all.
 
     Extra memory: at most three times `ROUND_NBYTES`, and one tensor's new part.
@@ -92,7 +95,7 @@ def move(
     users: dict[int, int] = defaultdict(int)
     for key in free:
         if key in have:
-            users[_storage(have[key])] += 1
+            users[id_of_storage(have[key].local)] += 1
     messages = _Messages(plan, ranks)
     sent = 0
     with torch.no_grad():
@@ -100,9 +103,10 @@ def move(
             sent += _take(one, have, want, ranks, messages)
             for key in one.done:
                 if key in free and key in have:
-                    users[_storage(have[key])] -= 1
-                    if not users[_storage(have[key])]:
-                        have[key].local.untyped_storage().resize_(0)
+                    storage = id_of_storage(have.pop(key).local)
+                    users[storage] -= 1
+                    if not users[storage]:
+                        give_up(free[key])
     return Moved(sent, len(plan))
 
 
@@ -261,10 +265,6 @@ def take_memory(local: torch.Tensor) -> None:
     """Take the memory of a tensor away until its turn comes; small ones keep it."""
     if prod(local.shape) * local.element_size() > ALIGN:
         local.untyped_storage().resize_(0)
-
-
-def _storage(held: Held) -> int:
-    return id_of_storage(held.local)
 
 
 def _box(box: Any) -> Box:

@@ -41,7 +41,7 @@ class OptimizerTargets:
         if info is None:
             self.missing.append("the optimizer (none was saved)")
             return self
-        if info.cls != type(optimizer).__qualname__:
+        if info.cls and info.cls != type(optimizer).__qualname__:  # torch's own format does not say
             mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
             return self
         stored: dict[str, list[str]] = {}

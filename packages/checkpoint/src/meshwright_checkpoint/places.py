@@ -1,19 +1,29 @@
 """Places: where a checkpoint lies, and how it comes to be there whole. Backends are found through `meshwright_checkpoint_backends`.
 
-A backend's target is a function of a path that returns a :class:`Place`.  The first-party one, "safetensors", takes a path of the
+A backend's target is a function of a path that returns a :class:`Place`, or a :class:`ForeignPlace` for a format of others.
+The first-party one, "safetensors", takes a path of the
 file system, or a URL that fsspec knows ("memory://", "s3://").
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright_checkpoint.local import LocalPlace
 from meshwright_checkpoint.manifest import Manifest
 from meshwright_checkpoint.reading import ReadFile
+from meshwright_dtensor.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from meshwright_checkpoint.agree import Ranks
+    from meshwright_checkpoint.checkpoint import Checkpoint
 
 DEFAULT = "safetensors"
 
@@ -88,6 +98,28 @@ class Place(Protocol):
         """Remove what killed saves have left among the siblings."""
 
 
+class ForeignPlace(ABC):
+    """A backend in the format of others, which opens and writes it itself. Saves are synchronous.
+
+    Attributes:
+        where: its path, for messages.
+        name: the last part of it.
+    """
+
+    where: str
+    name: str
+
+    @abstractmethod
+    def opened(self, model: nn.Module) -> Checkpoint:
+        """The checkpoint, open, with the names of `model`. Raises CheckpointError where there is none."""
+
+    @abstractmethod
+    def write(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
+    ) -> None:
+        """Save (a collective call); it appears whole or not at all."""
+
+
 def place_of_path(path: str | os.PathLike[str]) -> Place:
     """The backend "safetensors": a directory, or a URL of fsspec."""
     text = os.fspath(path)
@@ -99,12 +131,25 @@ def place_of_path(path: str | os.PathLike[str]) -> Place:
 
 
 def place_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> Place:
+    """The place of `path` in a backend that has this package's format; else as `any_place_of`.
+
+    Raises:
+        PluginError: no plugin registers that name.
+        UsageError: the backend has a format of its own.
+    """
+    place = any_place_of(path, backend)
+    if isinstance(place, ForeignPlace):
+        raise UsageError(f"backend {backend!r} has another format; it is for load() and save() only")
+    return place
+
+
+def any_place_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> Place | ForeignPlace:
     """The place of `path` in the backend of that name. Raises PluginError for a name that no plugin registers."""
     if backend == DEFAULT:
         return place_of_path(path)
     from meshwright_dtensor.plugins import BackendSpec, discover
 
-    place: Place = discover().get(BackendSpec, backend).load()(path)
+    place: Place | ForeignPlace = discover().get(BackendSpec, backend).load()(path)
     return place
 
 

@@ -25,3 +25,8 @@ def meshwright_checkpoint_backends() -> Iterator[BackendSpec]:
         target="meshwright_checkpoint.places:place_of_path",
         summary="safetensors and a manifest, in a directory or at a URL that fsspec knows",
     )
+    yield BackendSpec(
+        name="dcp",
+        target="meshwright_checkpoint.dcp:DcpPlace",
+        summary="torch.distributed.checkpoint's own format, read without unpickling",
+    )

@@ -19,7 +19,7 @@ from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.datafile import lay_out
 from meshwright_checkpoint.dtypes import dtype_name
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.places import DEFAULT, Place, place_of
+from meshwright_checkpoint.places import DEFAULT, ForeignPlace, Place, any_place_of
 from meshwright_checkpoint.retention import Retention
 from meshwright_checkpoint.shares import Catalogued, Piece, share
 from meshwright_checkpoint.snapshot import Snapshots
@@ -55,7 +55,8 @@ def save(
         step: number of the training step; by default the number that `path` ends in, if any.
         keep_last: after this one is safe, remove all but the last so many checkpoints (by step) beside it.
         keep_every: ... except those whose step is a multiple of this.
-        backend: name of a checkpoint backend; `meshwright plugins` lists them.
+        backend: name of a checkpoint backend; `meshwright plugins` lists them. Those with a format of others ("dcp") write
+            before they return, and store neither step nor random streams.
 
     Returns:
         A handle; `handle.wait()` returns once the checkpoint is committed, and raises if it failed.
@@ -65,7 +66,14 @@ def save(
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     retention = Retention.of(keep_last, keep_every)
-    place = place_of(path, backend)
+    place = any_place_of(path, backend)
+    if isinstance(place, ForeignPlace):
+        if keep_last is not None or keep_every is not None:
+            raise UsageError(
+                f"backend {backend!r} removes no older checkpoints; leave out keep_last and keep_every"
+            )
+        place.write(model, optimizer, extra, Ranks())
+        return SaveHandle.finished(place.where)
     if step is None:
         found = re.search(r"(\d{1,18})$", place.name)
         step = int(found[1]) if found else None

@@ -62,6 +62,14 @@ class SaveHandle:
         atexit.register(self._settle)
         self._thread.start()
 
+    @classmethod
+    def finished(cls, path: str) -> SaveHandle:
+        """Of a save that is over already."""
+        made = cls.__new__(cls)
+        made.path, made._error, made._done = path, None, threading.Event()
+        made._done.set()
+        return made
+
     @property
     def done(self) -> bool:
         """Whether it is over, committed or failed."""
@@ -179,7 +187,7 @@ def _manifest(job: Job, notes: list[Any]) -> Manifest:
         for key, box, offset, sums in note["pieces"]:
             tensors[key]["parts"].append({"box": box, "file": rank, "offset": offset, "sums": sums})
     about = dict(job.about)
-    about["optimizer"] = _merged([note["optimizer"] for note in notes])
+    about["optimizer"] = merged_optimizer([note["optimizer"] for note in notes])
     about["rng"] = {"streams": {name: count for note in notes for name, count in note["streams"].items()}}
     data = {
         "id": job.save_id,
@@ -202,7 +210,7 @@ def _manifest(job: Job, notes: list[Any]) -> Manifest:
     return Manifest.checked(data, "the manifest to be written")
 
 
-def _merged(optimizers: list[Any]) -> Any:
+def merged_optimizer(optimizers: list[Any]) -> Any:
     """One optimizer of all ranks': groups of equal options are one, whatever their numbers were on each rank."""
     there = [one for one in optimizers if one is not None]
     if not there:
