@@ -77,7 +77,7 @@ def load(
         _check(ranks, store, fit, names, states, strict, patterns)
 
         def fill() -> Any:
-            read(store, [*wanted, *(states.wanted if states else ())])
+            read(store, [*wanted, *(states.wanted if states else ())], ranks.rank / ranks.size)
             touch(list(names.tensors.values()))
             if checkpoint is None:
                 return None

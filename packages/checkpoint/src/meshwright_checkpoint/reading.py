@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,9 +17,17 @@ from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_dtensor.boxes import Box, box_shape, intersect, relative_to, slice_of
 
+
+def _local_ranks() -> int:
+    """How many ranks a launcher says it has started on this machine."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(text), 1) if text.isdigit() else 1
+
+
 CHUNK = 16 * BLOCK
 """Bytes read at a time by one thread."""
-THREADS = 4
+THREADS = max(2, min(4, len(os.sched_getaffinity(0)) // _local_ranks()))
+"""That read at once: as many as the ranks of this machine leave cores to each."""
 
 
 class ReadFile(Protocol):
@@ -81,15 +90,18 @@ class Wanted:
     target: torch.Tensor
 
 
-def read(store: Store, wanted: Sequence[Wanted]) -> None:
-    """Fill every target. Extra memory: a buffer of `CHUNK` and a little more for each of `THREADS` threads.
+def read(store: Store, wanted: Sequence[Wanted], turn: float = 0.0) -> None:
+    """Fill every target. `turn`, from 0 to 1, is where in the order of files to begin: ranks of one machine that read the same
+    files begin at different ones, and find in memory what another has read.
+
+    Extra memory: a buffer of `CHUNK` and a little more for each of `THREADS` threads.
 
     Raises:
         CorruptError: what is stored is not what was saved; the message names the tensor.
     """
     buffers = threading.local()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="meshwright-load") as pool:
-        waiting = []
+        jobs: dict[str, list[tuple[Any, ...]]] = {}
         for want in wanted:
             source = store.tensors[want.key]
             for fragment in source.fragments:
@@ -102,7 +114,10 @@ def read(store: Store, wanted: Sequence[Wanted]) -> None:
                 for at, shape, box, part in _chunks(
                     0, box_shape(fragment.box), inner, target, source.dtype.itemsize
                 ):
-                    waiting.append(pool.submit(piece.read, at, shape, box, part))
+                    jobs.setdefault(fragment.file, []).append((piece.read, at, shape, box, part))
+        files = sorted(jobs)
+        first = int(turn * len(files))
+        waiting = [pool.submit(*job) for name in files[first:] + files[:first] for job in jobs[name]]
         try:
             for future in waiting:
                 future.result()

@@ -22,7 +22,7 @@ from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.places import DEFAULT, ForeignPlace, Place, any_place_of
 from meshwright_checkpoint.retention import Retention
 from meshwright_checkpoint.shares import Catalogued, Piece, share
-from meshwright_checkpoint.snapshot import Snapshots
+from meshwright_checkpoint.snapshot import Snapshots, straight
 from meshwright_checkpoint.state import Collected, collect
 from meshwright_checkpoint.writing import Job, SaveHandle
 from meshwright_dtensor.errors import UsageError
@@ -77,7 +77,7 @@ def save(
     if step is None:
         found = re.search(r"(\d{1,18})$", place.name)
         step = int(found[1]) if found else None
-    handle = _saver().save(place, model, optimizer, extra, step, retention)
+    handle = _saver().save(place, model, optimizer, extra, step, retention, asynchronous)
     if not asynchronous:
         handle.wait()
     return handle
@@ -99,8 +99,9 @@ class Saver:
         extra: Any,
         step: int | None,
         retention: Retention,
+        asynchronous: bool = True,
     ) -> SaveHandle:
-        """Copy, start writing, return the handle. See `save`."""
+        """Copy (where values may change before they are written), start writing, return the handle. See `save`."""
         ranks = Ranks()
         ranks.together(self._settle)
         told = ranks.gather({"path": place.where, "rng": rng.digests(), "id": uuid.uuid4().hex})
@@ -122,7 +123,11 @@ class Saver:
             metadata = {"format": "pt", "checkpoint": save_id, "file": str(ranks.rank)}
             shapes = {key: (part.shape, part.dtype) for key, part in collected.held.items()}
             job.body = lay_out(shares[ranks.rank], shapes, metadata)
-            job.data = self._snapshots.take(job.body, collected.held)
+            on_gpu = any(part.local.is_cuda for part in collected.held.values())
+            if asynchronous or on_gpu:
+                job.data = self._snapshots.take(job.body, collected.held)
+            else:
+                job.data = straight(job.body, collected.held)
 
         ranks.together(begin)
         try:

@@ -1,8 +1,9 @@
-"""The host snapshot: the bytes of this rank's file, copied out of the model at one moment."""
+"""The bytes of this rank's file: a host snapshot, copied out of the model at one moment, or the model's own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import torch
 
@@ -17,8 +18,8 @@ class Snapshots:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, body: Body, held: Mapping[str, Held]) -> torch.Tensor:
-        """The file as `body` lays it out, as bytes; valid until the next call."""
+    def take(self, body: Body, held: Mapping[str, Held]) -> list[torch.Tensor]:
+        """The file as `body` lays it out, as the bytes of header and pieces; valid until the next call."""
         cuda = any(held[piece.key].local.is_cuda for piece, _ in body.pieces)
         if self._buffer.numel() < body.nbytes or (cuda and not self._buffer.is_pinned()):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
@@ -30,12 +31,28 @@ class Snapshots:
                 _copy(file, piece.box, offset, held[piece.key])
         if cuda:
             torch.cuda.synchronize()
-        return file
+        bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
+        return [file[start:end] for start, end in pairwise(bounds)]
+
+
+def straight(body: Body, held: Mapping[str, Held]) -> Iterator[torch.Tensor]:
+    """The same bytes piece by piece without a snapshot, for a save that is waited for.
+
+    What lies in one run of memory is not copied at all.
+    """
+    yield torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
+    for piece, _ in body.pieces:
+        source = _source(piece.box, held[piece.key])
+        yield source.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _source(box: tuple[tuple[int, int], ...], held: Held) -> torch.Tensor:
+    there, here = next(pair for pair in held.boxes if intersect(box, pair[0]) == box)
+    return slice_of(held.local, part_of(box, there, here))
 
 
 def _copy(file: torch.Tensor, box: tuple[tuple[int, int], ...], offset: int, held: Held) -> None:
-    there, here = next(pair for pair in held.boxes if intersect(box, pair[0]) == box)
-    source = slice_of(held.local, part_of(box, there, here))
+    source = _source(box, held)
     nbytes = source.numel() * source.element_size()
     target = file[offset : offset + nbytes].view(source.dtype).view(box_shape(box))
     target.copy_(source.resolve_conj().resolve_neg(), non_blocking=source.is_cuda)

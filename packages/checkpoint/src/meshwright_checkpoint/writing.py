@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import datetime
 import importlib.metadata
-import itertools
 import json
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,13 +26,18 @@ from meshwright_checkpoint.retention import Retention
 from meshwright_dtensor.errors import MeshwrightError
 
 CHUNK = 16 << 20
+AHEAD = 2
+"""Parts that are written before the checksum of the first of them is known."""
 POLL = 0.02
 GIVEN_UP = "rank 0 gave it up, or died; nothing was committed"
 
 
 @dataclass
 class Job:
-    """One save of one rank. `about`, `kinds`, `body` and `data` are filled in before the thread starts."""
+    """One save of one rank. `about`, `kinds`, `body` and `data` are filled in before the thread starts.
+
+    data: the bytes of the header and of each piece of `body`, one after the other.
+    """
 
     place: Place
     save_id: str
@@ -43,7 +48,7 @@ class Job:
     about: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, Any] = field(default_factory=dict)
     body: Body | None = None
-    data: torch.Tensor | None = None
+    data: Iterable[torch.Tensor] = ()
 
 
 class SaveHandle:
@@ -106,24 +111,26 @@ class SaveHandle:
                 job.place.mark(job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         finally:
             _let_go(job)
-            job.data = None
+            job.data = ()
             atexit.unregister(self._settle)
             self._done.set()
 
 
 def _write(job: Job) -> None:
     """This rank's file, its checksums computed while it is written; then its note."""
-    assert job.data is not None and job.body is not None
-    file = bytes_of_tensor(job.data)
+    assert job.body is not None
     body = job.body
-    bounds = [offset for _, offset in body.pieces] + [body.nbytes]
     with ThreadPoolExecutor(1, thread_name_prefix="meshwright-sums") as pool:
-        spans = [(0, len(body.header)), *itertools.pairwise(bounds)]
-        sums: list[Future[str]] = [pool.submit(block_sums, file[start:end]) for start, end in spans]
+        sums: list[Future[str]] = []
         writer = job.place.writer(_file_name(job.rank))
         try:
-            for at in range(0, len(file), CHUNK):
-                writer.write(file[at : at + CHUNK])
+            for part in job.data:
+                view = bytes_of_tensor(part)
+                if len(sums) >= AHEAD:  # where parts are copies, they are let go of before more are made
+                    sums[-AHEAD].result()
+                sums.append(pool.submit(block_sums, view))
+                for at in range(0, len(view), CHUNK):
+                    writer.write(view[at : at + CHUNK])
         except BaseException:
             writer.close(durable=False)
             raise
