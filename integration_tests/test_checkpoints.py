@@ -101,8 +101,10 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def to_and_fro(rank: int, size: int, name: str, folder: str) -> Any:
-    model, _ = made(name, size, {"dp": 1, "tp": 2}, 1)
+def to_and_fro(rank: int, size: int, name: str, plan: Any, folder: str) -> Any:
+    torch.manual_seed(1)
+    model: Any = CASES[name].model()
+    mw.parallelize(model, plan)
     mw.load(f"{folder}/hub", model=model)
     mw.export(f"{folder}/exported", model=model)
     return {n: p.full_tensor() for n, p in model.named_parameters()}
@@ -114,8 +116,14 @@ def test_from_pretrained_and_back(name: str, rank_pool: RankPool, tmp_path: Path
     torch.manual_seed(0)
     model: Any = CASES[name].model().eval()
     model.save_pretrained(tmp_path / "hub", max_shard_size="60KB")
-    for found in rank_pool.run(2, to_and_fro, name, str(tmp_path)):
-        assert all(torch.equal(p, found[n]) for n, p in model.named_parameters())
+    pins: dict[str, Any] = {"dp": 1, "tp": 2, "pp": 2}
+    plan = mw.plan(CASES[name].model(), CASES[name].batch(), world_size=4, cluster="laptop-cpu", **pins)
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    names = set()
+    for found in rank_pool.run(4, to_and_fro, name, plan, str(tmp_path)):
+        assert all(torch.equal(expected[n], value) for n, value in found.items())
+        names |= found.keys()
+    assert names >= dict(model.named_parameters()).keys()
     again = type(model).from_pretrained(tmp_path / "exported").eval()
     batch = CASES[name].batch()
     with torch.no_grad():

@@ -17,6 +17,7 @@ from meshwright_checkpoint.reading import Fragment, ReadFile, Source
 from meshwright_checkpoint.renaming import fused, renamed
 from meshwright_checkpoint.state import MODEL, named
 from meshwright_dtensor.boxes import whole_box
+from meshwright_dtensor.stages import stages_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -48,9 +49,12 @@ class Pretrained:
                 )
                 for name, (file, entry) in entries.items()
             }
-            named_now = renamed(sources, wanted, getattr(model, "base_model_prefix", ""))
+            division = stages_of(model)
+            elsewhere = frozenset() if division is None else frozenset(division.holders) - wanted.keys()
+            prefix = getattr(model, "base_model_prefix", "")
+            named_now = renamed(sources, wanted.keys() | elsewhere, prefix)
             self.tensors: Mapping[str, Source] = {
-                MODEL + name: source for name, source in fused(named_now, wanted, model).items()
+                MODEL + name: source for name, source in fused(named_now, wanted, model, elsewhere).items()
             }
         except BaseException:
             self.close()

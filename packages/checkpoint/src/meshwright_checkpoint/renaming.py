@@ -7,7 +7,7 @@ Where that is all that happens to them, they are boxes of the parameter, and are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from meshwright_checkpoint.reading import Fragment, Source
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def renamed(sources: Mapping[str, Source], wanted: Shapes, prefix: str) -> dict[str, Source]:
+def renamed(sources: Mapping[str, Source], wanted: Collection[str], prefix: str) -> dict[str, Source]:
     """The sources under the names of a model whose base model is called `prefix`, or that is itself a base model."""
     if not prefix or any(name in wanted for name in sources):
         return dict(sources)
@@ -38,13 +38,19 @@ class _Fusion:
     parts: list[tuple[int, int, Source, str]]
 
 
-def fused(sources: Mapping[str, Source], wanted: Shapes, model: nn.Module) -> dict[str, Source]:
-    """The sources with those put together that `model` holds as one parameter; what cannot be stays as it is."""
-    result = {name: source for name, source in sources.items() if name in wanted}
+def fused(
+    sources: Mapping[str, Source], wanted: Shapes, model: nn.Module, elsewhere: Collection[str] = ()
+) -> dict[str, Source]:
+    """The sources with those put together that `model` holds as one parameter; what cannot be stays as it is.
+
+    `elsewhere`: names of parameters that other stages of a pipeline hold.
+    """
+    known = wanted.keys() | set(elsewhere)
+    result = {name: source for name, source in sources.items() if name in known}
     fusions: dict[str, _Fusion] = {}
     transforms = _transforms(model)
     for stored, source in sources.items():
-        if stored in wanted:
+        if stored in known:
             continue
         name = stored
         for patterns, targets, operations in transforms:
@@ -63,7 +69,7 @@ def fused(sources: Mapping[str, Source], wanted: Shapes, model: nn.Module) -> di
             result[name] = source
     for name, fusion in fusions.items():
         whole = _put_together(fusion)
-        if whole is not None and wanted.get(name) == whole.shape:
+        if whole is not None and (wanted.get(name) == whole.shape or name in elsewhere):
             result[name] = whole
         else:
             result.update({stored: source for _, _, source, stored in fusion.parts})
