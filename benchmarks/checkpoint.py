@@ -189,7 +189,18 @@ def measure(
             stall = seconds(lambda h=handles: h.append(save(path / "async", model=model)))
             times.setdefault("stall: meshwright", []).append(stall)
             handles[0].wait()
+            times.setdefault("train: alone", []).append(seconds(lambda: train(rank)))
+            handle = save(path / "behind", model=model)
+            times.setdefault("train: while meshwright saves", []).append(seconds(lambda: train(rank)))
+            handle.wait()
     return times
+
+
+def train(rank: int) -> None:
+    """Two seconds or so of what training does: products on all cores."""
+    a = torch.full((768, 768), 0.5)
+    for _ in range(200):
+        a = (a @ a).clamp_(0, 1)
 
 
 def main() -> None:
@@ -208,7 +219,14 @@ def main() -> None:
     rows = []
     for name, found in times.items():
         kind = name.split(":")[0].split(",")[0]
-        base = times[{"save": "save: raw write", "load": "load: raw read", "stall": "stall: memcpy"}[kind]]
+        base = times[
+            {
+                "save": "save: raw write",
+                "load": "load: raw read",
+                "stall": "stall: memcpy",
+                "train": "train: alone",
+            }[kind]
+        ]
         ratios = [b / t for b, t in zip(base, found, strict=True)]
         speed = nbytes / statistics.median(found) / 1e9
         rows.append({"name": name, "GB/s": speed, "of raw": statistics.median(ratios), "seconds": found})

@@ -112,7 +112,7 @@ class Saver:
         collected = ranks.together(lambda: collect(model, optimizer, extra, ranks.rank, ranks.size, shared))
         catalog = _catalog(collected)
         shares, kinds = self._shares(ranks, catalog)
-        job = Job(place, save_id, ranks.rank, ranks.size, step, retention)
+        job = Job(place, save_id, ranks.rank, ranks.size, step, retention, behind=asynchronous)
 
         def begin() -> None:
             if ranks.rank == 0:

@@ -6,6 +6,8 @@ import atexit
 import datetime
 import importlib.metadata
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -28,6 +30,8 @@ from meshwright_dtensor.errors import MeshwrightError
 CHUNK = 16 << 20
 AHEAD = 2
 """Parts that are written before the checksum of the first of them is known."""
+NICE = 10
+"""How much lower the priority of a save behind training is: a processor that is busy gives it a tenth."""
 POLL = 0.02
 GIVEN_UP = "rank 0 gave it up, or died; nothing was committed"
 
@@ -37,6 +41,7 @@ class Job:
     """One save of one rank. `about`, `kinds`, `body` and `data` are filled in before the thread starts.
 
     data: the bytes of the header and of each piece of `body`, one after the other.
+    behind: training goes on meanwhile.
     """
 
     place: Place
@@ -49,6 +54,7 @@ class Job:
     kinds: dict[str, Any] = field(default_factory=dict)
     body: Body | None = None
     data: Iterable[torch.Tensor] = ()
+    behind: bool = True
 
 
 class SaveHandle:
@@ -99,6 +105,8 @@ class SaveHandle:
 
     def _run(self, job: Job) -> None:
         try:
+            if job.behind:
+                yield_to_training()
             _write(job)
             if job.rank == 0:
                 _commit(job)
@@ -114,6 +122,14 @@ class SaveHandle:
             job.data = ()
             atexit.unregister(self._settle)
             self._done.set()
+
+
+def yield_to_training() -> None:
+    """Let this thread, and those that it starts, have what is left of the processor (on Linux a thread has a priority)."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            here = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, here, os.getpriority(os.PRIO_PROCESS, here) + NICE)
 
 
 def _write(job: Job) -> None:
