@@ -24,7 +24,7 @@ def batch_of(architecture: Architecture, model: nn.Module) -> dict[str, Tensor]:
     if architecture.task == "image":
         return images(model)
     taken = inspect.signature(model.forward).parameters
-    if "input_ids" not in taken and "labels" in taken and architecture.task == "seq2seq-lm":
+    if "input_ids" not in taken and "labels" in taken and architecture.task in ("seq2seq-lm", "speech"):
         return {**features(model), "labels": targets(TARGETS)}
     if architecture.task == "masked-lm":
         return masked(taken)
@@ -88,7 +88,9 @@ def features(model: nn.Module) -> dict[str, Tensor]:
         return {name: torch.randn(ROWS, SAMPLES, generator=_generator())}
     config: Any = getattr(model.config, "audio_config", None) or model.config
     bins = getattr(config, "num_mel_bins", 80)
-    return {name: torch.randn(ROWS, bins, FRAMES, generator=_generator())}
+    exact = type(model).__name__.startswith("Whisper")  # it takes one length, twice its positions
+    frames = 2 * int(config.max_source_positions) if exact else FRAMES
+    return {name: torch.randn(ROWS, bins, frames, generator=_generator())}
 
 
 def _generator() -> torch.Generator:

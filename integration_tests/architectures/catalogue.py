@@ -30,6 +30,10 @@ REGISTRIES = {
 }
 
 
+SPEECH = {"speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING}
+"""For those that are asked for by name: the sweep over all is over REGISTRIES."""
+
+
 class NotBuildable(Exception):
     """A tiny model of this architecture cannot be made here; the message says why."""
 
@@ -56,7 +60,7 @@ def architectures() -> tuple[Architecture, ...]:
 def _configs(task: str) -> dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]]:
     """Class name -> config class and class, in the registry's order."""
     found: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {}
-    for config, models in REGISTRIES[task].items():
+    for config, models in (REGISTRIES | SPEECH)[task].items():
         for model in models if isinstance(models, (tuple, list)) else (models,):
             # a composite model is registered under its text part, too: its own config builds it
             own = model.config_class
@@ -100,7 +104,10 @@ def _config(
     if architecture.task == "causal-lm" and _has(config_class, "is_decoder"):
         changes.setdefault("is_decoder", True)
     config = tiny(config_class, changes)
-    if architecture.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+    if (
+        architecture.task in ("seq2seq-lm", "speech")
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
         config.decoder_start_token_id = 0  # what their own examples set
         config.pad_token_id = getattr(config, "pad_token_id", None) or 0
     return config

@@ -62,6 +62,7 @@ NAMES = (
 def chosen() -> list[Architecture]:
     """The architectures of the sweep that this version of transformers has."""
     known = {each.name: each for each in architectures()}
+    known["WhisperForConditionalGeneration"] = Architecture("WhisperForConditionalGeneration", "speech")
     return [known[name] for name in NAMES if name in known]
 
 

@@ -62,13 +62,14 @@ def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """A list of at least two modules of one class, all with parameters."""
+    """A list of at least two modules of one class, or of kin (layers of several kinds), all with parameters."""
     children = list(module.children())
-    return (
-        isinstance(module, (nn.ModuleList, nn.Sequential))
-        and len(children) > 1
-        and len({type(child) for child in children}) == 1
-        and all(next(child.parameters(), None) is not None for child in children)
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
+        return False
+    kin = set.intersection(*(set(type(child).__mro__) for child in children)) - set(nn.Module.__mro__)
+    alike = len({type(child) for child in children}) == 1
+    return (alike or (isinstance(module, nn.ModuleList) and bool(kin))) and all(
+        next(child.parameters(), None) is not None for child in children
     )
 
 
