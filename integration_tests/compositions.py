@@ -154,7 +154,7 @@ PIPELINES = (
     Composition("llama", ("pp", "cp"), more={"microbatches": 4, "schedule": "zbv"}),
     Composition("llama-tied", ("pp", "dp", "zero"), 2),
     Composition("llama", ("pp", "zero"), 1, {"precision": "bf16"}),
-    Composition("llama", ("pp", "zero"), more={"recompute": "full"}),
+    Composition("mixtral", ("pp", "zero"), more={"recompute": "full"}),
 )  # fmt: skip
 """Pipelines with everything else inside of their stages."""
 

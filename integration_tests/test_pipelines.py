@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_dropout import LIMIT, losses
 from zoo import CASES
 
 import meshwright as mw
@@ -55,3 +56,9 @@ def test_other_parallelisms_work_inside_a_stage(
 ) -> None:
     for failures in rank_pool.run(4, check, model, {"pp": 2, **pins}, 0.5):
         assert not failures
+
+
+def test_losses_with_dropout_stay_those_of_one_device(rank_pool: RankPool) -> None:
+    """python integration_tests/pipeline_dropout.py runs fifty steps."""
+    for found in rank_pool.run(4, losses, 6, "1f1b"):
+        assert max(abs(one - other) / one for one, other in found) < LIMIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -92,6 +93,18 @@ def test_what_a_way_costs() -> None:
     assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * 3 / 7 / 4)
     assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 / 7)
     assert cost(4, "interleaved")[0] < compute
+
+
+def test_stages_are_the_best_that_exhaustive_search_finds() -> None:
+    """Uneven layers and a heavy head, with every schedule of one stage a rank."""
+    seconds = [0.7, 1.0, 3.1, 0.4, 2.2, 0.3, 4.5]
+    asked = request(microbatches=4)
+    work = tuple(replace(w, seconds=s) for w, s in zip(asked.work, seconds, strict=True))
+    for degree in (2, 3, 4):
+        found = Pipeline().cost(replace(asked, work=work), degree, LINK)
+        cuts = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), degree - 1)]
+        best = min(max(sum(seconds[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
+        assert max(found.stages) * sum(seconds) == pytest.approx(best)
 
 
 def test_a_way_that_cannot_be_is_named() -> None:
