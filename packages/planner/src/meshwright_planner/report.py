@@ -170,21 +170,22 @@ def name_of(plan: ParallelPlan) -> str:
 
 def _table(shown: Sequence[Explained]) -> Table:
     plans = [explained.plan for explained in shown]
-    axes = list(dict.fromkeys(axis for plan in plans for axis in plan.degrees))
+    every = dict.fromkeys(axis for plan in plans for axis in plan.degrees)
+    axes = [axis for axis in every if any(plan.degree(axis) > 1 for plan in plans)] or list(every)
     planners = [plan.provenance.planner or "?" for plan in plans]
     piped = any("bubble" in e.seconds and e.seconds["bubble"] for e in shown)
     where = plans[0].provenance.cluster or "?"
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{plans[0].world_size} rank(s) of {where}, one step per rank",
+        title=f"{plans[0].world_size} rank(s) of {where}, one step per rank (comm: what is exposed of it)",
         title_justify="left",
         title_style="",
         pad_edge=False,
     )
     several = len(set(planners)) > 1
-    columns = ["", *(["planner"] if several else []), *axes, "step", "compute", "exposed comm"]
+    columns = ["", *(["planner"] if several else []), *axes, "step", "compute", "comm"]
     for column in (*columns, *(["bubble"] if piped else []), "optimizer", "memory", "activations"):
-        table.add_column(Text(column), justify="right")
+        table.add_column(Text(column), justify="right", no_wrap=True)
     table.add_column(Text("bound by"))
     for number, (explained, planner) in enumerate(zip(shown, planners, strict=True), 1):
         plan, predicted, seconds = explained.plan, explained.plan.predicted, explained.seconds
