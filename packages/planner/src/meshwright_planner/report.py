@@ -202,7 +202,7 @@ def _table(shown: Sequence[Explained]) -> Table:
             human_seconds(seconds["optimizer"]),
             human_bytes(predicted.total_bytes),
             human_bytes(predicted.memory_bytes.get("activations", 0)),
-            explained.bound,
+            explained.bound.partition(",")[0],
         )
     return table
 
