@@ -122,7 +122,11 @@ class Workload:
         steps = self.steps[rank]
         inside = self._inside(own)
         heaviest = self._heaviest()
-        first = next((i for i, s in enumerate(steps) if s.kind == "F"), None)
+        # where ranks share parameters they gather them for every microbatch, else once
+        again = self.plan.zero is not None and self.plan.zero.stage == 3
+        forwards = [i for i, s in enumerate(steps) if s.kind == "F"]
+        backwards = [i for i, s in enumerate(steps) if s.kind in "BI"]
+        passes = {True: forwards if again else forwards[:1], False: backwards if again else backwards[:1]}
         last = max((i for i, s in enumerate(steps) if s.kind != "F"), default=None)
         program: list[Operation] = []
         for index, step in enumerate(steps):
@@ -132,8 +136,9 @@ class Workload:
             seconds = slow * step.part * getattr(time, f"{phase}_seconds")
             if step.needs is not None:
                 program.append(Receive((place, *step.needs), f"{step.needs_what}"))
-            shared = self._posts(actor, phase) if index in (first, last) else []
-            program += self._computing(actor, step, seconds, shared, gathers=index == first)
+            gathers = self._part(actor, phase, passes[step.kind == "F"], index)
+            sums = [] if index != last else self._posts(actor, phase, sums=True)
+            program += self._computing(step, seconds, gathers, sums)
             program += [
                 Work(step.part * part * by_phase[phase], f"{axis} of {step}", "communication")
                 for axis, by_phase in inside.items()
@@ -143,56 +148,63 @@ class Workload:
                 program.append(Send((place, *step.gives), self._message(step, own)))
         program += [
             Drain(group, stream, f"the sum of gradients over {stream.partition(':')[0]}")
-            for group, stream in dict.fromkeys((p.group, p.stream) for _, p in self._posts(actor, "backward"))
+            for group, stream in dict.fromkeys(
+                (p.group, p.stream) for _, p in self._posts(actor, "backward", sums=True)
+            )
         ]
         if self.split.optimizer_seconds:
             program.append(Work(slow * self.split.optimizer_seconds, "optimizer", "optimizer"))
         return program
 
     def _computing(
-        self,
-        actor: tuple[Place, int],
-        step: Step,
-        seconds: float,
-        posts: Sequence[tuple[float, Post]],
-        gathers: bool,
+        self, step: Step, seconds: float, gathers: Sequence[Post], sums: Sequence[tuple[float, Post]]
     ) -> list[Operation]:
         """One forward or backward, cut where collectives are joined.
 
         Gathers are joined one ahead, and each piece waits for its own; sums of gradients are joined as soon as the piece of
         the backward pass is done that makes them.
         """
-        program: list[Operation] = []
-        done = 0.0
-        if gathers and posts:
-            ahead = [post for _, post in posts]
-            program.append(ahead[0])
-            for index, post in enumerate(ahead):
+        program: list[Operation] = list(gathers[:1])
+        pieces = max(1, len(gathers))
+        done, left = 0.0, list(sums)
+        for piece in range(pieces):
+            if gathers:
+                post = gathers[piece]
                 program.append(Drain(post.group, post.stream, f"the parameters that {SHARED} shares"))
-                program += ahead[index + 1 : index + 2]
-                program.append(Work(seconds / len(ahead), str(step)))
-            return program
-        for fraction, post in posts:
-            if fraction > done:
-                program.append(Work(seconds * (fraction - done), str(step)))
+                program += gathers[piece + 1 : piece + 2]
+            until = (piece + 1) / pieces
+            while left and left[0][0] <= until:
+                fraction, joined = left.pop(0)
+                program += [Work(seconds * (fraction - done), str(step))] if fraction > done else []
+                program.append(joined)
                 done = fraction
-            program.append(post)
-        if done < 1.0:
-            program.append(Work(seconds * (1.0 - done), str(step)))
-        return program
+            program += [Work(seconds * (until - done), str(step))] if until > done else []
+            done = until
+        return [*program, *(joined for _, joined in left)]
+
+    def _part(self, actor: tuple[Place, int], phase: str, steps: Sequence[int], index: int) -> list[Post]:
+        """Of the gathers of a pass, those that one of its `steps` does."""
+        if index not in steps:
+            return []
+        every = [post for _, post in self._posts(actor, phase, sums=False)]
+        place, count = steps.index(index), len(steps)
+        return every[place * len(every) // count : (place + 1) * len(every) // count]
 
     # ---- communication
     def _axes(self, collective: PlannedCollective) -> list[str]:
         return collective.axis.split("+")
 
-    def _posts(self, actor: tuple[Place, int], phase: str) -> list[tuple[float, Post]]:
-        """(part of the pass after which it is joined, collective) of those between replicas, in order."""
+    def _posts(self, actor: tuple[Place, int], phase: str, sums: bool) -> list[tuple[float, Post]]:
+        """(part of the pass after which it is joined, collective) of those between replicas, in order.
+
+        sums: those of gradients; else the gathers of parameters.
+        """
         place, rank = actor
         found: list[tuple[float, Post]] = []
         for collective in self.plan.collectives:
             axes = [a for a in self._axes(collective) if a in self.mesh.degrees]
             loose = [a for a in axes if a in self.mesh.loose]
-            if not loose or collective.phase != phase:
+            if not loose or collective.phase != phase or sums == (collective.kind == "all_gather"):
                 continue
             meeting = self.replicas.meeting(place, loose)
             bad = {f.rank for f in self.faults.links}
@@ -206,7 +218,8 @@ class Workload:
                     frozenset((p, rank) for p in self.replicas.meeting(place, [SHARED])),
                     f"{SHARED}:{phase}",
                 )
-            post = Post(group, f"{collective.axis}:{phase}", seconds * collective.count / count, after)
+            stream = f"{collective.axis}:{phase if sums else 'gather'}"
+            post = Post(group, stream, seconds * collective.count / count, after)
             found += [((i + 1) / count, post) for i in range(count)]
         return sorted(found, key=lambda item: (item[0], item[1].after is not None))
 
