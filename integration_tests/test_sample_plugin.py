@@ -117,6 +117,20 @@ def test_a_plan_that_names_it_survives_the_round_trip() -> None:
     assert "vocabulary-shard" in plan.explain()
 
 
+def test_its_schedule_is_searched() -> None:
+    """Nobody names it: it stands among the plans, costed with its own bubble and memory."""
+    case = CASES["llama"]
+    plans = mw.plan(
+        case.model(), case.batch(), world_size=2, pp=2, microbatches=4, cluster="laptop-cpu", top_k=20
+    )
+    assert isinstance(plans, list)
+    found = {plan.pipeline.schedule: plan.predicted for plan in plans if plan.pipeline is not None}
+    own, gpipe = found["one-by-one"], found["gpipe"]
+    assert own is not None and gpipe is not None and own.split is not None and gpipe.split is not None
+    assert own.split.bubble_seconds > gpipe.split.bubble_seconds
+    assert own.memory_bytes["activations"] < gpipe.memory_bytes["activations"]
+
+
 def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
     """A pipeline under the third party's schedule: (is it one device, microbatches held at once, schedule of the plan)."""
     from meshwright_parallel import verify
