@@ -16,7 +16,7 @@ from meshwright_dtensor.testing import RankPool
 STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "zero3": (2, {"zero": 3, "tp": 1}),
+    "zero3": (2, {"zero": 3, "dp": 2, "tp": 1}),
     "dp2-tp2": (4, {"dp": 2, "tp": 2}),
     "sp4": (4, {"tp": 4, "sequence_parallel": True}),
     "zero1-tp2": (4, {"zero": 1, "dp": 2, "tp": 2}),

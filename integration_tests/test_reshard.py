@@ -20,17 +20,18 @@ from meshwright_dtensor.testing import RankPool
 ROUTE: dict[str, list[dict[str, Any]]] = {
     "llama": [
         {"dp": 2, "tp": 2},
-        {"zero": 3, "tp": 1},
+        {"zero": 3, "dp": 4, "tp": 1},
         {"pp": 2, "tp": 2},
         {"tp": 4, "sequence_parallel": True},
     ],
-    "mixtral": [{"dp": 1, "ep": 2, "tp": 2}, {"zero": 1, "tp": 2}],
+    "mixtral": [{"dp": 1, "ep": 2, "tp": 2}, {"zero": 1, "dp": 2, "tp": 2}],
 }
 
 
 def plan_of(name: str, size: int, pins: dict[str, Any]) -> ParallelPlan:
     plan = mw.plan(CASES[name].model(), CASES[name].batch(), world_size=size, cluster="laptop-cpu", **pins)
     assert isinstance(plan, ParallelPlan)
+    assert (plan.zero is not None and plan.degrees["zero"] == pins["dp"]) == ("zero" in pins)
     return plan
 
 
@@ -113,7 +114,7 @@ def test_the_world_grows_and_shrinks(rank_pool: RankPool, tmp_path: Path) -> Non
     layouts: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}),
         (4, {"tp": 2, "pp": 2}),
-        (2, {"zero": 3, "tp": 1}),
+        (2, {"zero": 3, "dp": 2, "tp": 1}),
     ]
     plans = [plan_of("gpt2", size, pins) for size, pins in layouts]
     (want,) = rank_pool.run(1, alone, "gpt2", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.handing_over import Belongings, trained_everywhere
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh import end_groups, first_ranks, init, make_default
+from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_parallel import parallelize
 from meshwright_parallel.taking_off import blank_out, take_off
@@ -75,9 +77,20 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         if everyone is not None and dist.group.WORLD is not everyone:
             make_default(everyone)
         raise
+    groups = off.groups - ({everyone} if everyone is not None else set())
+    del off
+    _forget_copies(brought)
     brought.into(model, optimizer, ranks=ranks, here=stays)
-    end_groups(off.groups - ({everyone} if everyone is not None else set()))
+    end_groups(groups)
     return model, optimizer
+
+
+def _forget_copies(brought: Belongings) -> None:
+    """Free what the old plan has gathered: its engines hold it, and old parameters hold them."""
+    for tensor in brought.free.values():
+        if isinstance(tensor, MeshParameter):
+            tensor.compute_with(None)
+    gc.collect()
 
 
 def _size(plan: ParallelPlan, ranks: Ranks) -> int:
