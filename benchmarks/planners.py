@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright_dtensor.planning import PlanRequest
-from meshwright_planner.comparing import Comparison, compare
+from meshwright_planner.comparing import Answer, compare
 
 PLANNERS = ("eager", "alpa", "mcmc")
 
@@ -104,11 +104,14 @@ def made(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def run(case: Case) -> Comparison:
-    """The planners' answers."""
-    model, batch = made(case)
-    request = PlanRequest(cluster=case.cluster, world_size=case.ranks, precision="bf16")
-    return compare(model, batch, request, PLANNERS)
+def run(case: Case) -> dict[str, Answer]:
+    """The planners' answers, each for a model of its own."""
+    found = {}
+    for planner in PLANNERS:
+        model, batch = made(case)
+        request = PlanRequest(cluster=case.cluster, world_size=case.ranks, precision="bf16")
+        (found[planner],) = compare(model, batch, request, [planner]).answers
+    return found
 
 
 def main() -> int:
@@ -121,8 +124,7 @@ def main() -> int:
     results, failed = {}, []
     print(f"{'model':16}" + "".join(f"{name + ' step, answer':>30}" for name in PLANNERS), flush=True)
     for name in options.only or CASES:
-        found = run(CASES[name])
-        answers = {answer.planner: answer for answer in found.answers}
+        answers = run(CASES[name])
         steps = {
             p: a.plan.predicted.step_seconds if a.plan is not None and a.plan.predicted is not None else None
             for p, a in answers.items()
