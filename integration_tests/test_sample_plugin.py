@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,8 @@ def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
     from meshwright_pipeline import call_of
 
     case = CASES["gpt2"]
-    plan = mw.plan(case.model(), case.batch(), world_size=world_size, pp=2, schedule="one-by-one")
+    pins: dict[str, Any] = {"pp": 2, "microbatches": 4, "schedule": "one-by-one"}
+    plan = mw.plan(case.model(), case.batch(), world_size=world_size, **pins)
     assert isinstance(plan, ParallelPlan) and plan.pipeline is not None and plan.pipeline.microbatches == 4
     report = verify(case.model, case.batch(), plan, steps=1)
     model = mw.parallelize(case.model(), plan)
