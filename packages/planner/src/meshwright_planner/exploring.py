@@ -122,7 +122,9 @@ class _Explorer:
         first = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
         if first is None or not first.excess_bytes:
             return first
-        policies = [None, *self.search.can_recompute] if setting.recompute is None else [setting.recompute]
+        policies = [setting.recompute]
+        if setting.recompute is None:
+            policies += self.search.can_recompute(degrees)
         chain = [(stage, policy) for policy in policies for stage in stages][1:]
         if not chain:
             return first

@@ -22,7 +22,7 @@ from meshwright_planner.placement import Placement, PlacementProblem
 from meshwright_planner.points import Point
 from meshwright_planner.program import MemoryTerms
 from meshwright_planner.quotient import Quotient, quotient
-from meshwright_planner.recompute import POLICIES, recompute_rules
+from meshwright_planner.recompute import POLICIES, draws, recompute_rules, repeated_blocks
 from meshwright_planner.setting import Setting
 from meshwright_planner.tape import Tape
 from meshwright_planner.tapes import Tapes
@@ -139,14 +139,13 @@ class Search:
             self._recompute[wanted] = recompute_rules(self.setting.model, wanted)
         return self._recompute[wanted]
 
-    @property
-    def can_recompute(self) -> tuple[str, ...]:
-        """The policies that the model can have."""
-        try:
-            recompute_rules(self.setting.model, POLICIES[0])
-        except UsageError:
+    def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
+        """The policies that the model can have with these degrees, the cheapest in time first."""
+        if not repeated_blocks(self.setting.model):
             return ()
-        return ("selective", "full")
+        divided = any(s.divides and degrees[a] > 1 for a, s in self.setting.strategies.items())
+        # the second run of a microbatch could not draw again what the first has drawn
+        return () if divided and draws(self._tape(self.point(degrees))) else tuple(reversed(POLICIES))
 
     # ---- parts
     def _searched(self, point: Point) -> tuple[str | None, int]:

@@ -1,0 +1,77 @@
+"""Plans that the search finds by itself, with nothing pinned: each is carried out as it is, and is one device's training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from zoo import CASES
+
+import meshwright as mw
+from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import verify
+
+
+def kinds(plans: list[ParallelPlan]) -> list[ParallelPlan]:
+    """The best plan of each kind: which axes it has, its schedule, and whether it recomputes."""
+    found: dict[Any, ParallelPlan] = {}
+    for plan in plans:
+        axes = tuple(axis for axis, degree in plan.degrees.items() if degree > 1)
+        schedule = None if plan.pipeline is None else plan.pipeline.schedule
+        found.setdefault((axes, schedule, bool(plan.recompute)), plan)
+    return list(found.values())
+
+
+def check(rank: int, size: int, model: str, jsons: list[str]) -> list[str]:
+    """A step under each plan against one device: what differs."""
+    case, wrong = CASES[model], []
+    for text in jsons:
+        plan = ParallelPlan.from_json(text)
+        report = verify(case.model, case.batch(), plan, steps=1)
+        wrong += [f"{mw_name(plan)}: {f.kind} {f.name} {f.difference}" for f in report.failures]
+    return wrong
+
+
+def mw_name(plan: ParallelPlan) -> str:
+    """Its degrees and schedule."""
+    return f"{dict(plan.degrees)} {None if plan.pipeline is None else plan.pipeline.schedule}"
+
+
+def searched(model: str, size: int, **options: Any) -> list[ParallelPlan]:
+    """The best plans that the search finds."""
+    case = CASES[model]
+    torch.manual_seed(0)
+    found = mw.plan(case.model(), case.batch(), world_size=size, cluster="laptop-cpu", top_k=24, **options)
+    assert isinstance(found, list)
+    return found
+
+
+def test_every_kind_of_plan_that_is_found_runs(rank_pool: RankPool) -> None:
+    chosen = kinds(searched("llama", 4))
+    axes = {axis for plan in chosen for axis, degree in plan.degrees.items() if degree > 1}
+    assert {"pp", "dp", "tp", "zero"} <= axes and any(plan.pipeline is not None for plan in chosen)
+    for wrong in rank_pool.run(4, check, "llama", [plan.to_json() for plan in chosen]):
+        assert not wrong
+
+
+def test_memory_decides_for_recomputation(rank_pool: RankPool) -> None:
+    free = searched("llama", 2, pp=1)
+    assert not any(plan.recompute for plan in free)
+    small = min(plan.predicted.total_bytes for plan in free if plan.predicted is not None)
+    limit = int(0.85 * small)
+    tight = searched("llama", 2, pp=1, memory_limit=limit)
+    assert all(plan.predicted is not None and plan.predicted.total_bytes <= limit for plan in tight)
+    assert tight[0].recompute
+    for wrong in rank_pool.run(2, check, "llama", [tight[0].to_json()]):
+        assert not wrong
+
+
+def test_random_numbers_are_not_recomputed_in_a_pipeline() -> None:
+    """Nothing could carry that out; a model without dropout may."""
+    limit = int(0.5 * min(p.predicted.total_bytes for p in searched("gpt2", 2, pp=2) if p.predicted))
+    with pytest.raises(InfeasibleError) as caught:
+        searched("gpt2", 2, pp=2, memory_limit=limit)
+    assert "recompute" not in str(caught.value)
