@@ -3,9 +3,9 @@
 Every configuration that is looked at is costed by `Search.estimate`, with placements that were found for its degrees at
 another number of rows.  The best of them are then evaluated exactly, and those are what is ranked.
 
-Three facts keep the numbers small.  Recomputation only ever costs time, so it is tried where memory asks for it.  What ranks
+Four facts keep the numbers small.  Recomputation only ever costs time, so it is tried where memory asks for it.  What ranks
 along zero share beyond gradients is the same.  And a searched axis that is wider than the innermost links is only tried
-where the user pins it or nothing else fits.
+where the user pins it or nothing else fits.  The same goes for sharing a sequence that is not long.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ SPARE = 2
 
 CLOSE = 0.02
 """Part of the best predicted step within which configurations are evaluated exactly too, as many as there are asked for."""
+
+LONG = 16384
+"""Tokens of a row from which sharing the sequence is tried along with everything else."""
 
 REFINED = 6
 """Combinations of degrees for which every way of a strategy is tried."""
@@ -181,8 +184,18 @@ def explore(search: Search, wanted: int = 1, seconds: float | None = None) -> Ex
         PlanError: strategies refuse every one of them.
     """
     every = search.combinations()
-    legal = {tuple(degrees.items()): degrees for degrees in _narrow(search, every)}
     explorer = _Explorer(search, wanted, None if seconds is None else time.monotonic() + seconds)
+    found = _explored(explorer, every, _narrow(search, every))
+    if all(c.excess_bytes for c in found.ranked) and found.seen < len(every):
+        found = _explored(explorer, every, every)
+    return found
+
+
+def _explored(
+    explorer: _Explorer, every: Sequence[dict[str, int]], some: Sequence[dict[str, int]]
+) -> Explored:
+    search, wanted = explorer.search, explorer.wanted
+    legal = {tuple(degrees.items()): degrees for degrees in some}
     complete = len(legal) <= FEW
     if complete:
         for degrees in legal.values():
@@ -265,8 +278,20 @@ def _narrow(search: Search, every: Sequence[dict[str, int]]) -> list[dict[str, i
     setting = search.setting
     inner = setting.cluster.links[0].size or setting.world_size
     axes = [a for a, s in setting.strategies.items() if s.placement_search and a not in setting.pins]
-    kept = [d for d in every if all(d[a] <= inner for a in axes)]
-    return kept or list(every)
+    kept = [d for d in every if all(d[a] <= inner for a in axes)] or list(every)
+    if (setting.batch.sequence_length or 0) >= LONG or len(kept) <= EXACT:
+        return kept
+    late = [a for a in _of_the_sequence(search) if a not in setting.pins]
+    return [d for d in kept if all(d[a] == 1 for a in late)] or kept
+
+
+def _of_the_sequence(search: Search) -> list[str]:
+    """Axes that share neither rows nor modules nor parameters: what they take apart is the sequence."""
+    return [
+        a
+        for a, s in search.setting.strategies.items()
+        if s.batch_factor(2) == 1 and not s.placement_search and not s.divides and a not in search.surveys
+    ]
 
 
 def _starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:

@@ -16,22 +16,28 @@ from meshwright_planner.memory import memory_parts, parameter_bytes
 from meshwright_planner.placement import Placement, PlacementProblem
 from meshwright_planner.recomputing import recomputed
 from meshwright_planner.tape import Tape
-from meshwright_planner.work import module_work, parameter_sizes
+from meshwright_planner.work import ModuleRun, module_runs, module_work, parameter_sizes
 
 
 class Placed:
     """A placement of what one rank computes at once."""
 
-    def __init__(self, basis: Basis, rules: Rules, problem: PlacementProblem, placement: Placement) -> None:
+    def __init__(
+        self,
+        basis: Basis,
+        rules: Rules,
+        problem: PlacementProblem,
+        placement: Placement,
+        like: Placed | None = None,
+    ) -> None:
+        """`like`: has the same states, on other sizes or with something else kept."""
         self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
         self.beside = 0.0  # bytes that are alive at the peak beside what is kept
         self.recompute: tuple[RecomputeRule, ...] = ()
-        self._own: dict[frozenset[str], tuple[float, float]] = {}
-        self._sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
-        self._trained: dict[frozenset[str] | None, int] = {}
         self._work: dict[int, tuple[ModuleWork, ...]] = {}
         self._others: dict[object, Placed] = {}
+        self._states: _States = _States(self) if like is None else like._states
 
     @cached_property
     def memory(self) -> dict[str, int]:
@@ -48,25 +54,24 @@ class Placed:
 
     def own(self, names: frozenset[str]) -> tuple[float, float]:
         """Bytes of these parameters on one rank, of all and of those that are trained."""
-        if names not in self._own:
-            self._own[names] = parameter_bytes(self.basis.setting.model, self.problem, self.placement, names)
-        return self._own[names]
+        found = self._states.own
+        if names not in found:
+            found[names] = parameter_bytes(self.basis.setting.model, self.problem, self.placement, names)
+        return found[names]
 
     def sizes(self, holds: frozenset[str] | None = None) -> tuple[tuple[ParameterSize, ...], ...]:
         """The parameters of each unit; `holds`: names that the rank has, None for all."""
-        if holds not in self._sizes:
-            setting = self.basis.setting
-            self._sizes[holds] = parameter_sizes(
-                setting.model, setting.dtype, self.problem, self.placement, holds
+        found = self._states.sizes
+        if holds not in found:
+            found[holds] = tuple(
+                tuple(size for name, size in unit.items() if holds is None or name in holds)
+                for unit in self._states.units
             )
-        return self._sizes[holds]
+        return found[holds]
 
     def trained(self, holds: frozenset[str] | None) -> int:
         """How many parameters an optimizer steps on one rank; `holds`: names of those that it has, None for all."""
-        if holds not in self._trained:
-            names = self.basis.setting.model.named_parameters()
-            self._trained[holds] = sum(p.requires_grad and (holds is None or n in holds) for n, p in names)
-        return self._trained[holds]
+        return sum(size.trainable for unit in self.sizes(holds) for size in unit)
 
     def entering(
         self, modules: Iterable[str], times: int
@@ -86,7 +91,7 @@ class Placed:
     def work(self, times: int) -> tuple[ModuleWork, ...]:
         """What modules do in `times` microbatches."""
         if 1 not in self._work:
-            self._work[1] = module_work(self.problem, self.placement)
+            self._work[1] = module_work(self.problem, self.placement, self._states.runs)
         if times not in self._work:
             self._work[times] = tuple(
                 replace(
@@ -104,7 +109,7 @@ class Placed:
         key = ("tape", id(tape))
         if key not in self._others:
             problem = self.problem.on(tape)
-            self._others[key] = Placed(self.basis, self.rules, problem, problem.again(self.placement))
+            self._others[key] = Placed(self.basis, self.rules, problem, problem.again(self.placement), self)
         return self._others[key]
 
     def with_recompute(self, rules: Sequence[RecomputeRule]) -> Placed:
@@ -114,9 +119,29 @@ class Placed:
         key = ("recompute", tuple(rules))
         if key not in self._others:
             problem, placement, beside = recomputed(self.problem, self.placement, rules)
-            other = self._others[key] = Placed(self.basis, self.rules, problem, placement)
+            other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
             other.beside, other.recompute = beside, tuple(rules)
         return self._others[key]
+
+
+class _States:
+    """What follows from the states of a placement alone, not from sizes of activations."""
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+        self.own: dict[frozenset[str], tuple[float, float]] = {}
+        self.sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
+
+    @cached_property
+    def units(self) -> tuple[dict[str, ParameterSize], ...]:
+        """Per unit, its parameters."""
+        setting, placed = self._placed.basis.setting, self._placed
+        return parameter_sizes(setting.model, setting.dtype, placed.problem, placed.placement)
+
+    @cached_property
+    def runs(self) -> tuple[ModuleRun, ...]:
+        """What the modules do."""
+        return module_runs(self._placed.problem)
 
 
 def repeated(placement: Placement, times: int) -> Placement:

@@ -85,6 +85,7 @@ class _Block:
 class _Merger:
     def __init__(self, tape: Tape, result: Quotient) -> None:
         self.tape, self.result = tape, result
+        self._said: dict[str, Any] = {}
         self.span: dict[str, list[int]] = defaultdict(list)
         for index, node in enumerate(tape.nodes):
             parts = node.module.split(".") if node.module else []
@@ -112,6 +113,26 @@ class _Merger:
                 self.visit(name)
 
     def _signature(self, name: str) -> tuple[Any, _Block]:
+        source = self.tape.copied.get(name)
+        if source in self._said and len(self.span[source]) == len(self.span[name]):
+            return self._said[source], self._copy(name)
+        self._said[name], block = self._look(name)
+        return self._said[name], block
+
+    def _copy(self, name: str) -> _Block:
+        """A block that does what one does whose signature is known."""
+        prefix = f"param:{name}."
+        inside: set[int] = set()
+        outside: dict[int, None] = {}
+        for index in self.span[name]:
+            node = self.tape.nodes[index]
+            for ref in node.ins:
+                if ref.i not in inside and not (self.tape.values[ref.i].name or "").startswith(prefix):
+                    outside[ref.i] = None
+            inside.update(ref.i for ref in node.outs)
+        return _Block(name, list(outside), inside)
+
+    def _look(self, name: str) -> tuple[Any, _Block]:
         values, prefix = self.tape.values, f"param:{name}."
         inside: dict[int, tuple[int, int]] = {}
         outside: dict[int, int] = {}

@@ -183,6 +183,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         scalar=scalar,
         parameters=parameters,
         rows=batch.size,
+        copied=watcher.copied,
     )
     kept = finish(tape)
     tape.saved = list(_saved(watcher, kept, tape))

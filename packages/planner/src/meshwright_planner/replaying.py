@@ -218,6 +218,7 @@ class _Replayer:
         def value(i: int) -> int:
             return i + shift if i >= low else table.get(i, i)
 
+        watcher.copied[name] = run.module
         watcher.values.extend(watcher.values[slice(*run.values)])
         watcher.nodes.extend(_copied(n, value, run.module, name) for n in watcher.nodes[slice(*run.nodes)])
         watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value)))

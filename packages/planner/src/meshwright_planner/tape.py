@@ -56,6 +56,7 @@ class Tape:
         scalar: the result is a scalar loss.
         parameters: name -> value of every distinct parameter.
         rows: size of the batch.
+        copied: module that did what another did, and was not run -> that one.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
     """
 
@@ -72,6 +73,7 @@ class Tape:
     parameters: dict[str, int] = field(default_factory=dict)
     rows: int = 1
     origin: Tape | None = None
+    copied: dict[str, str] = field(default_factory=dict)
 
     @property
     def flops(self) -> float:

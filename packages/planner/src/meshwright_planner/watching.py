@@ -22,6 +22,7 @@ class Watcher(Recorder):
     def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
         self.storages: dict[int, list[int]] = {}
         self.fake = mode
+        self.copied: dict[str, str] = {}
         self.packed: list[tuple[int, Any]] = []
         """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again)."""
         super().__init__(composites)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,8 +14,50 @@ from meshwright_dtensor.units import parameter_units
 from meshwright_planner.placement import Placement, PlacementProblem
 
 
-def module_work(problem: PlacementProblem, placement: Placement) -> tuple[ModuleWork, ...]:
-    """The work of one rank in the order of execution, consecutive operations of one module together."""
+@dataclass(frozen=True)
+class ModuleRun:
+    """Consecutive operations of one module, whatever their sizes.
+
+    Args:
+        module: its full name.
+        nodes: its operations: (node, representative).
+        parameters: names of the parameters that they read.
+        entering: (value, module that made it).
+    """
+
+    module: str
+    nodes: tuple[tuple[int, int], ...]
+    parameters: frozenset[str]
+    entering: tuple[tuple[int, str], ...]
+
+
+def module_runs(problem: PlacementProblem) -> tuple[ModuleRun, ...]:
+    """The operations in the order of execution, consecutive ones of one module together."""
+    tape, representative = problem.tape, problem.quotient.node
+    maker: dict[int, str] = {}
+    found: list[ModuleRun] = []
+    for module, nodes in itertools.groupby(enumerate(tape.nodes), lambda entry: entry[1].module):
+        own: list[tuple[int, int]] = []
+        read: set[str] = set()
+        entering: dict[tuple[int, str], None] = {}
+        for index, node in nodes:
+            own.append((index, representative(index)))
+            for ref in node.ins:
+                value = tape.values[ref.i]
+                if value.name is not None and value.name.startswith("param:"):
+                    read.add(value.name.removeprefix("param:"))
+                made = maker.get(ref.i)
+                if made is not None and made != module and value.dtype.is_floating_point:
+                    entering[ref.i, made] = None
+            maker.update((ref.i, module) for ref in node.outs)
+        found.append(ModuleRun(module, tuple(own), frozenset(read), tuple(entering)))
+    return tuple(found)
+
+
+def module_work(
+    problem: PlacementProblem, placement: Placement, runs: Sequence[ModuleRun] | None = None
+) -> tuple[ModuleWork, ...]:
+    """The work of one rank in the order of execution; `runs`: those of the problem, where they are known."""
     tape = problem.tape
     saved: dict[int, float] = {}
     seen: set[object] = set()
@@ -24,41 +67,25 @@ def module_work(problem: PlacementProblem, placement: Placement) -> tuple[Module
         if key not in seen and not name.startswith("param:"):
             seen.add(key)
             saved[item.node] = saved.get(item.node, 0.0) + item.nbytes
-    found: list[ModuleWork] = []
-    maker: dict[int, str] = {}
-    for index, node in enumerate(tape.nodes):
-        option = placement.options[problem.quotient.node(index)]
-        if not found or found[-1].module != node.module:
-            found.append(ModuleWork(node.module))
-        names = (tape.values[r.i].name or "" for r in node.ins)
-        read = frozenset(name.removeprefix("param:") for name in names if name.startswith("param:"))
-        entering = frozenset(
-            (r.i, maker[r.i], tape.values[r.i].nbytes)
-            for r in node.ins
-            if r.i in maker and maker[r.i] != node.module and tape.values[r.i].dtype.is_floating_point
+    seconds = {k: option.seconds for k, option in placement.options.items()}
+    return tuple(
+        ModuleWork(
+            run.module,
+            sum(seconds[k] for _, k in run.nodes),
+            sum(saved.get(index, 0.0) for index, _ in run.nodes),
+            run.parameters,
+            frozenset((i, made, tape.values[i].nbytes) for i, made in run.entering),
         )
-        maker.update((r.i, node.module) for r in node.outs)
-        before = found[-1]
-        found[-1] = replace(
-            before,
-            seconds=before.seconds + option.seconds,
-            saved_bytes=before.saved_bytes + saved.get(index, 0.0),
-            parameters=before.parameters | read,
-            entering=before.entering | entering,
-        )
-    return tuple(found)
+        for run in (module_runs(problem) if runs is None else runs)
+    )
 
 
 def parameter_sizes(
-    model: nn.Module,
-    used: torch.dtype | None,
-    problem: PlacementProblem,
-    placement: Placement,
-    holds: frozenset[str] | None = None,
-) -> tuple[tuple[ParameterSize, ...], ...]:
-    """The parameters of each unit (see units.parameter_units) as a placement leaves them to one rank.
+    model: nn.Module, used: torch.dtype | None, problem: PlacementProblem, placement: Placement
+) -> tuple[dict[str, ParameterSize], ...]:
+    """The parameters of each unit (see units.parameter_units) by name, as a placement leaves them to one rank.
 
-    `used`: dtype that they are computed in, None for their own. `holds`: names that the rank has, None for all.
+    `used`: dtype that they are computed in, None for their own.
     """
     tape, degree = problem.tape, problem.costs.degree
 
@@ -72,10 +99,7 @@ def parameter_sizes(
         cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
         return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
 
-    return tuple(
-        tuple(size(name, p) for name, p in own if holds is None or name in holds)
-        for _, _, own in parameter_units(model)
-    )
+    return tuple({name: size(name, p) for name, p in own} for _, _, own in parameter_units(model))
 
 
 def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], int]) -> SearchRequest:
