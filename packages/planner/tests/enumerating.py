@@ -1,0 +1,58 @@
+"""Placement problems small enough to try every answer."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from torch import nn
+
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.states import State, forward_kind
+from meshwright_planner.batch import Batch
+from meshwright_planner.clusters import LAPTOP_CPU
+from meshwright_planner.costs import AxisCosts, backward_move, convertible, forward_move
+from meshwright_planner.legal import Legality
+from meshwright_planner.placement import PlacementProblem
+from meshwright_planner.program import MemoryTerms
+from meshwright_planner.quotient import quotient
+from meshwright_planner.recording import record
+
+BOOK = RuleBook.first_party()
+FREE = MemoryTerms(price=0.0, parameter_factor=4.0)
+
+
+def problem_of(model: nn.Module, batch: Batch, degree: int = 2, merge: bool = True) -> PlacementProblem:
+    tape = record(model, batch, BOOK.composites)
+    costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, degree), degree)
+    return PlacementProblem(Legality(tape, quotient(tape, merge), BOOK, costs, tape.rows))
+
+
+def brute_force(problem: PlacementProblem) -> float:
+    """The least cost over every combination of options and of parameter states."""
+    tape, costs = problem.tape, problem.costs
+    names = [v for v in range(len(tape.values)) if (tape.values[v].name or "").startswith("param:")]
+    stored = [problem.legality.parameter_states(v) for v in names]
+    nodes = problem.quotient.nodes
+    best = float("inf")
+    for states in product(*stored):
+        for options in product(*(problem.options[k] for k in nodes)):
+            left: dict[int, State] = dict(zip(names, states))
+            wanted: list[tuple[int, State]] = [(tape.results[0], "I")]
+            seconds = 0.0
+            for k, option in zip(nodes, options):
+                node = tape.nodes[k]
+                wanted += [(r.i, s) for r, s in zip(node.ins, option.ins)]
+                left.update({r.i: s for r, s in zip(node.outs, option.outs)})
+                seconds += option.seconds + option.inner_seconds
+            events = set()
+            for value, target in wanted:
+                source, nbytes = left.get(value, "I"), tape.values[value].nbytes
+                stays = value in names and source != "I"
+                if not convertible(source, target) or (stays and source != target):
+                    seconds = float("inf")
+                    break
+                events.add((value, "forward", forward_kind(target), forward_move(source, target, nbytes)))
+                if tape.grad[value]:
+                    events.add((value, "backward", target, backward_move(source, target, nbytes)))
+            best = min(best, seconds + sum(costs.collective(move) for _, _, _, move in events))
+    return best

@@ -1,0 +1,76 @@
+"""The integer program's placements are the best there are: random blocks, against every combination.
+
+MESHWRIGHT_RANDOM_BLOCKS=200 tries as many; the suite tries fewer.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from enumerating import FREE, brute_force, problem_of
+from torch import nn
+
+from meshwright_planner.batch import Batch
+
+BLOCKS = int(os.environ.get("MESHWRIGHT_RANDOM_BLOCKS", "32"))
+MOST = 400
+"""Combinations of one block that are tried."""
+
+
+class Block(nn.Module):
+    """Two linear layers, and between and after them operations drawn by lot."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.b = nn.Linear(8, 8, bias=False)
+        self.shape = dice.choice(["chain", "parallel", "residual", "gate", "square"])
+        self.act = dice.choice([torch.relu, torch.tanh, torch.neg, torch.exp])
+        self.twice = dice.random() < 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if self.shape == "chain":
+            out = self.b(self.act(h))
+        elif self.shape == "parallel":
+            out = h + self.b(x)
+        elif self.shape == "residual":
+            out = self.b(h) + h
+        elif self.shape == "gate":
+            out = self.act(h) * self.b(x)
+        else:
+            out = self.b(h @ h.transpose(-1, -2) @ x)
+        return out.square().sum() if self.twice else out.sum()
+
+
+@pytest.mark.parametrize("seed", range(BLOCKS))
+def test_no_placement_costs_less(seed: int) -> None:
+    dice = random.Random(seed)
+    degree = dice.choice([2, 4])
+    batch = Batch.of(torch.randn(dice.choice([3, 5]), 8) if dice.random() < 0.5 else torch.randn(3, 8, 8))
+    problem = problem_of(Block(dice), batch, degree)
+    each = 6
+    while each > 2:
+        chosen = {k: dice.sample(options, min(each, len(options))) for k, options in problem.options.items()}
+        size = 9
+        for options in chosen.values():
+            size *= len(options)
+        if size <= MOST:
+            break
+        each -= 1
+    # times between nothing and what a large collective takes, so that now one and now the other decides
+    problem.options = {
+        k: [replace(o, seconds=dice.choice([0, 0.1, 1, 3]) * 1e-4 * dice.random()) for o in options]
+        for k, options in chosen.items()
+    }
+    best = brute_force(problem)
+    solved = problem.solve(FREE, divide=False)
+    if best == float("inf"):
+        assert solved is None
+        return
+    assert solved is not None
+    assert solved.compute_seconds + solved.communication_seconds == pytest.approx(best, rel=1e-4, abs=1e-8)
