@@ -110,7 +110,7 @@ def _savings(search: Search, degrees: Mapping[str, int]) -> list[Point]:
     setting = search.setting
     ways = search.ways(degrees) or [{}]
     stages = [setting.stage or (3 if degrees.get(SHARED, 1) > 1 else 0)]
-    policies = [None, *search.can_recompute] if setting.recompute is None else [setting.recompute]
+    policies = [None, *search.can_recompute(degrees)] if setting.recompute is None else [setting.recompute]
     last = max(ways, key=lambda way: int(str(way.get("microbatches", 1))))
     chosen = [ways[0], last] if last != ways[0] else [last]
     return [

@@ -71,7 +71,11 @@ class AlpaPlanner(ChoosingPlanner):
         stage = search.setting.stage or (2 if degrees.get(SHARED, 1) > 1 else 0)
         way = _way(search.ways(degrees))
         fixed = search.setting.recompute
-        policies = [fixed] if fixed is not None else [None, *(p for p in search.can_recompute if p == "full")]
+        policies = (
+            [fixed]
+            if fixed is not None
+            else [None, *(p for p in search.can_recompute(degrees) if p == "full")]
+        )
         best = None
         for policy in policies:
             candidate = costs.evaluate(Point.of(degrees, stage, way, policy))

@@ -146,7 +146,7 @@ def _proposal(search: Search, every: Sequence[dict[str, int]], now: Point, gener
     if part == "recompute":
         if search.setting.recompute is not None:
             return now
-        return now.but(recompute=generator.choice([None, *search.can_recompute]))
+        return now.but(recompute=generator.choice([None, *search.can_recompute(degrees)]))
     if part == "way":
         return now.but(way=generator.choice(search.ways(degrees) or [{}]))
     other = generator.choice(every)
