@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright_planner.batch import Batch
 
-BLOCKS = int(os.environ.get("MESHWRIGHT_RANDOM_BLOCKS", "32"))
+BLOCKS = int(os.environ.get("MESHWRIGHT_RANDOM_BLOCKS", "24"))
 MOST = 400
 """Combinations of one block that are tried."""
 
