@@ -12,7 +12,7 @@ from meshwright_planner.batch import Batch
 from meshwright_planner.clusters import LAPTOP_CPU
 from meshwright_planner.costs import AxisCosts, backward_move, convertible, forward_move
 from meshwright_planner.legal import Legality
-from meshwright_planner.placement import PlacementProblem
+from meshwright_planner.placement import RESULT, PlacementProblem
 from meshwright_planner.program import MemoryTerms
 from meshwright_planner.quotient import quotient
 from meshwright_planner.recording import record
@@ -37,18 +37,19 @@ def brute_force(problem: PlacementProblem) -> float:
     for states in product(*stored):
         for options in product(*(problem.options[k] for k in nodes)):
             left: dict[int, State] = dict(zip(names, states))
-            wanted: list[tuple[int, State]] = [(tape.results[0], "I")]
+            wanted: list[tuple[int, State, int]] = [(tape.results[0], "I", RESULT)]
             seconds = 0.0
             for k, option in zip(nodes, options):
                 node = tape.nodes[k]
-                wanted += [(r.i, s) for r, s in zip(node.ins, option.ins)]
+                wanted += [(r.i, s, k) for r, s in zip(node.ins, option.ins)]
                 left.update({r.i: s for r, s in zip(node.outs, option.outs)})
                 seconds += option.seconds + option.inner_seconds
             events = set()
-            for value, target in wanted:
+            for value, target, reader in wanted:
                 source, nbytes = left.get(value, "I"), tape.values[value].nbytes
-                stays = value in names and source != "I"
-                if not convertible(source, target) or (stays and source != target):
+                # a weight is not moved, and within a call of a torch function nothing is
+                fixed = (value in names and source != "I") or problem.inside_one_call(value, reader)
+                if not convertible(source, target) or (fixed and source != target):
                     seconds = float("inf")
                     break
                 events.add((value, "forward", forward_kind(target), forward_move(source, target, nbytes)))
