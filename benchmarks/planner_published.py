@@ -31,7 +31,7 @@ from meshwright_planner.batch import Batch
 from meshwright_planner.clusters import named
 from meshwright_planner.fusion import fused_saving
 
-EFFICIENCY = {"h100-96gb": 0.6, "p3.16xlarge": 0.6}
+EFFICIENCY = {"h100-96gb": 0.385, "p3.16xlarge": 0.6}
 """Part of the peak that a large matrix product reaches: the one number of a device type that no datasheet gives."""
 
 TITAN = (  # GPUs, compiled, published tokens per second and GPU (FACTS.md; torchtitan, docs/performance.md)
@@ -97,7 +97,7 @@ def torchtitan() -> tuple[list[dict[str, Any]], bool]:
         cluster = device("h100-96gb")
         plan = mw.plan(
             model, tokens(2 * ranks, 8192), cluster=cluster, world_size=ranks, precision="bf16",
-            dp=ranks, zero=3, tp=1, cp=1, pp=1, recompute="selective",
+            dp=ranks, zero=3, tp=1, cp=1, pp=1, ep=1, recompute="selective", memory_limit=2**40,
         )  # fmt: skip
         seconds = step(plan)
         if compiled:
@@ -105,7 +105,9 @@ def torchtitan() -> tuple[list[dict[str, Any]], bool]:
             seconds -= fused_saving(model, local, cluster, torch.bfloat16)
         rate = 2 * 8192 / seconds
         error = rate / published - 1
-        found.append({"gpus": ranks, "compiled": compiled, "published": published, "predicted": rate, "error": error})
+        found.append(
+            {"gpus": ranks, "compiled": compiled, "published": published, "predicted": rate, "error": error}
+        )
         print(
             f"Llama-3 8B, {ranks:3} H100{', compiled' if compiled else ''}: published {published}, predicted {rate:.0f} "
             f"tokens/s/GPU ({100 * error:+.1f}%)", flush=True,
@@ -152,7 +154,13 @@ def alpa() -> tuple[list[dict[str, Any]], bool]:
             continue
         fast = step(ours) <= 1.001 * step(theirs)
         holds &= fast
-        row = {"billions": billions, "gpus": ranks, "alpa": step(theirs), "ours": step(ours), "pick": mesh(ours)}
+        row = {
+            "billions": billions,
+            "gpus": ranks,
+            "alpa": step(theirs),
+            "ours": step(ours),
+            "pick": mesh(ours),
+        }
         found.append(row)
         print(
             f"GPT {billions}B on {ranks} V100: Alpa's {mesh(theirs)} ({theirs.predicted.total_bytes / 2**30:.1f} GiB) predicted "

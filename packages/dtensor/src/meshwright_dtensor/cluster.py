@@ -104,6 +104,7 @@ class Cluster:
         update_s: seconds that an optimizer step takes for each parameter, however small.
         hides_launch: the host issues operations ahead of the device, so that the longer of the two counts.
         hides_communication: collectives run beside compute; False where they take the cores that compute needs.
+        interference: part of a rank's compute that a collective in flight beside it takes.
         fused_attention: attention kernels keep no matrix of scores for the backward pass.
         reserved_bytes: memory that is never the model's: context, communication buffers.
         fragmentation: part of what is left that a caching allocator loses to fragments.
@@ -130,6 +131,7 @@ class Cluster:
     update_s: float = 0.0
     hides_launch: bool = True
     hides_communication: bool = True
+    interference: float = 0.0
     fragmentation: float = 0.0
     cores: int = 0
     crowding: tuple[tuple[int, float], ...] = ()

@@ -82,6 +82,7 @@ class ClusterFile(_Part):
     hides_communication: bool = True
     fused_attention: bool = True
     reserved_bytes: Annotated[int, Field(ge=0)] = 0
+    interference: Annotated[float, Field(ge=0, lt=1)] = 0.0
     fragmentation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     cores: Annotated[int, Field(ge=0)] = 0
     crowding: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()

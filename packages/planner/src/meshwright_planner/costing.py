@@ -102,8 +102,10 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
             entering={} if survey is None else placed.entering(_held(survey.modules, holds), times),
         )
         found = divided if name == outer else strategy.cost(asked, degree, link)
-        exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds
-        hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds
+        # beside a collective compute is slower: as if a part of it were not hidden
+        taken = found.overlapped_seconds * setting.cluster.interference
+        exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds + taken
+        hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
         fields.update(found.fields)
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))

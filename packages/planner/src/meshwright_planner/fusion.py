@@ -19,9 +19,7 @@ FUSED = frozenset({"pointwise", "function", "norm", "reduce", "copy", "view", "d
 """Kinds of work (kinds.kind_of) that go into one kernel with what they read or feed."""
 
 
-def fused_saving(
-    model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.dtype | None = None
-) -> float:
+def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.dtype | None = None) -> float:
     """Seconds of one step on one rank that fusing saves: `batch` is that rank's part, `dtype` what it computes in."""
     book = RuleBook.default()
     tape = record(model, batch, book.composites, dtype)
@@ -40,7 +38,8 @@ def fused_saving(
 
 
 def _groups(tape: Tape) -> dict[int, int]:
-    """Node that fuses -> a number that it shares with those it fuses with: makers and readers of one value."""
+    """Node that fuses -> a number that it shares with those it fuses with: makers and readers of one value, with no
+    product between them."""
     kinds = [work_of(node, tape.values, tape.grad, node.flops).kind for node in tape.nodes]
     parent = {i: i for i, kind in enumerate(kinds) if kind in FUSED and not tape.nodes[i].flops}
 
@@ -51,10 +50,16 @@ def _groups(tape: Tape) -> dict[int, int]:
         return i
 
     maker: dict[int, int] = {}
+    depth: dict[
+        int, int
+    ] = {}  # of a value: how many nodes that do not fuse lie before it, one after the other
+    level: dict[int, int] = {}
     for index, node in enumerate(tape.nodes):
+        level[index] = max((depth.get(ref.i, 0) for ref in node.ins), default=0)
+        depth.update((ref.i, level[index] + (index not in parent)) for ref in node.outs)
         if index in parent:
             for ref in node.ins:
-                if ref.i in maker:
+                if ref.i in maker and level[maker[ref.i]] == level[index]:
                     parent[find(index)] = find(maker[ref.i])
         for ref in node.outs:
             if index in parent:
