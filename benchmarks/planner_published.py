@@ -144,7 +144,7 @@ def alpa() -> tuple[list[dict[str, Any]], bool]:
         begin = time.perf_counter()
         theirs = mw.plan(
             model, batch, **common, pp=pp, dp=dp, tp=tp, cp=1, ep=1, zero=0, microbatches=count,
-            recompute="full", memory_limit=2**40,
+            schedule="1f1b", recompute="full", memory_limit=2**40,
         )  # fmt: skip
         try:
             ours = mw.plan(model, batch, **common)

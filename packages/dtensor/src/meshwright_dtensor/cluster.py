@@ -145,6 +145,11 @@ class Cluster:
         return int((self.memory_bytes - self.reserved_bytes) * (1.0 - self.fragmentation))
 
     @property
+    def accelerated(self) -> bool:
+        """Whether devices are accelerators: those have attention in one kernel, and optimizers that step on all at once."""
+        return self.fused_attention
+
+    @property
     def backward_launch_s(self) -> float:
         """Seconds that the host needs to issue one operation of the backward pass."""
         return self.launch_s if self.launch_backward_s is None else self.launch_backward_s

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LOOKS_AT_DATA: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -26,6 +27,7 @@ LOOKS_AT_DATA: tuple[type[Exception], ...] = (
 
 # private only by name
 pytree = _pytree
+DispatchMode = TorchDispatchMode
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -11,6 +11,7 @@ from meshwright_dtensor.plan import PlannedCollective
 from meshwright_dtensor.strategy import StrategyCost
 from meshwright_planner.candidate import Candidate
 from meshwright_planner.costs import OPTIMIZERS, optimizer_seconds
+from meshwright_planner.peak import BUCKET_BYTES, at_peak
 from meshwright_planner.placed import Placed, repeated
 from meshwright_planner.points import Point
 from meshwright_planner.setting import SHARED
@@ -124,6 +125,9 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     busy = divided.compute - divided.idle
     if axis is not None:
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
+    stepped = memory["gradients"]
+    bucket = float(BUCKET_BYTES) if summed or (shards > 1 and point.stage == 1) else 0.0
+    memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
         stage=point.stage if shards > 1 else 0,
@@ -137,7 +141,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         hidden=hidden,
         optimizer_seconds=optimizer_seconds(
             setting.cluster,
-            memory["gradients"],
+            stepped,
             OPTIMIZERS[setting.optimizer],
             placed.trained(divided.holds),
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable
 
@@ -10,10 +9,6 @@ from torch import nn
 
 from meshwright_planner.costs import OPTIMIZERS
 from meshwright_planner.placement import Placement, PlacementProblem
-
-TEMPORARIES = 3
-"""How many of the largest results of single operations are alive at once beside what is saved: a value, its
-gradient and one working copy."""
 
 
 def parameter_factor(optimizer: str) -> float:
@@ -27,7 +22,8 @@ def memory_parts(
     """Bytes by part: parameters, gradients, optimizer, buffers, activations, temporaries.
 
     Optimizer states have the parameter's dtype, as torch's own optimizers keep them.  Activations are what autograd
-    saves, sharded as the placement says; a parameter counts once however many names it has.
+    saves, sharded as the placement says; a parameter counts once however many names it has.  Each part is as large as it
+    gets; which of it is there at once, and what is alive beside it, is `peak.py`'s to say.
     """
     tape, share = problem.tape, problem.costs.share
     parameters = trainable = 0.0
@@ -43,7 +39,7 @@ def memory_parts(
         "optimizer": trainable * OPTIMIZERS[optimizer],
         "buffers": sum(b.numel() * b.element_size() for b in model.buffers()),
         "activations": placement.saved_bytes,
-        "temporaries": sum(heapq.nlargest(TEMPORARIES, _results(problem, placement))),
+        "temporaries": 0,
     }
     return {name: math.ceil(size) for name, size in parts.items()}
 
@@ -62,14 +58,3 @@ def parameter_bytes(
             every += size
             trained += size if parameter.requires_grad else 0.0
     return every, trained
-
-
-def _results(problem: PlacementProblem, placement: Placement) -> Iterable[float]:
-    tape, share = problem.tape, problem.costs.share
-    for index, option in placement.options.items():
-        node = tape.nodes[index]
-        for ref, state in zip(node.outs, option.outs):
-            size = tape.values[ref.i].nbytes * share(state)
-            yield size
-            if tape.grad[ref.i]:
-                yield size

@@ -13,6 +13,7 @@ from meshwright_planner.attention import attention_uses
 from meshwright_planner.basis import Basis
 from meshwright_planner.legal import Rules
 from meshwright_planner.memory import memory_parts, parameter_bytes
+from meshwright_planner.peak import Moment, moments
 from meshwright_planner.placement import Placement, PlacementProblem
 from meshwright_planner.recomputing import recomputed
 from meshwright_planner.tape import Tape
@@ -46,6 +47,11 @@ class Placed:
         parts = memory_parts(setting.model, self.problem, self.placement, setting.optimizer)
         parts["temporaries"] += math.ceil(self.beside)
         return parts
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """When a step may hold most."""
+        return moments(self.problem, self.placement, self.basis.setting.cluster.accelerated)
 
     @cached_property
     def attention(self) -> tuple[AttentionUse, ...]:

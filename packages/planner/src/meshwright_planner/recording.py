@@ -285,7 +285,8 @@ def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int |
     exact = watcher.index_of(tensor)
     value = exact if exact is not None else (same or known)[0]
     full = watcher.values[known[0]]
-    size = min(math.prod(full.shape) * full.dtype.itemsize, max(nbytes, 0)) if nbytes else 0
+    # a view of a part keeps the whole storage, an expanded one no more than that
+    size = math.prod(full.shape) * full.dtype.itemsize if nbytes else 0
     return Saved(index, known[0], value, False, size)
 
 
