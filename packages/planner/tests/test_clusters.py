@@ -101,3 +101,10 @@ def test_what_was_measured_stands_in_place_of_the_model() -> None:
     assert cluster.running(4).link(1, 2).seconds("all_reduce", 10, 2) == pytest.approx(4e-4)
     assert cluster.running(4).link(1, 4).seconds("all_reduce", 1e6, 4) == pytest.approx(4e-2 * 1.5)
     assert cluster.running(2).link(1, 2).seconds("all_gather", 1e6, 2) == pytest.approx(50e-6 + 5e5 / 1e9)
+
+
+def test_who_waits_leaves_its_core_to_the_others() -> None:
+    assert DGX_H100.running(8).bubble(1.0, 0.5) == 0.5
+    assert CROWDED.running(2).bubble(1.0, 0.5) == 0.5  # a core each
+    assert CROWDED.running(4).bubble(1.0, 0.5) == 0.0  # two to a core: the others were at work
+    assert CROWDED.running(4).bubble(1.0, 1.5) == 0.25

@@ -149,6 +149,14 @@ class Cluster:
         """Whether devices are accelerators: those have attention in one kernel, and optimizers that step on all at once."""
         return self.fused_attention
 
+    def bubble(self, compute: float, idle: float) -> float:
+        """Seconds that a step takes longer where a rank computes for `compute` and waits for `idle`.
+
+        Where ranks share cores, those that wait leave theirs to the others, which were expected to be slowed by them.
+        """
+        shared = max(1.0, min(self.ranks, self.devices_per_node) / self.cores) if self.cores else 1.0
+        return max(0.0, (compute + idle) / shared - compute)
+
     @property
     def backward_launch_s(self) -> float:
         """Seconds that the host needs to issue one operation of the backward pass."""

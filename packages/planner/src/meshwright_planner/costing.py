@@ -135,7 +135,10 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         problem=problem,
         placement=placement,
         compute_seconds=placement.compute_seconds * busy,
-        bubble_seconds=(placement.compute_seconds + placement.communication_seconds) * divided.idle,
+        bubble_seconds=setting.cluster.bubble(
+            placement.compute_seconds * busy,
+            (placement.compute_seconds + placement.communication_seconds) * divided.idle,
+        ),
         stages=divided.stages,
         exposed=exposed,
         hidden=hidden,

@@ -1,0 +1,63 @@
+"""Predicted memory beside counted bytes of tensors, on one rank; on several it is benchmarks/planner_memory.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planner_models import LAPTOP_CPU, Transformer, eager, tokens
+from torch import nn
+
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_planner.calibration.counting import Counting
+from meshwright_planner.peak import Moment, at_peak
+
+
+def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Most bytes at once in the second step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [x for entries in optimizer.state.values() for x in entries.values()]
+    with Counting([*model.parameters(), *model.buffers(), *states]) as counting:
+        step()
+        counting.restart()
+        step()
+        return counting.peak
+
+
+@pytest.mark.parametrize(("layers", "rows"), [(4, 8), (2, 1)])
+def test_what_one_rank_holds_at_most_is_what_was_predicted(layers: int, rows: int) -> None:
+    """Where activations are most of it, and where the optimizer's step is."""
+    model, batch = Transformer(layers=layers), tokens(rows=rows)
+    plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
+    assert plan.predicted is not None
+    assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.05)
+
+
+def test_the_count_sees_what_lives_and_forgets_what_dies() -> None:
+    held = torch.zeros(1000)
+    with Counting([held]) as counting:
+        assert counting.alive == 4000
+        more = held + 1
+        view = more.view(10, 100)
+        assert counting.alive == 8000
+        del more
+        assert counting.alive == 8000 and view.shape == (10, 100)
+        del view
+        assert counting.alive == 4000 and counting.peak == 8000
+
+
+def test_the_moment_that_holds_most_counts() -> None:
+    memory = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 100, "temporaries": 0}
+    when = (Moment(1.0, 0.0, 5.0), Moment(0.5, 0.5, 8.0), Moment(0.0, 1.0, 20.0))
+    assert at_peak(memory, when) == {**memory, "gradients": 0, "temporaries": 5}
+    small = {**memory, "activations": 4}
+    assert at_peak(small, when) == {**small, "activations": 0, "temporaries": 20}
+    bucketed = at_peak({**memory, "gradients": 200}, when, bucket=80.0)
+    assert (bucketed["gradients"], bucketed["activations"]) == (180, 50)
+    assert at_peak({**memory, "gradients": 60}, (when[0], when[1]), bucket=100.0)["gradients"] == 60
