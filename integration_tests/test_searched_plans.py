@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_planner_models import build, example
 from zoo import CASES
 
 import meshwright as mw
@@ -75,3 +76,10 @@ def test_random_numbers_are_not_recomputed_in_a_pipeline() -> None:
     with pytest.raises(InfeasibleError) as caught:
         searched("gpt2", 2, pp=2, memory_limit=limit)
     assert "recompute" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"world_size": 1}, {"world_size": 2, "pp": 1}])
+def test_what_would_fit_is_found_where_pipelines_were_out_of_the_question(options: dict[str, int]) -> None:
+    needed = mw.plan(build("llama"), example(), cluster="laptop-cpu", **options).predicted.total_bytes
+    with pytest.raises(InfeasibleError, match=r"Would fit: .*world_size="):
+        mw.plan(build("llama"), example(), cluster="laptop-cpu", memory_limit=needed // 3, **options)

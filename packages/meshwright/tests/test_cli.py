@@ -205,9 +205,44 @@ def test_explain_pictures(run: Callable[..., tuple[int, str, str]], tmp_path: Pa
     assert code == 2 and "give --model" in err
 
 
-def test_plan_compare(run: Callable[..., tuple[int, str, str]]) -> None:
-    sizes = ("--batch-size", "4", "--sequence-length", "16", "--world-size", "2")
-    code, out, _ = run("plan", "--model", "gpt2", *sizes, "--compare", "manual", "--json")
+MODEL = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).pow(2).mean()
+
+
+def make():
+    return Model(), {"x": torch.randn(4, 16)}
+"""
+
+
+def test_plan_compare(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    asked = ("plan", "--model", f"{tmp_path / 'model.py'}:make", "--world-size", "2", "--compare", "manual")
+    code, out, error = run(*asked, "--json")
+    assert code == 0, error
     found = json.loads(out)["planners"]
-    assert code == 0 and {entry["planner"] for entry in found} == {"eager", "manual"}
+    assert {entry["planner"] for entry in found} == {"eager", "manual"}
     assert all(entry["seconds"] > 0 and entry["plan"]["degrees"] for entry in found)
+    code, _, error = run(*asked, "-o", str(tmp_path / "plan.json"))
+    assert code == 2 and "--output does nothing beside --compare" in error
+
+
+def test_files_are_checked_before_the_work(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    nowhere = tmp_path / "missing" / "file"
+    for asked in (
+        ("explain", "plan.json", "--html"),
+        ("simulate", "plan.json", "--trace"),
+        ("plan", "--model", "x", "-o"),
+    ):
+        code, _, error = run(*asked, str(nowhere))
+        assert code == 2 and f"there is no folder {nowhere.parent}" in error
+    code, _, error = run("explain", "plan.json", "--schedule", "--report")
+    assert code == 2 and "--report does nothing beside --schedule" in error

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from planner_models import Transformer, tokens
+from planner_models import Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner import EagerPlanner
 from meshwright_planner.batch import Batch
 from meshwright_planner.clusters import LAPTOP_CPU
 from meshwright_planner.recording import record
@@ -50,7 +49,7 @@ def test_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(nn.Linear(2, 2))
     from meshwright_dtensor.planning import PlanRequest
 
-    (plan,) = EagerPlanner().plan(
+    (plan,) = eager().plan(
         Transformer(layers=4), tokens(rows=4), PlanRequest(cluster=LAPTOP_CPU, world_size=4)
     )
     assert plan.world_size == 4

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from meshwright_dtensor._torch_testing import forget_meshes
+from meshwright_dtensor._torch_meshes import forget_meshes
 
 
 @dataclass

@@ -17,7 +17,7 @@ from meshwright_dtensor._torch import (
     live_groups,
     set_default_group,
 )
-from meshwright_dtensor._torch_testing import forget_meshes
+from meshwright_dtensor._torch_meshes import forget_meshes
 from meshwright_dtensor.errors import PlanError, UsageError
 
 if TYPE_CHECKING:

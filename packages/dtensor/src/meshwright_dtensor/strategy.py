@@ -134,6 +134,7 @@ class SearchRequest:
         entering: module of the survey -> (shape, bytes) of every floating-point tensor that goes into it.
         degrees: of every axis, where they are decided.
         work: what modules do, in the order of execution; for strategies that divide a model by modules.
+        microbatches: how often a step runs the model, forward and backward, before gradients are handed over.
     """
 
     world_size: int
@@ -157,6 +158,7 @@ class SearchRequest:
     entering: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     work: tuple[ModuleWork, ...] = ()
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)

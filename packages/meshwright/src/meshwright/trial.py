@@ -48,6 +48,7 @@ def measure(
     from meshwright_dtensor.mesh import end_groups, groups_now
     from meshwright_parallel.verification import loss_of
 
+    device = mw.init()
     before = groups_now()
     with mw.deferred_init():
         model = make()
@@ -60,7 +61,9 @@ def measure(
         loss_of(_called(model, batch)).backward()
         stepping.step()
         stepping.zero_grad()
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        if device.type == "cuda":  # kernels are launched, not done
+            torch.cuda.synchronize(device)
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         taken.append(float(slowest))
     del model, stepping

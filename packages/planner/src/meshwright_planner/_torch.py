@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as _pytree
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -54,6 +55,21 @@ def fake_like(
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is fake already."""
     return isinstance(tensor, FakeTensor)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether something of a user's runs beside the module's own forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def own_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]:
+    """The tables of a module's own parameters and buffers."""
+    return module._parameters, module._buffers
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """How often torch has counted a write to the tensor."""
+    return int(tensor._version)
 
 
 class _Computed(torch.autograd.Function):

@@ -7,22 +7,18 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from meshwright_dtensor.batches import BatchSize
-from meshwright_dtensor.strategy import Link, SearchRequest, Survey
+from meshwright_dtensor.strategy import Link, SearchRequest
 from meshwright_planner.setting import Setting
-from meshwright_planner.surveys import surveys
+from meshwright_planner.surveys import Surveys
 
 
 class Basis:
-    """A setting, and what its strategies found in its model (looked for unless it is given)."""
+    """A setting, and what the strategies that it leaves open find in its model."""
 
-    def __init__(self, setting: Setting, surveyed: Mapping[str, Survey] | None = None) -> None:
+    def __init__(self, setting: Setting, surveyed: Surveys) -> None:
         self.setting = setting
-        self.surveys = self._surveys() if surveyed is None else surveyed
-
-    def _surveys(self) -> Mapping[str, Survey]:
-        setting = self.setting
         axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
-        return surveys({axis: setting.strategies[axis] for axis in axes}, setting.model)
+        self.surveys = surveyed.of({axis: setting.strategies[axis] for axis in axes})
 
     @cached_property
     def _bytes(self) -> tuple[int, int]:

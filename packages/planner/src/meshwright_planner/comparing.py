@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
@@ -91,16 +91,19 @@ def compare(
         UsageError: the request or the batch is at fault.
     """
     found = host or discover()
-    answers = []
+    answers: list[Answer] = []
+    refusal: MeshwrightError | None = None
     for name in planners:
         planner = found.get(PlannerSpec, name).load()()
         start, worked = time.perf_counter(), time.process_time()
         plan, failure = None, None
         try:
             plan = planner.plan(model, batch, replace(request, planner=name, top_k=1))[0]
-        except InfeasibleError as error:
-            failure = str(error)
+        except (InfeasibleError, PlanError, UsageError) as error:  # the others may still answer
+            failure, refusal = str(error), error
         answers.append(Answer(name, plan, time.perf_counter() - start, time.process_time() - worked, failure))
+    if refusal is not None and not isinstance(refusal, InfeasibleError) and not any(a.plan for a in answers):
+        raise refusal
     return Comparison(tuple(sorted(answers, key=_order)))
 
 

@@ -33,6 +33,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     placement, tape = repeated(placed.placement, times), problem.tape
     memory = dict(placed.memory)
     memory["activations"] *= times
+    stepped = memory["gradients"]
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
     collectives: list[PlannedCollective] = []
@@ -56,6 +57,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         stage=point.stage,
         units=placed.sizes() if shards > 1 else (),
         degrees=dict(degrees),
+        microbatches=times,
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided = StrategyCost()
@@ -91,6 +93,10 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
             axes, degree = "+".join(summed), math.prod(degrees[axis] for axis in summed)
             link = basis.link(degrees, summed[0])
         request = common if strategy.gathers else parted
+        if (
+            name == SUMS and times > 1
+        ):  # a pipeline hands gradients over when its last microbatch has gone back
+            request = replace(request, backward_seconds=0.0)
         survey = basis.surveys.get(name)
         mine, mine_trained = own.get(name, (0.0, 0.0))
         others = sum((1 - 1 / degrees[a]) * trained for a, (_, trained) in own.items() if a != name)
@@ -108,6 +114,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds + taken
         hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
         fields.update(found.fields)
+        stepped = math.ceil(stepped * found.optimizer)
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))
         collectives += [
@@ -125,7 +132,6 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     busy = divided.compute - divided.idle
     if axis is not None:
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
-    stepped = memory["gradients"]
     bucket = float(BUCKET_BYTES) if summed or (shards > 1 and point.stage == 1) else 0.0
     memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
     return Candidate(

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_planner import _torch
+
 LEAST = 4
 """Members from which a family is worth anything: the first two and the last one run whatever is known of them."""
 
@@ -39,14 +41,14 @@ def _marks(block: nn.Module) -> Any:
     parts: list[Any] = []
     order: dict[int, int] = {}
     for name, module in block.named_modules(remove_duplicate=False):
-        if name and (module._forward_hooks or module._forward_pre_hooks):
+        if name and _torch.has_forward_hooks(module):
             return None
         attributes = tuple(
             (key, _plain(key, value)) for key, value in vars(module).items() if not key.startswith("_")
         )
         tensors = tuple(
             (key, tuple(t.shape), t.dtype, t.requires_grad, order.setdefault(id(t), len(order)))
-            for table in (module._parameters, module._buffers)
+            for table in _torch.own_tensors(module)
             for key, t in table.items()
             if t is not None
         )

@@ -7,6 +7,7 @@ between both change in proportion, so the most is at one of the two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -62,7 +63,8 @@ def at_peak(memory: Mapping[str, int], when: Iterable[Moment], bucket: float = 0
 
     def parts(moment: Moment) -> tuple[float, float, float]:
         made = moment.gradients * memory["gradients"]
-        if 0.0 < moment.gradients < 1.0:
+        # where microbatches add up, the gradients of those before are there from the start of a backward pass
+        if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):
             made = min(made + bucket, float(memory["gradients"]))
         return (
             moment.kept * memory["activations"],

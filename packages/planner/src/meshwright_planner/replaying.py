@@ -115,7 +115,7 @@ class _Replayer:
             if isinstance(x, torch.Tensor):
                 fake = _torch.is_fake(x)
                 # values of real tensors decide what a program does: only the very same ones are known to be alike
-                same = order.setdefault(id(x), len(order)) if fake else ("real", id(x), x._version)
+                same = order.setdefault(id(x), len(order)) if fake else ("real", id(x), _torch.writes(x))
                 tainted = self.watcher.is_tainted(x)
                 said.append((same, tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad, tainted))
             else:

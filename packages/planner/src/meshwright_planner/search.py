@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Link, Survey
+from meshwright_dtensor.strategy import Link
 from meshwright_planner import sequence
 from meshwright_planner.basis import Basis
 from meshwright_planner.candidate import Candidate
@@ -24,6 +24,7 @@ from meshwright_planner.program import MemoryTerms
 from meshwright_planner.quotient import Quotient, quotient
 from meshwright_planner.recompute import POLICIES, draws, recompute_rules, repeated_blocks
 from meshwright_planner.setting import Setting
+from meshwright_planner.surveys import Surveys
 from meshwright_planner.tape import Tape
 from meshwright_planner.tapes import Tapes
 
@@ -39,11 +40,12 @@ class Search:
         setting: Setting,
         rules: Rules,
         tapes: Tapes | None = None,
-        surveyed: Mapping[str, Survey] | None = None,
+        surveyed: Surveys | None = None,
     ) -> None:
         self.setting, self.rules = setting, rules
         self.tapes = Tapes() if tapes is None else tapes
-        self.basis = Basis(setting, surveyed)
+        self.surveyed = Surveys(setting.model) if surveyed is None else surveyed
+        self.basis = Basis(setting, self.surveyed)
         self.surveys = self.basis.surveys
         self.evaluated = 0
         self._problems: dict[tuple[object, ...], PlacementProblem] = {}
@@ -54,7 +56,7 @@ class Search:
 
     def variant(self, **changes: object) -> Search:
         """A search of a changed setting that shares what was recorded."""
-        return Search(replace(self.setting, **changes), self.rules, self.tapes, self.surveys)  # type: ignore[arg-type]
+        return Search(replace(self.setting, **changes), self.rules, self.tapes, self.surveyed)  # type: ignore[arg-type]
 
     def combinations(self) -> list[dict[str, int]]:
         """Every legal combination of degrees: product equal to the world size, pins kept."""

@@ -9,10 +9,20 @@ from torch import nn
 from meshwright_dtensor.strategy import Strategy, Survey
 
 
-def surveys(strategies: Mapping[str, Strategy], model: nn.Module) -> dict[str, Survey]:
-    """axis -> what its strategy found in the model."""
-    found = {axis: strategy.survey(model) for axis, strategy in strategies.items()}
-    return {axis: survey for axis, survey in found.items() if survey is not None}
+class Surveys:
+    """What strategies find in one model, each asked once; a variant of a search shares them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[str, Survey | None] = {}
+
+    def of(self, strategies: Mapping[str, Strategy]) -> dict[str, Survey]:
+        """axis -> what its strategy found in the model, where it found something."""
+        for axis, strategy in strategies.items():
+            if axis not in self._found:
+                self._found[axis] = strategy.survey(self._model)
+        found = {axis: self._found[axis] for axis in strategies}
+        return {axis: survey for axis, survey in found.items() if survey is not None}
 
 
 def placements(

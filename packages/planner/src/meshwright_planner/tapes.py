@@ -37,7 +37,7 @@ class Tapes:
         return self._find(basis, rules, batch, shapes)
 
     def _find(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
-        key = tuple(shapes.values())
+        key = (basis.setting.dtype, *shapes.values())  # shared by variants in other precisions
         if key not in self._tapes:
             self._tapes[key] = self._scaled(basis, rules, batch, shapes) or self._recorded(
                 basis, rules, batch, shapes
@@ -58,7 +58,8 @@ class Tapes:
         if len(rows) != 1 or rows & {1, *LEARNT}:
             return None
         one = rows.pop()
-        key = tuple((0, *shape[1:]) if name in counted else shape for name, shape in shapes.items())
+        rest = [(0, *shape[1:]) if name in counted else shape for name, shape in shapes.items()]
+        key = (basis.setting.dtype, *rest)
         if key not in self._families:
             tapes = [
                 self._find(

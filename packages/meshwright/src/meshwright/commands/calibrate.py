@@ -9,6 +9,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
+from meshwright.commands.options import check_folder
 from meshwright_dtensor.errors import UsageError
 
 
@@ -39,10 +40,7 @@ def command(state: State, output: Path, sizes: str, name: str, part: Path | None
     Plan with it as `meshwright plan --cluster FILE`. It takes one to two minutes; other work on the machine spoils it.
     """
     numbers = _numbers(sizes)
-    if not output.parent.is_dir():
-        raise UsageError(
-            f"--output {output}: there is no folder {output.parent}; make it, or write elsewhere"
-        )
+    check_folder("--output", output)
     if ranks.is_rank():
         return _as_rank(output, name, part, as_json)
     import torch

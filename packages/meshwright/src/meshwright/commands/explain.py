@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from meshwright.cli import State
+from meshwright.commands.options import check_alone, check_folder
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
@@ -43,7 +44,9 @@ from meshwright_dtensor.plan import ParallelPlan
 )
 @click.option("--optimizer", default="adamw", show_default=True, help="For --why-not: as for `plan`.")
 @click.option("--memory-limit", default=None, metavar="SIZE", help="For --why-not: as for `plan`.")
-@click.option("--cluster", default=None, help="Cluster by name. [default: that of the plan]")
+@click.option(
+    "--cluster", default=None, help="Cluster by name, or a file of one. [default: that of the plan]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -67,6 +70,14 @@ def command(
     """Say what a plan does and why; check it without taking any memory."""
     from meshwright_planner import explain
 
+    files: dict[str, object] = {"--html": html, "--report": report}
+    check_alone(
+        "--diff", other is not None, {**files, "--png": png, "--schedule": schedule, "--why-not": why_not}
+    )
+    check_alone("--why-not", why_not is not None, {**files, "--png": png, "--schedule": schedule})
+    check_alone("--schedule", schedule, files)
+    check_folder("--html", html)
+    check_folder("--png", png)
     loaded = ParallelPlan.load(plan)
     loaded.validate_for(world_size, axes={found.record.axis for found in state.host.strategies().values()})
     if other is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -18,6 +19,27 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Before any work is done for it: whether there is a folder to write `path` into.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it, or write elsewhere")
+
+
+def check_alone(option: str, given: bool, others: Mapping[str, object]) -> None:
+    """That nothing was asked for beside `option` that it would not do.
+
+    Raises:
+        UsageError: one of `others` was given too (its value is neither None nor False).
+    """
+    for other, value in others.items():
+        if given and value is not None and value is not False:
+            raise UsageError(f"{other} does nothing beside {option}; leave one of them out")
 
 
 def model_options(function: F) -> F:

@@ -10,7 +10,14 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import make_plans, model_options, plan_options, plan_request
+from meshwright.commands.options import (
+    check_alone,
+    check_folder,
+    make_plans,
+    model_options,
+    plan_options,
+    plan_request,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,6 +75,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Plan the parallelism of a model from one run on fake tensors; no accelerator is needed."""
+    check_folder("--output", output)
+    single = {"--output": output, "--trial": trial, "--top-k": top_k if top_k != 1 else None}
+    check_alone("--compare", compare is not None, single)
     request = plan_request(
         degrees,
         state.host,

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from meshwright.cli import State
-from meshwright_dtensor.errors import UsageError
+from meshwright.commands.options import check_folder
+from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 
 
@@ -47,11 +48,19 @@ def command(
     from meshwright_planner.clusters import cluster_of
     from meshwright_planner.simulation import parse_link_fault, parse_straggler, simulate
 
+    check_folder("--trace", trace)
     loaded = ParallelPlan.load(plan)
     name = cluster or loaded.provenance.cluster
     if name is None:
         raise UsageError(f"{plan} does not name its cluster; give --cluster")
-    machine = cluster_of(name, state.host).running(loaded.world_size)
+    try:
+        machine = cluster_of(name, state.host).running(loaded.world_size)
+    except PluginError as error:
+        if cluster is not None:
+            raise
+        raise UsageError(
+            f"the plan's cluster is not installed ({error}); give --cluster, a name or a file"
+        ) from error
     found = simulate(
         loaded,
         machine,

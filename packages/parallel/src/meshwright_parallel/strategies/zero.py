@@ -77,21 +77,24 @@ class Zero(Strategy):
         """All-gathers before use, reduce-scatters of gradients behind the backward pass, and what is left of memory.
 
         A unit is gathered while the one before it computes, so what is exposed is the first, or what the pass cannot hide.
-        Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks.
+        Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks; in a pipeline it
+        gathers all blocks for every microbatch, and gradients are whole, and shared after the last one.
         """
         units = [_Unit.of(unit, degree) for unit in request.units]
         blocks, whole = units[:-1], sum(unit.stored for unit in units)
         if degree <= 1 or not whole:
             return StrategyCost()
-        again = blocks[:-1] if request.stage == 3 else []
+        piped = request.microbatches > 1
+        often = request.microbatches if request.stage == 3 else 1
+        again = (blocks if piped else blocks[:-1]) if request.stage == 3 else []
         uses = [
             *(
-                CollectiveUse("all_gather", u.gathered, 1, "forward", "parameters")
+                CollectiveUse("all_gather", u.gathered, often, "forward", "parameters")
                 for u in units
                 if u.gathered
             ),
             *(
-                CollectiveUse("all_gather", u.gathered, 1, "backward", "parameters")
+                CollectiveUse("all_gather", u.gathered, often, "backward", "parameters")
                 for u in again
                 if u.gathered
             ),
@@ -106,10 +109,12 @@ class Zero(Strategy):
             uses.append(CollectiveUse("all_reduce", left, 1, "backward", "gradients that are not cut"))
         exposed = total = 0.0
         for phase, seconds in (("forward", request.forward_seconds), ("backward", request.backward_seconds)):
-            each = [link.seconds(use.kind, use.nbytes, degree) for use in uses if use.phase == phase]
+            now = [use for use in uses if use.phase == phase]
+            each = [link.seconds(use.kind, use.nbytes, degree) * use.count for use in now]
+            late = sum(s for use, s in zip(now, each, strict=True) if piped and use.kind != "all_gather")
             if each:
-                edge = each[0] if phase == "forward" else each[-1]
-                exposed += max(edge, sum(each) - seconds)
+                edge = each[0] / now[0].count if phase == "forward" else each[-1] / now[-1].count
+                exposed += late + max(0.0 if late else edge, sum(each) - late - seconds)
                 total += sum(each)
         shards = sum(unit.kept for unit in units)
         largest = max((unit.computed for unit in blocks), default=0)
@@ -118,7 +123,8 @@ class Zero(Strategy):
         )
         buffers = sum if request.stage == 1 else max
         trained = sum(unit.trained for unit in units)
-        gradients = sum(unit.trained_kept for unit in units) + buffers(unit.shared for unit in units)
+        rest = trained if piped else sum(unit.trained_kept for unit in units)
+        gradients = rest + buffers(unit.shared for unit in units)
         return StrategyCost(
             exposed_seconds=exposed,
             overlapped_seconds=total - exposed,
@@ -169,7 +175,7 @@ class _Unit:
 def _counted(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
     """Equal ones as one."""
     count = Counter(uses)
-    return [replace(use, count=number) for use, number in count.items()]
+    return [replace(use, count=number * use.count) for use, number in count.items()]
 
 
 def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:

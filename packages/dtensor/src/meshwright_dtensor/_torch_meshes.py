@@ -1,4 +1,4 @@
-"""Private torch names that the rank pool needs."""
+"""Private torch names that end what DTensor remembers of meshes."""
 
 from __future__ import annotations
 
