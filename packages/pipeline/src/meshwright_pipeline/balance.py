@@ -65,6 +65,15 @@ class Surveyed:
     def _unit(self) -> dict[str, str]:
         return {}
 
+    @cached_property
+    def inside(self) -> Mapping[str, frozenset[str]]:
+        """Unit -> first names of the parameters in it, "" for those in none."""
+        found: dict[str, set[str]] = {}
+        for name, aliases in self.names.items():
+            for alias in aliases:
+                found.setdefault(self.unit(alias), set()).add(name)
+        return {unit: frozenset(names) for unit, names in found.items()}
+
     def schedule(self, name: str) -> Schedule:
         """The installed schedule of this name, looked for once."""
         if name not in self._schedules:
@@ -311,8 +320,8 @@ def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[st
 
 def _held(stage: Sequence[str], known: Surveyed, shared: Sequence[str]) -> frozenset[str]:
     """First names of the parameters that a stage holds."""
-    own = {*stage, *shared, ""}
-    return frozenset(n for n, aliases in known.names.items() if any(known.unit(a) in own for a in aliases))
+    nothing: frozenset[str] = frozenset()
+    return nothing.union(*(known.inside.get(unit, nothing) for unit in {*stage, *shared, ""}))
 
 
 def _microbatches(request: SearchRequest, degree: int) -> int:

@@ -113,9 +113,12 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
     for runs in range(2, count + 1):
         new, where = [float("inf")] * (total + 1), [0] * (total + 1)
         for end in range(runs, total + 1):
-            for begin in range(runs - 1, end):
-                value = max(best[begin], prefix[end] - prefix[begin])
-                if value < new[end]:
+            for begin in range(end - 1, runs - 2, -1):
+                last = prefix[end] - prefix[begin]
+                if last > new[end]:
+                    break  # it only grows
+                value = max(best[begin], last)
+                if value <= new[end]:
                     new[end], where[end] = value, begin
         best = new
         starts.append(where)

@@ -49,6 +49,8 @@ class Search:
         self.surveys = self.basis.surveys
         self.evaluated = 0
         self._problems: dict[tuple[object, ...], PlacementProblem] = {}
+        self._random: bool | None = None
+        self._blocks: tuple[str, ...] | None = None
         self._quotients: dict[int, Quotient] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
@@ -143,11 +145,18 @@ class Search:
 
     def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
         """The policies that the model can have with these degrees, the cheapest in time first."""
-        if not repeated_blocks(self.setting.model):
+        if self._blocks is None:
+            self._blocks = repeated_blocks(self.setting.model)
+        if not self._blocks:
             return ()
         divided = any(s.divides and degrees[a] > 1 for a, s in self.setting.strategies.items())
         # the second run of a microbatch could not draw again what the first has drawn
-        return () if divided and draws(self._tape(self.point(degrees))) else tuple(reversed(POLICIES))
+        return () if divided and self._draws(degrees) else tuple(reversed(POLICIES))
+
+    def _draws(self, degrees: Mapping[str, int]) -> bool:
+        if self._random is None:  # however many rows there are
+            self._random = draws(self._tape(self.point(degrees)))
+        return self._random
 
     # ---- parts
     def _searched(self, point: Point) -> tuple[str | None, int]:
