@@ -14,6 +14,7 @@ from meshwright_dtensor.planning import Planner, PlanRequest
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.strategy import Strategy
 from meshwright_planner.batch import Batch, check_signature, scaled
+from meshwright_planner.borrow import uninterrupted
 from meshwright_planner.clusters import cluster_of
 from meshwright_planner.costs import OPTIMIZERS
 from meshwright_planner.exploring import explore
@@ -43,7 +44,8 @@ class EagerPlanner(Planner):
         host = self._host or discover()
         setting = self._setting(model, batch, request, host)
         search = Search(setting, self._rules or default_rules())
-        explored = explore(search, request.top_k)
+        with uninterrupted():
+            explored = explore(search, request.top_k)
         fitting = [c for c in explored.ranked if not c.excess_bytes]
         if not fitting and _may_share(
             setting, request

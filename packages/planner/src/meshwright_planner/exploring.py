@@ -10,6 +10,7 @@ where the user pins it or nothing else fits.  The same goes for sharing a sequen
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,9 @@ CLOSE = 0.02
 
 LONG = 16384
 """Tokens of a row from which sharing the sequence is tried along with everything else."""
+
+SLACK = 1.1
+"""How much slower than the best so far a configuration may be that does not fit and is not given up: other ways are faster."""
 
 REFINED = 6
 """Combinations of degrees for which every way of a strategy is tried."""
@@ -82,6 +86,7 @@ class _Explorer:
     found: dict[Degrees, list[Candidate]] = field(default_factory=dict)
     estimates: int = 0
     refused: PlanError | None = None
+    steps: list[float] = field(default_factory=list)
 
     def look(self, degrees: Mapping[str, int]) -> Candidate | None:
         """The best estimate for these degrees in their first way; None where a strategy refuses all."""
@@ -125,6 +130,8 @@ class _Explorer:
         first = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
         if first is None or not first.excess_bytes:
             return first
+        if first.step_seconds >= self.bound:  # whatever saves memory takes longer still
+            return first
         policies = [setting.recompute]
         if setting.recompute is None:
             policies += self.search.can_recompute(degrees)
@@ -141,10 +148,19 @@ class _Explorer:
     def _estimate(self, point: Point) -> Candidate | None:
         try:
             self.estimates += 1
-            return self.search.estimate(point)
+            found = self.search.estimate(point)
         except PlanError as refused:
             self.refused = refused
             return None
+        if not found.excess_bytes:
+            bisect.insort(self.steps, found.step_seconds)
+        return found
+
+    @property
+    def bound(self) -> float:
+        """Seconds beyond which nothing will be among the best, in another way neither."""
+        place = self.wanted + SPARE
+        return SLACK * self.steps[place] if len(self.steps) > place else math.inf
 
     @property
     def late(self) -> bool:
@@ -295,7 +311,7 @@ def _of_the_sequence(search: Search) -> list[str]:
 
 
 def _starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Where to climb from: for each degree of the searched axis, as few and as many parts of the model as can be."""
+    """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts."""
     strategies = search.setting.strategies
     searched = next((a for a, s in strategies.items() if s.placement_search), None)
     dividing = next((a for a, s in strategies.items() if s.divides), None)
@@ -306,8 +322,9 @@ def _starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[
         least = min(math.prod(d[a] for a in plain) for d in own)
         own = [d for d in own if math.prod(d[a] for a in plain) == least]
         own.sort(key=lambda d: (d.get(dividing or "", 1), d.get(SHARED, 1)))
-        for start in (own[0], own[len(own) // 2]):
-            found[tuple(start.items())] = start
+        found[tuple(own[0].items())] = own[0]
+        middle = own[len(own) // 2]
+    found[tuple(middle.items())] = middle  # of the widest
     return list(found.values())
 
 
