@@ -55,7 +55,7 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["--learning-rate 0", "above 0"],
     ),
-    "unknown command": (["trian"], 2, ["'trian'", "did you mean 'train'"]),
+    "unknown command": (["tarin"], 2, ["'tarin'", "did you mean 'train'"]),
     "unknown option": (["train", "--stepps", "3"], 2, ["--stepps", "--steps"]),
     "unknown architecture": (["train", "--model", "gpt5"], 2, ["gpt5", "gpt2"]),
     "no ranks": (["train", "--world-size", "0"], 2, ["0", "1.."]),

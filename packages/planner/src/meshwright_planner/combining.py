@@ -35,6 +35,8 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
         for c in _products(legal, setting.world_size)
         if _one_search(basis, c) and _rows_divide(basis, c) and _sequence_divides(basis, c)
     ]
+    if setting.stage:  # who asks for a stage means ranks to share something
+        found = [c for c in found if c.get(SHARED, 1) > 1] or found
     if not found:
         shown = "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
         raise UsageError(

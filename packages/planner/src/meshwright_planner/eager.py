@@ -69,7 +69,7 @@ class EagerPlanner(Planner):
     def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
         """The degrees that are fixed; 1 on an axis that nothing owns asks for nothing."""
         pins = {axis: degree for axis, degree in request.pins.items() if axis in strategies}
-        if "dp" in pins and SHARED in strategies:
+        if request.dp is not None and SHARED in strategies:
             pins.setdefault(SHARED, 1)
         return pins
 
