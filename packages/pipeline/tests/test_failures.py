@@ -7,16 +7,22 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipe_models import Chain, chain_batch, chain_plan
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.testing import RankError, RankPool
-from meshwright_pipeline import pipeline
+from meshwright_pipeline import Action, Shape, pipeline, timetable
+from meshwright_pipeline.agreement import Agreement
+from meshwright_pipeline.division import schedule_named
+from meshwright_pipeline.runtime import Runtime
+from meshwright_pipeline.transport import Transport
 
 
 def real(output: Tensor) -> bool:
@@ -79,6 +85,55 @@ def test_a_rank_that_dies_is_told_on_every_other(stage: int, where: str, tmp_pat
             text
         )
         assert "it has died or hangs, since a message to or from it was lost" in text or "rank 0 died" in text
+
+
+class Lost:
+    """A message that does not leave."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def lost(*args: Any, **options: Any) -> Lost:
+    raise RuntimeError("connection closed by peer")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["prepared", "settled"])
+def test_a_peer_that_dies_between_actions_is_reported(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its death this rank hears when it looks ahead, or when all is sent: the step ends, with a failure to agree on."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "isend", lambda *args, **options: None if training else Lost())
+    monkeypatch.setattr(dist, "irecv", lost)
+    schedule, shape = schedule_named("1f1b"), Shape(2, 2, 2)
+    table = timetable(schedule, shape)
+    stage: Any = SimpleNamespace(
+        is_last=False,
+        cut=SimpleNamespace(sent=lambda index: [0]),
+        run=lambda args, kwargs, received, microbatch: ({0: torch.ones(2, requires_grad=True)}, None),
+    )
+    transport = Transport(None, torch.device("cpu"))  # type: ignore[arg-type]
+    runtime = Runtime({0: stage}, shape, schedule, table, transport, None)
+    actions = [action for action in table.ranks[0] if training or action.kind == "F"]
+    found = runtime.run(actions, [((), {})] * 2, (lambda *_: torch.ones(())) if training else None).failure
+    assert found is not None and found.lost and found.action.stage == 1
+    assert found.action == Action("B" if training else "F", 1, 0)
+    assert "connection closed by peer" in str(found.error)
+
+
+def arrives(told: Tensor) -> None:
+    told.copy_(torch.tensor([0.0, 1.0, 2.0]))
+
+
+def test_what_all_agree_on_stands_where_one_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has told the sum; who died before it came is for the next step to find."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(dist, "irecv", lambda told, **options: arrives(told))
+    monkeypatch.setattr(dist, "isend", lambda *args, **options: Lost())
+    agreement = Agreement(None, torch.device("cpu"))  # type: ignore[arg-type]
+    assert agreement.settle((1.0, 0.0), None, lambda rank: Action("F", 0, 0)) == (3.0, 4.0)
 
 
 def change(rank: int, size: int) -> str:

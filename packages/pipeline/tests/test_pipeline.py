@@ -15,6 +15,7 @@ from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import call_of, pipeline, write_trace
+from meshwright_pipeline.gradients import Sink
 from meshwright_pipeline.timeline import planned
 
 LIMIT = 1e-5
@@ -300,3 +301,13 @@ def test_what_cannot_be_is_refused_on_every_rank(rank_pool: RankPool) -> None:
     for rows, loss in rank_pool.run(2, refuse):
         assert "a batch of 6 rows cannot be cut into 4 equal microbatches" in rows
         assert "without a loss" in loss
+
+
+def test_gradients_of_half_precision_copies_add_up_in_that_of_the_parameter() -> None:
+    """In bf16, 1 + 2**-9 is 1: what microbatches add to a sum that has grown would be lost."""
+    sink = Sink(nn.Parameter(torch.zeros(3)))
+    for value in (1.0, *[2.0**-9] * 64):
+        sink.add(torch.full((3,), value, dtype=torch.bfloat16))
+    total = sink.take()
+    assert total is not None and total.dtype == torch.float32
+    assert torch.equal(total, torch.full((3,), 1.125))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from pipe_models import Chain
 
-from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest
 from meshwright_pipeline import Action, Schedule, Shape, timetable
 from meshwright_pipeline.division import schedule_named
@@ -75,8 +75,8 @@ def test_ways_are_schedules_and_microbatches() -> None:
     pinned = list(Pipeline().ways(request(microbatches=4, schedule="1f1b"), 2))
     assert pinned == [{"schedule": "1f1b", "microbatches": 4}]
     assert list(Pipeline().ways(request(), 1)) == [{}]
-    assert Pipeline().possible(request()) == [1, 2, 4]
-    assert Pipeline().possible(request(rows=2)) == [1, 2]
+    assert Pipeline().degrees(request()) == [1, 2, 4]
+    assert Pipeline().degrees(request(rows=2)) == [1, 2]
 
 
 def cost(count: int, schedule: str, degree: int = 2) -> tuple[float, float]:
@@ -110,6 +110,19 @@ def test_stages_are_the_best_that_exhaustive_search_finds() -> None:
 def test_a_way_that_cannot_be_is_named() -> None:
     with pytest.raises(PlanError, match="groups of 2"):
         cost(1, "interleaved")
+    with pytest.raises(
+        PlanError, match=r"microbatches is 3: the 8 rows .* cannot be cut .* nearest legal: 2"
+    ):
+        cost(3, "1f1b")
+    with pytest.raises(PlanError, match="no survey"):
+        Pipeline().cost(replace(request(), survey=None), 2, LINK)
+
+
+def test_a_long_step_is_refused_as_a_short_one() -> None:
+    """Those that would be walked through in its place, of 16 and 24 microbatches, are whole groups."""
+    schedule, shape = schedule_named("interleaved"), Shape(4, 8, WALKED + 1)
+    with pytest.raises(UsageError, match="groups of 4"):
+        predict(schedule, shape, StageCosts((1.0,) * 8, (2.0,) * 8, (1.0,) * 8))
 
 
 class Nowhere(Schedule):

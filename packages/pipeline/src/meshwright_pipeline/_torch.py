@@ -73,6 +73,11 @@ def leaf_of(parameter: nn.Parameter) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
+def stored_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """That of the memory of a parameter; while a forward runs, one over a mesh shows that of its compute copy."""
+    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).dtype
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the backward pass that runs now has finished; after those that are queued already."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

@@ -107,15 +107,24 @@ class Timetable:
 DURATION: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 
 
+def require(schedule: Schedule, shape: Shape) -> None:
+    """Ask the schedule alone; what it does is not looked at.
+
+    Raises:
+        UsageError: the schedule refuses the pipeline.
+    """
+    refused = schedule.refusal(shape)
+    if refused is not None:
+        raise UsageError(f"schedule {schedule.name!r}: {refused}")
+
+
 def timetable(schedule: Schedule, shape: Shape) -> Timetable:
     """Run a schedule in thought.
 
     Raises:
         UsageError: the schedule refuses the pipeline, or its actions are not complete or wait for each other.
     """
-    refused = schedule.refusal(shape)
-    if refused is not None:
-        raise UsageError(f"schedule {schedule.name!r}: {refused}")
+    require(schedule, shape)
     ranks = tuple(tuple(schedule.actions(rank, shape)) for rank in range(shape.ranks))
     _check_complete(schedule, shape, ranks)
     order = _order(schedule, shape, ranks)

@@ -6,6 +6,7 @@ neighbours in the ring hear at once, and the others wait for those until the tim
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ class Agreement:
                 gone.add(rank)
         for work in sent:
             if work is not None:
-                work.wait()
+                with contextlib.suppress(RuntimeError):  # who has died since need not be told
+                    work.wait()
         return found if found is not None else (mine[1].item(), mine[2].item())
 
     # ---- messages

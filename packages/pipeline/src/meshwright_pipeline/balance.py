@@ -169,9 +169,11 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     """One step of a pipeline over `degree` ranks, cut where the slowest stage is fastest.
 
     Raises:
-        PlanError: there are not enough modules, or the schedule does not fit.
+        PlanError: there are not enough modules, rows cannot be shared equally, or the schedule does not fit.
     """
-    assert request.survey is not None
+    if request.survey is None:
+        rule = "a model is cut by what Pipeline.survey finds in it, and the request holds no survey; give it that"
+        raise PlanError("degrees.pp", degree, rule)
     known: Surveyed = request.survey.details
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
@@ -327,8 +329,18 @@ def _held(stage: Sequence[str], known: Surveyed, shared: Sequence[str]) -> froze
 def _microbatches(request: SearchRequest, degree: int) -> int:
     said = request.options.get("microbatches")
     if said is not None:
-        return int(said)
+        return _checked(int(said), request.batch_size)
     return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
+
+
+def _checked(count: int, rows: int) -> int:
+    if count < 1 or rows % count:
+        rule = (
+            f"the {rows} rows that one pipeline takes in a step cannot be cut into {count} equal microbatches"
+        )
+        nearest = min(divisors(rows), key=lambda d: (abs(d - count), d))
+        raise PlanError("pipeline.microbatches", count, rule, str(nearest))
+    return count
 
 
 def _messages(runs: Sequence[Run], cuts: Sequence[int], known: Surveyed, count: int) -> list[CollectiveUse]:

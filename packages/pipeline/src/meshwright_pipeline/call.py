@@ -163,6 +163,7 @@ class PipelinedCall:
         summed = self.tied.sum(
             {name: gradient for name, (_, gradient) in gradients.items()},
             {name: sink.leaf for name, (sink, _) in gradients.items()},
+            {name: sink.dtype for name, (sink, _) in gradients.items()},
         )
         held: list[tuple[Sink, torch.Tensor | None]] = [
             (sink, summed[name]) for name, (sink, _) in gradients.items()

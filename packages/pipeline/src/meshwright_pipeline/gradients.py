@@ -17,7 +17,7 @@ from torch import nn
 from meshwright_dtensor.copies import ComputeCopy
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_pipeline._torch import leaf_of, parameters_swapped
+from meshwright_pipeline._torch import leaf_of, parameters_swapped, stored_dtype
 
 Tensor = torch.Tensor
 
@@ -29,7 +29,7 @@ class Sink:
         parameter: the parameter.
         leaf: the tensor at which autograd accumulates its gradient outside of a step.
         anchor: makes autograd come by where the memory of the parameter is no leaf.
-        added: what has been added to the gradient from there.
+        added: what has been added to the gradient from there, in the dtype that the parameter is stored in.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -47,10 +47,15 @@ class Sink:
             self.leaf, self._own = leaf, nn.Parameter(leaf.detach())
         return self._own  # type: ignore[return-value]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients of microbatches, and of copies on other ranks, are added up."""
+        return stored_dtype(self.parameter)
+
     def add(self, gradient: Tensor) -> None:
         """Add to the gradient."""
         if self.added is None:
-            self.added = gradient.clone()
+            self.added = gradient.to(self.dtype, copy=True)
         else:
             self.added += gradient
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from meshwright_pipeline.actions import Schedule, Shape, needs, timetable
+from meshwright_pipeline.actions import Schedule, Shape, needs, require, timetable
 
 WALKED = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
@@ -57,6 +57,7 @@ def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     Raises:
         UsageError: the schedule refuses the pipeline, is not complete, or would hang.
     """
+    require(schedule, shape)  # of a long step, others are walked through
     few, more = 2 * shape.stages, 3 * shape.stages
     if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= more:
         return _walk(schedule, shape, costs)

@@ -101,7 +101,7 @@ class Runtime:
     ) -> None:
         self.split = split
         self.stages, self.shape, self.schedule = stages, shape, schedule
-        self.transport, self.mesh = transport, mesh
+        self.transport, self.mesh, self.table = transport, mesh, table
         self.places = {action: place for own in table.ranks for place, action in enumerate(own)}
         self.wires: dict[int, Wire] = {}  # cut -> how values lie, once that has been said
         self.announced: set[int] = set()  # cuts of which the rank behind has been told
@@ -123,7 +123,7 @@ class Runtime:
         with contextlib.nullcontext() if seed is not None else torch.no_grad():
             for place, action in enumerate(actions):
                 step.do(action, actions[place + 1 : place + 1 + _AHEAD])
-        self.transport.settle(step.step.failure is not None)
+        step.settle()
         return step.step
 
     def peer(self, stage: int) -> int | None:
@@ -162,7 +162,11 @@ class _Running:
         given = self._arrive(action)
         ready = time.perf_counter()
         for coming in following:
-            if self._prepare(coming):
+            try:
+                if self._prepare(coming):
+                    break
+            except RuntimeError as error:
+                self._lose(self._beside(coming, ahead=False), error)
                 break
         made: list[Tensor] | None = None
         if given is not None and self.step.failure is None:
@@ -178,6 +182,13 @@ class _Running:
             self._lose(self._beside(action, ahead=True), error)
         end = time.perf_counter()
         self.step.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        lost = self.runtime.transport.settle(self.gone)
+        if lost is not None:
+            sent, error = lost
+            self._lose(self.runtime.table.ranks[sent.peer][sent.place], error)
 
     def _arrive(self, action: Action) -> list[Tensor] | None:
         """What an action needs; None where it will not come."""

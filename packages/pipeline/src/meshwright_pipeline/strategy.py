@@ -29,11 +29,7 @@ class Pipeline(Strategy):
 
         return survey(model)
 
-    def degrees(self, request: SearchRequest) -> Iterable[int]:
-        """Every degree for which there are ranks, rows and modules enough, ascending."""
-        return self.possible(request)
-
-    def possible(self, request: SearchRequest) -> list[int]:
+    def degrees(self, request: SearchRequest) -> list[int]:
         """Every degree for which there are ranks, rows and modules enough, ascending."""
         from meshwright_pipeline.balance import possible
 

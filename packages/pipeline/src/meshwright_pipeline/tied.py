@@ -66,18 +66,22 @@ class TiedSum:
         return next(name for name in tie.names if name in names)
 
     def sum(
-        self, gradients: dict[str, torch.Tensor | None], like: Mapping[str, torch.Tensor]
+        self,
+        gradients: dict[str, torch.Tensor | None],
+        like: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
     ) -> dict[str, torch.Tensor | None]:
         """The gradients by name, those of tied parameters summed; None where no rank has one.
 
         Args:
             like: name -> the parameter's leaf, for the shape of what is missing.
+            dtypes: name -> in which gradients are added up.
         """
         for place, tie in self.ties:
             name = self.local_name(tie, like)
             leaf, mine = like[name], gradients[name]
             # one element more says whether there is a gradient
-            packed = leaf.new_zeros(leaf.numel() + 1, requires_grad=False)
+            packed = torch.zeros(leaf.numel() + 1, dtype=dtypes[name], device=leaf.device)
             if mine is not None:
                 packed[:-1].copy_(mine.reshape(-1))
                 packed[-1] = 1

@@ -7,9 +7,8 @@ the end of the step tells everyone.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +75,7 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank = dist.get_rank(group)
-        self._sent: list[_Sent] = []
+        self._sent: list[Sent] = []
 
     def announce(self, wire: Wire | None, peer: int, cut: int, place: int) -> None:
         """Say how what follows lies; None: nothing will come. `place` as in `send`."""
@@ -133,22 +132,32 @@ class Transport:
                 sent.work.wait()
         self._sent = [sent for sent in self._sent if sent.peer != peer or sent.place > place]
 
-    def settle(self, failed: bool) -> None:
-        """Wait until everything that was sent has left; where the step has `failed` it may be that nobody takes it."""
+    def settle(self, gone: Collection[int]) -> tuple[Sent, RuntimeError] | None:
+        """Wait until everything that was sent has left, but for what peers that are `gone` do not take.
+
+        Returns: the first message that could not leave, and why; None where all have.
+        """
         sent, self._sent = self._sent, []
-        with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
-            for one in sent:
-                if one.work is not None:
-                    one.work.wait()
+        lost: tuple[Sent, RuntimeError] | None = None
+        dead = set(gone)
+        for one in sent:
+            if one.work is None or one.peer in dead:
+                continue
+            try:
+                one.work.wait()
+            except RuntimeError as error:  # the others still wait for what was sent to them
+                dead.add(one.peer)
+                lost = lost or (one, error)
+        return lost
 
     def _post(self, tensor: Tensor, peer: int, tag: int, place: int) -> None:
         work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
-        self._sent.append(_Sent(peer, place, work, tensor))
+        self._sent.append(Sent(peer, place, work, tensor))
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """A message on its way, and the memory that it is sent from."""
+class Sent:
+    """A message on its way to an action of a peer (its place in the peer's order), and the memory that it is sent from."""
 
     peer: int
     place: int
