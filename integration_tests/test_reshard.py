@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zoo import CASES
 
 import meshwright as mw
+from meshwright.resharding import _share_random_state
+from meshwright_checkpoint.agree import Ranks
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
@@ -143,6 +146,9 @@ def refused(rank: int, size: int, plan: ParallelPlan, good: ParallelPlan) -> dic
     refuse("other model", model, optimizer, plan)
     refuse("ranks", model, optimizer, good.replace(world_size=8, degrees={"dp": 8}))
     refuse("other optimizer", model, torch.optim.AdamW(CASES["gpt2"].model().parameters()), good)
+    optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
+    refuse("options", model, optimizer, good)
+    optimizer.param_groups[0]["lr"] = 1e-3
     assert all(torch.equal(before[n], v) for n, v in values(model, optimizer).items())
     trained(model, optimizer, "gpt2", 1)  # it goes on as if nothing had been
     return told
@@ -155,3 +161,22 @@ def test_what_is_refused_changes_nothing(rank_pool: RankPool) -> None:
     assert "provenance.model" in told["other model"]
     assert "there are 2 ranks" in told["ranks"]
     assert "none of the model's" in told["other optimizer"]
+    assert "group 0 of the optimizer has other options" in told["options"]
+
+
+def draws_alike(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """The random states after rank 1 has given its own, on a device that only seems to be there."""
+    torch.manual_seed(rank)
+    cuda = torch.full((16,), rank, dtype=torch.uint8)
+    with (
+        patch.object(torch.cuda, "get_rng_state", lambda device: cuda),
+        patch.object(torch.cuda, "set_rng_state", lambda state, device: cuda.copy_(state)),
+    ):
+        _share_random_state(Ranks(), [False, True], torch.device("cuda", 0))
+    return torch.rand(3).tolist(), cuda.tolist()
+
+
+def test_a_rank_that_joins_draws_alike_on_its_device_too(rank_pool: RankPool) -> None:
+    (here, cuda), (there, other) = rank_pool.run(2, draws_alike)
+    assert here == there
+    assert cuda == other == [1] * 16

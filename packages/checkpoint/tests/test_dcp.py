@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from meshwright_checkpoint import CheckpointError, CorruptError, MismatchError, load, save
 from meshwright_checkpoint.inert import inert
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.testing import RankPool
 
 LAYOUTS = {1: ("plain",), 2: ("fsdp", "tp", "runs"), 4: ("fsdp+tp",)}
@@ -84,8 +84,35 @@ def we_write(rank: int, size: int, folder: str, layouts: tuple[str, ...]) -> lis
             save(f"{folder}/{layout}", model=model, backend="dcp")
         with pytest.raises(UsageError, match="keep_last"):
             save(f"{folder}/other", model=model, backend="dcp", keep_last=1)
+        with pytest.raises(UsageError, match=r"stores no step; leave out step=4"):
+            save(f"{folder}/other", model=model, backend="dcp", step=4)
         result.append(everything(model, optimizer))
     return result
+
+
+class Counting(torch.nn.Module):
+    """Has extra state."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 3
+
+
+def refused(rank: int, size: int, folder: str) -> str:
+    model = build("plain")
+    if rank:  # as the last stage of a pipeline
+        model.add_module("counting", Counting())
+    with pytest.raises(MeshwrightError) as caught:
+        save(f"{folder}/refused", model=model, backend="dcp")
+    return str(caught.value)
+
+
+def test_all_ranks_are_told_what_one_cannot_save(rank_pool: RankPool, tmp_path: Path) -> None:
+    for said in rank_pool.run(2, refused, str(tmp_path), timeout=30):
+        assert "counting._extra_state cannot be saved in torch's format" in said
+    assert not os.listdir(tmp_path)
 
 
 def torch_reads(rank: int, size: int, folder: str, layouts: list[str]) -> list[dict[str, Any]]:

@@ -104,6 +104,10 @@ def refused(rank: int, size: int) -> list[str]:
     other = torch.optim.SGD(model.parameters()) if rank else optimizer
     with pytest.raises(UsageError, match="different optimizers"):
         brought.into(build("plain"), other)
+    more = build("plain")
+    more.register_buffer("more", torch.zeros(1))
+    with pytest.raises(MismatchError, match="model/more"):
+        brought.check(more, optimizer)  # before anything is let go
     return told
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from models import Block, adam, build, differences, everything, train
 from torch import nn
 
-from meshwright_checkpoint import CheckpointError, MismatchError, checkpoints, latest, load, save
+from meshwright_checkpoint import CheckpointError, MismatchError, checkpoints, latest, load, reading, save
 from meshwright_checkpoint.datafile import header_length, read_header
 from meshwright_checkpoint.manifest import Manifest
 from meshwright_dtensor.errors import UnsupportedError, UsageError
@@ -218,6 +220,11 @@ def test_leftovers_are_cleaned_and_saves_of_others_are_not(tmp_path: Path) -> No
         (tmp_path / name / "data-00000.safetensors").write_bytes(b"half")
     put(tmp_path / "step-1")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1"]
+
+
+def test_it_is_imported_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS and Windows have none
+    assert 2 <= runpy.run_path(reading.__file__)["THREADS"] <= 4
 
 
 def test_json_of_the_manifest_is_plain(tmp_path: Path) -> None:

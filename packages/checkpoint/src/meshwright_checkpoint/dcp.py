@@ -33,7 +33,7 @@ from meshwright_checkpoint.manifest import Group, Manifest, ModelInfo, Optimizer
 from meshwright_checkpoint.optimizers import number_of
 from meshwright_checkpoint.places import ForeignPlace
 from meshwright_checkpoint.reading import ReadFile, Source
-from meshwright_checkpoint.state import EXTRA, MODEL, OPTIMIZER, Collected, collect_optimizer, named
+from meshwright_checkpoint.state import EXTRA, MODEL, OPTIMIZER, Collected, Named, collect_optimizer, named
 from meshwright_checkpoint.writing import merged_optimizer
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.permuted import canonical
@@ -93,16 +93,21 @@ def _save(state: dict[str, Any], path: Path) -> None:
         raise CheckpointError(f"torch could not write {path}: {error}") from error
 
 
-def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
-) -> dict[str, Any]:
+def _names(model: nn.Module) -> Named:
     names = named(unwrapped(model))
-    tensors = {name: _stock(tensor, None) for name, tensor in names.tensors.items()}
-    tensors.update({alias: tensors[name] for alias, name in names.aliases.items() if name in tensors})
     if names.extra_state:
         raise UnsupportedError(
             f"the extra state {next(iter(names.extra_state))} cannot be saved in torch's format"
         )
+    return names
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
+) -> dict[str, Any]:
+    names = ranks.together(lambda: _names(model))
+    tensors = {name: _stock(tensor, None) for name, tensor in names.tensors.items()}
+    tensors.update({alias: tensors[name] for alias, name in names.aliases.items() if name in tensors})
     state: dict[str, Any] = {"model": tensors}
     if ranks.rank == 0 and extra is not None:
         state["extra"] = extra

@@ -20,7 +20,7 @@ from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.dtypes import BY_NAME
 from meshwright_checkpoint.encode import decode
 from meshwright_checkpoint.holding import held
-from meshwright_checkpoint.moving import Moved, describe, move, take_memory
+from meshwright_checkpoint.moving import Moved, Round, describe, follow, rounds, take_memory
 from meshwright_checkpoint.optimizers import new_state, no_tensor, number_of
 from meshwright_checkpoint.state import (
     MODEL,
@@ -96,7 +96,18 @@ class Belongings:
         ranks: Ranks | None = None,
         here: bool = True,
     ) -> Moved:
-        """Fill `model`, and make `optimizer` that of its parameters (a collective call).
+        """Fill `model`, and make `optimizer` that of its parameters: `check` and `HandOver.fill` in one."""
+        return self.check(model, optimizer, ranks=ranks, here=here).fill()
+
+    def check(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        ranks: Ranks | None = None,
+        here: bool = True,
+    ) -> HandOver:
+        """Whatever can be refused is refused here, and nothing has been changed yet (a collective call).
 
         Args:
             model: in its new layout; parameters without memory get it in turn.
@@ -109,14 +120,8 @@ class Belongings:
             MismatchError: nobody brings something that the model needs.
         """
         ranks = ranks or Ranks()
-        inner = unwrapped(model)
-        names = named(inner) if here else Named()
-        want = Collected()
-        for key, tensor in (_tensors(inner, names) if here else {}).items():
-            want.put(key, tensor)
-        told = ranks.gather(
-            [self.optimizer, describe(self.collected.held), None if optimizer is None else _form(optimizer)]
-        )
+        names, want, mine = ranks.together(lambda: self._offer(model, optimizer, here))
+        told = ranks.gather(mine)
         taking: _Taking | None = None
         if optimizer is not None:
             taking = ranks.together(
@@ -124,10 +129,40 @@ class Belongings:
                     [(o, h) for o, h, _ in told], [f for *_, f in told], optimizer, names, want
                 )
             )
-        moved = move(self.collected.held, want.held, self.free, ranks)
-        touch(list(names.tensors.values()))
-        if taking is not None and optimizer is not None:
-            taking.install(optimizer)
+        plan = rounds(self.collected.held, want.held, ranks)
+        return HandOver(self, optimizer, ranks, names, want, taking, plan)
+
+    def _offer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, here: bool
+    ) -> tuple[Named, Collected, list[Any]]:
+        """What this rank wants, and what it tells the others."""
+        inner = unwrapped(model)
+        names = named(inner) if here else Named()
+        want = Collected()
+        for key, tensor in (_tensors(inner, names) if here else {}).items():
+            want.put(key, tensor)
+        form = None if optimizer is None else _form(optimizer)
+        return names, want, [self.optimizer, describe(self.collected.held), form]
+
+
+@dataclass
+class HandOver:
+    """What all ranks have agreed to."""
+
+    brought: Belongings
+    optimizer: torch.optim.Optimizer | None
+    ranks: Ranks
+    names: Named
+    want: Collected
+    taking: _Taking | None
+    plan: list[Round]
+
+    def fill(self) -> Moved:
+        """Fill the model, and make the optimizer that of its parameters (a collective call)."""
+        moved = follow(self.plan, self.brought.collected.held, self.want.held, self.brought.free, self.ranks)
+        touch(list(self.names.tensors.values()))
+        if self.taking is not None and self.optimizer is not None:
+            self.taking.install(self.optimizer)
         return moved
 
 

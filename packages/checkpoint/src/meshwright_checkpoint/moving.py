@@ -91,8 +91,23 @@ def move(
         MismatchError: a wanted tensor is not there, or has another shape. Nothing has been moved then.
     """
     ranks = ranks or Ranks()
-    told = ranks.gather([describe(have), describe(want)])
-    plan = list(_rounds(_routes(told), [_sizes(wanted) for _, wanted in told]))
+    return follow(rounds(have, want, ranks), have, want, free, ranks)
+
+
+def rounds(have: Mapping[str, Held], want: Mapping[str, Held], ranks: Ranks) -> list[Round]:
+    """What `move` does, on every rank alike; nothing is moved yet (a collective call). Raises what `move` raises."""
+    told = ranks.gather(ranks.together(lambda: [describe(have), describe(want)]))
+    return list(_rounds(_routes(told), [_sizes(wanted) for _, wanted in told]))
+
+
+def follow(
+    plan: list[Round],
+    have: dict[str, Held],
+    want: Mapping[str, Held],
+    free: Mapping[str, torch.Tensor],
+    ranks: Ranks,
+) -> Moved:
+    """Move what `rounds` has found (a collective call); the rest is as in `move`."""
     users: dict[int, int] = defaultdict(int)
     for key in free:
         if key in have:

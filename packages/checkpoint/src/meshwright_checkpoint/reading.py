@@ -16,6 +16,7 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_dtensor.boxes import Box, box_shape, intersect, relative_to, slice_of
+from meshwright_dtensor.cores import usable_cores
 
 
 def _local_ranks() -> int:
@@ -26,7 +27,7 @@ def _local_ranks() -> int:
 
 CHUNK = 16 * BLOCK
 """Bytes read at a time by one thread."""
-THREADS = max(2, min(4, len(os.sched_getaffinity(0)) // _local_ranks()))
+THREADS = max(2, min(4, usable_cores() // _local_ranks()))
 """That read at once: as many as the ranks of this machine leave cores to each."""
 
 

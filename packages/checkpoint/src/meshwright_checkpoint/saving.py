@@ -56,7 +56,7 @@ def save(
         keep_last: after this one is safe, remove all but the last so many checkpoints (by step) beside it.
         keep_every: ... except those whose step is a multiple of this.
         backend: name of a checkpoint backend; `meshwright plugins` lists them. Those with a format of others ("dcp") write
-            before they return, and store neither step nor random streams.
+            before they return, store no random streams, and refuse `step` and `keep_last`.
 
     Returns:
         A handle; `handle.wait()` returns once the checkpoint is committed, and raises if it failed.
@@ -71,6 +71,10 @@ def save(
         if keep_last is not None or keep_every is not None:
             raise UsageError(
                 f"backend {backend!r} removes no older checkpoints; leave out keep_last and keep_every"
+            )
+        if step is not None:
+            raise UsageError(
+                f"backend {backend!r} stores no step; leave out step={step}, or put it into extra"
             )
         place.write(model, optimizer, extra, Ranks())
         return SaveHandle.finished(place.where)

@@ -46,9 +46,9 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     Raises:
         PlanError: the plan does not fit the model or the ranks. Nothing has been changed.
         UsageError: no rank's model is on a plan, a gradient is there (call `zero_grad()` first), or ranks differ in their
-            plans or optimizers.
+            plans or optimizers. Nothing has been changed.
     """
-    init()
+    device = init()
     ranks = Ranks()
     old = getattr(model, "parallel_plan", None)
     told = ranks.gather([old is not None, zlib.crc32(plan.to_json().encode()), optimizer is not None])
@@ -70,8 +70,9 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         if stays:
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-        _share_random_state(ranks, [there for there, *_ in told])
+        _share_random_state(ranks, [there for there, *_ in told], device)
         ranks.together(lambda: _apply(model, plan, size, ranks))
+        agreed = brought.check(model, optimizer, ranks=ranks, here=stays)
     except BaseException:
         off.put_back()
         if everyone is not None and dist.group.WORLD is not everyone:
@@ -80,7 +81,7 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     groups = off.groups - ({everyone} if everyone is not None else set())
     del off
     _forget_copies(brought)
-    brought.into(model, optimizer, ranks=ranks, here=stays)
+    agreed.fill()
     end_groups(groups)
     return model, optimizer
 
@@ -111,10 +112,18 @@ def _apply(model: nn.Module, plan: ParallelPlan, size: int, ranks: Ranks) -> Non
         parallelize(model, plan)
 
 
-def _share_random_state(ranks: Ranks, there: list[bool]) -> None:
-    """Ranks that join draw the same numbers as those that were there."""
+def _share_random_state(ranks: Ranks, there: list[bool], device: torch.device) -> None:
+    """Ranks that join draw the same numbers as those that were there, on the CPU and on their device."""
     if all(there):
         return
-    state = torch.get_rng_state().to(ranks.device)
-    dist.broadcast(state, src=there.index(True), group=ranks.group)
-    torch.set_rng_state(state.cpu())
+    source = there.index(True)
+    torch.set_rng_state(_from(source, torch.get_rng_state(), ranks))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(_from(source, torch.cuda.get_rng_state(device), ranks), device)
+
+
+def _from(source: int, state: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The state that rank `source` gives."""
+    state = state.to(ranks.device)
+    dist.broadcast(state, src=source, group=ranks.group)
+    return state.cpu()

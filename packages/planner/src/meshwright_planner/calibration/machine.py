@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel
+from meshwright_dtensor.cores import usable_cores
 from meshwright_dtensor.links import MeasuredCollective
 from meshwright_planner.calibration import together, work
 from meshwright_planner.calibration.clock import device
@@ -89,7 +90,7 @@ def alone(name: str) -> Cluster:
         hides_launch=accelerated,
         hides_communication=accelerated,
         fused_attention=accelerated,
-        cores=0 if accelerated else _cores(),
+        cores=0 if accelerated else usable_cores(),
         work=tuple(curves),
     )
 
@@ -135,11 +136,7 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _machine() -> str:
     if device().type == "cuda":
         return torch.cuda.get_device_name(0)
-    return f"{platform.machine()}, {_cores()} cores, {torch.get_num_threads()} thread(s) for each rank"
+    return f"{platform.machine()}, {usable_cores()} cores, {torch.get_num_threads()} thread(s) for each rank"
