@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +81,6 @@ class Explored:
 class _Explorer:
     search: Search
     wanted: int
-    deadline: float | None = None
     found: dict[Degrees, list[Candidate]] = field(default_factory=dict)
     estimates: int = 0
     refused: PlanError | None = None
@@ -116,7 +114,7 @@ class _Explorer:
     def _try(self, key: Degrees, ways: Iterable[Mapping[str, Any]], known: set[Any]) -> None:
         for way in ways:
             chosen = tuple(sorted(way.items()))
-            if chosen not in known and not self.late:
+            if chosen not in known:
                 known.add(chosen)
                 candidate = self.relieved(dict(key), way)
                 if candidate is not None:
@@ -162,16 +160,12 @@ class _Explorer:
         place = self.wanted + SPARE
         return SLACK * self.steps[place] if len(self.steps) > place else math.inf
 
-    @property
-    def late(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
-
     def climb(self, start: Mapping[str, int], legal: Mapping[Degrees, Mapping[str, int]]) -> None:
         """From neighbour to better neighbour, until there is none."""
         now = self.look(start)
         here = tuple(start.items())
         better = True
-        while better and not self.late:
+        while better:
             better = False
             for other in neighbours(dict(here)):
                 key = tuple(other.items())
@@ -187,20 +181,19 @@ class _Explorer:
         return sorted((c for found in self.found.values() for c in found), key=estimated)
 
 
-def explore(search: Search, wanted: int = 1, seconds: float | None = None) -> Explored:
+def explore(search: Search, wanted: int = 1) -> Explored:
     """Look for the best configurations.
 
     Args:
         search: evaluates them.
         wanted: how many are asked for.
-        seconds: after which no further one is looked at; None for no limit.
 
     Raises:
         UsageError: no combination of degrees is legal.
         PlanError: strategies refuse every one of them.
     """
     every = search.combinations()
-    explorer = _Explorer(search, wanted, None if seconds is None else time.monotonic() + seconds)
+    explorer = _Explorer(search, wanted)
     found = _explored(explorer, every, _narrow(search, every))
     if all(c.excess_bytes for c in found.ranked) and found.seen < len(every):
         found = _explored(explorer, every, every)
@@ -215,8 +208,7 @@ def _explored(
     complete = len(legal) <= FEW
     if complete:
         for degrees in legal.values():
-            if not explorer.found or not explorer.late:
-                explorer.look(degrees)
+            explorer.look(degrees)
     else:
         for start in _starts(search, list(legal.values())):
             explorer.climb(start, legal)
