@@ -27,9 +27,9 @@ import meshwright as mw
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_planner.batch import Batch
-from meshwright_planner.clusters import named
-from meshwright_planner.fusion import fused_saving
+from meshwright_planner.machines.known import named
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.fusion import fused_saving
 
 EFFICIENCY = {"h100-96gb": 0.385, "p3.16xlarge": 0.6}
 """Part of the peak that a large matrix product reaches: the one number of a device type that no datasheet gives."""

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright_dtensor.planning import PlanRequest
-from meshwright_planner.comparing import Answer, compare
+from meshwright_planner.reports.comparing import Answer, compare
 
 PLANNERS = ("eager", "alpa", "mcmc")
 

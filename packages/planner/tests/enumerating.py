@@ -8,14 +8,14 @@ from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.states import State, forward_kind
-from meshwright_planner.batch import Batch
-from meshwright_planner.clusters import LAPTOP_CPU
-from meshwright_planner.costs import AxisCosts, backward_move, convertible, forward_move
-from meshwright_planner.legal import Legality
-from meshwright_planner.placement import RESULT, PlacementProblem
-from meshwright_planner.program import MemoryTerms
-from meshwright_planner.quotient import quotient
-from meshwright_planner.recording import record
+from meshwright_planner.costs.prices import AxisCosts, backward_move, convertible, forward_move
+from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.placing.legal import Legality
+from meshwright_planner.placing.placement import RESULT, PlacementProblem
+from meshwright_planner.placing.program import MemoryTerms
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.quotient import quotient
+from meshwright_planner.profile.recording import record
 
 BOOK = RuleBook.first_party()
 FREE = MemoryTerms(price=0.0, parameter_factor=4.0)

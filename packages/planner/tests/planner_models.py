@@ -14,7 +14,7 @@ from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import CollectiveUse, Link, SearchRequest, Strategy, StrategyCost, divisors
 from meshwright_planner import EagerPlanner, ManualPlanner
-from meshwright_planner.clusters import DGX_H100, LAPTOP_CPU
+from meshwright_planner.machines.known import DGX_H100, LAPTOP_CPU
 
 
 class Mlp(nn.Module):

@@ -15,8 +15,8 @@ from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.testing import RankPool
 from meshwright_planner.calibration import machine, work
 from meshwright_planner.calibration.machine import Together
-from meshwright_planner.clusterfile import read, write
-from meshwright_planner.costs import optimizer_seconds
+from meshwright_planner.costs.prices import optimizer_seconds
+from meshwright_planner.machines.file import read, write
 
 FEW = 2e-3  # seconds for each point
 

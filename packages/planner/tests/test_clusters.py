@@ -12,8 +12,8 @@ from planner_models import HOST
 from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.links import MeasuredCollective
-from meshwright_planner.clusterfile import read, write
-from meshwright_planner.clusters import DGX_H100, FOLDER, LAPTOP_CPU, PROFILES, cluster_of, named
+from meshwright_planner.machines.file import read, write
+from meshwright_planner.machines.known import DGX_H100, FOLDER, LAPTOP_CPU, PROFILES, cluster_of, named
 
 CROWDED = replace(LAPTOP_CPU, cores=2, crowding=((1, 1.0), (2, 1.2), (4, 2.4)))
 

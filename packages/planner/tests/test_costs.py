@@ -12,10 +12,10 @@ from torch import nn
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner.batch import Batch
-from meshwright_planner.clusters import DGX_A100, DGX_H100, LAPTOP_CPU, cluster_of
-from meshwright_planner.costs import AxisCosts, backward_move, convertible, forward_move, work_of
-from meshwright_planner.recording import record
+from meshwright_planner.costs.prices import AxisCosts, backward_move, convertible, forward_move, work_of
+from meshwright_planner.machines.known import DGX_A100, DGX_H100, LAPTOP_CPU, cluster_of
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.recording import record
 
 # (source, target) -> collective of the forward pass, of the backward pass
 EXPECTED = {

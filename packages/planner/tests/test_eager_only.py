@@ -11,11 +11,11 @@ from planner_models import Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner.batch import Batch
-from meshwright_planner.clusters import LAPTOP_CPU
-from meshwright_planner.recording import record
-from meshwright_planner.scaling import Family
-from meshwright_planner.tape import Tape
+from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.recording import record
+from meshwright_planner.profile.scaling import Family
+from meshwright_planner.profile.tape import Tape
 
 BOOK = RuleBook.first_party()
 
@@ -91,7 +91,7 @@ def test_blocks_that_are_not_run_are_as_if_they_were(monkeypatch: pytest.MonkeyP
     ran: list[str] = []
     short = record(model, batch, BOOK.composites)
     monkeypatch.setattr(
-        "meshwright_planner.recording.replay_blocks", lambda model, watcher: ran.append("all")
+        "meshwright_planner.profile.recording.replay_blocks", lambda model, watcher: ran.append("all")
     )
     whole = record(model, batch, BOOK.composites)
     assert ran == ["all"] and set(short.copied) == {f"layers.{i}" for i in (2, 3, 4)}

@@ -14,7 +14,7 @@ import torch
 from enumerating import FREE, brute_force, problem_of
 from torch import nn
 
-from meshwright_planner.batch import Batch
+from meshwright_planner.profile.batch import Batch
 
 BLOCKS = int(os.environ.get("MESHWRIGHT_RANDOM_BLOCKS", "40"))
 MOST = 400

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_planner.calibration.counting import Counting
-from meshwright_planner.peak import Moment, at_peak
+from meshwright_planner.costs.peak import Moment, at_peak
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:

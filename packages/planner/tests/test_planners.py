@@ -16,10 +16,10 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_planner.comparing import compare
-from meshwright_planner.eager import EagerPlanner
 from meshwright_planner.planners.alpa import AlpaPlanner, latency
+from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.planners.mcmc import BETA, McmcPlanner, _accepted
+from meshwright_planner.reports.comparing import compare
 
 
 class Eager(EagerPlanner):

@@ -18,9 +18,9 @@ from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner import EagerPlanner, ManualPlanner, explain
-from meshwright_planner.batch import Batch
-from meshwright_planner.clusters import DGX_H100, LAPTOP_CPU
-from meshwright_planner.recording import record
+from meshwright_planner.machines.known import DGX_H100, LAPTOP_CPU
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.recording import record
 
 
 def best(model: nn.Module, batch: Any, **options: Any) -> ParallelPlan:

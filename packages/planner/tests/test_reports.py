@@ -15,11 +15,11 @@ from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_planner import explain
-from meshwright_planner.buying import upgrades
-from meshwright_planner.clusters import DGX_H100
-from meshwright_planner.eager import EagerPlanner
-from meshwright_planner.page import page
-from meshwright_planner.whynot import parse_pins, why_not
+from meshwright_planner.machines.known import DGX_H100
+from meshwright_planner.planners.eager import EagerPlanner
+from meshwright_planner.reports.buying import upgrades
+from meshwright_planner.reports.page import page
+from meshwright_planner.reports.whynot import parse_pins, why_not
 
 
 @pytest.fixture(scope="module")

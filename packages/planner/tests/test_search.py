@@ -13,16 +13,16 @@ from planner_models import Mlp, Transformer, tokens
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner.batch import Batch, scaled
-from meshwright_planner.batchdim import batch_dims
-from meshwright_planner.clusters import LAPTOP_CPU
-from meshwright_planner.costs import AxisCosts
-from meshwright_planner.legal import Legality
-from meshwright_planner.patterns import Collapser
-from meshwright_planner.placement import PlacementProblem
-from meshwright_planner.quotient import quotient
-from meshwright_planner.recording import record
-from meshwright_planner.tape import Tape
+from meshwright_planner.costs.prices import AxisCosts
+from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.placing.batchdim import batch_dims
+from meshwright_planner.placing.legal import Legality
+from meshwright_planner.placing.placement import PlacementProblem
+from meshwright_planner.profile.batch import Batch, scaled
+from meshwright_planner.profile.quotient import quotient
+from meshwright_planner.profile.recording import record
+from meshwright_planner.profile.tape import Tape
+from meshwright_planner.writing.patterns import Collapser
 
 BOOK = RuleBook.first_party()
 

@@ -13,7 +13,7 @@ from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_planner.clusters import DGX_H100
+from meshwright_planner.machines.known import DGX_H100
 from meshwright_planner.simulation import (
     LinkFault,
     Simulation,

@@ -132,7 +132,7 @@ class TrialPlanner(Planner):
         """
         import torch
 
-        from meshwright_planner.eager import EagerPlanner
+        from meshwright_planner.planners.eager import EagerPlanner
 
         if any(p.is_meta for p in model.parameters()):
             raise UsageError(

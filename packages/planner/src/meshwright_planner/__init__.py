@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright_planner.api import plan
-    from meshwright_planner.eager import EagerPlanner
-    from meshwright_planner.manual import ManualPlanner
-    from meshwright_planner.report import explain
+    from meshwright_planner.planners.eager import EagerPlanner
+    from meshwright_planner.planners.manual import ManualPlanner
+    from meshwright_planner.reports.explain import explain
 
 __all__ = ["EagerPlanner", "ManualPlanner", "explain", "plan"]
 
 _EXPORTS = MappingProxyType(
-    {"plan": "api", "explain": "report", "EagerPlanner": "eager", "ManualPlanner": "manual"}
+    {
+        "plan": "api",
+        "explain": "reports.explain",
+        "EagerPlanner": "planners.eager",
+        "ManualPlanner": "planners.manual",
+    }
 )
 
 

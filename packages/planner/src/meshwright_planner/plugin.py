@@ -12,12 +12,12 @@ def meshwright_planners() -> Iterator[PlannerSpec]:
     """The planners of this package."""
     yield PlannerSpec(
         name="eager",
-        target="meshwright_planner.eager:EagerPlanner",
+        target="meshwright_planner.planners.eager:EagerPlanner",
         summary="one eager run, every combination of degrees, placements by integer programming",
     )
     yield PlannerSpec(
         name="manual",
-        target="meshwright_planner.manual:ManualPlanner",
+        target="meshwright_planner.planners.manual:ManualPlanner",
         summary="degrees as given (what is left goes to dp), placements by integer programming",
     )
     yield PlannerSpec(
@@ -35,7 +35,7 @@ def meshwright_planners() -> Iterator[PlannerSpec]:
 @hookimpl
 def meshwright_clusters() -> Iterator[ClusterSpec]:
     """The clusters of this package, a file each."""
-    from meshwright_planner.clusters import PROFILES
+    from meshwright_planner.machines.known import PROFILES
 
     for attribute, (name, summary) in PROFILES.items():
-        yield ClusterSpec(name=name, target=f"meshwright_planner.clusters:{attribute}", summary=summary)
+        yield ClusterSpec(name=name, target=f"meshwright_planner.machines.known:{attribute}", summary=summary)

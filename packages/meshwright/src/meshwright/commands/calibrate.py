@@ -94,7 +94,7 @@ def _numbers(text: str) -> list[int]:
 
 def _finish(cluster: object, output: Path, as_json: bool) -> None:
     from meshwright_dtensor.cluster import Cluster
-    from meshwright_planner.clusterfile import write
+    from meshwright_planner.machines.file import write
 
     assert isinstance(cluster, Cluster)
     write(cluster, output)

@@ -111,7 +111,7 @@ def command(
 
         draw(loaded, machine, state.host, png)
     if html is not None:
-        from meshwright_planner.page import page
+        from meshwright_planner.reports.page import page
 
         html.write_text(page(loaded, cluster=machine, host=state.host), encoding="utf-8")
     if as_json and report:
@@ -127,7 +127,7 @@ def command(
 
 def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | None:
     """The cluster of the plan; None where it is not known, or was found at hand, and none is named."""
-    from meshwright_planner.clusters import cluster_of
+    from meshwright_planner.machines.known import cluster_of
 
     wanted = name or plan.provenance.cluster
     if wanted is None:
@@ -156,7 +156,7 @@ def _why_not(
     from meshwright.commands.options import parse_size
     from meshwright.sources import resolve
     from meshwright_dtensor.planning import PlanRequest
-    from meshwright_planner.whynot import parse_pins, why_not
+    from meshwright_planner.reports.whynot import parse_pins, why_not
 
     wanted = parse_pins(pins)
     request = PlanRequest(

@@ -20,9 +20,9 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
 
     from meshwright_dtensor.errors import UsageError
     from meshwright_planner import explain
-    from meshwright_planner.candidate import human_bytes, human_seconds
-    from meshwright_planner.page.drawings import Bar, timeline
-    from meshwright_planner.page.page import COLOURS, MEMORY, PALETTE
+    from meshwright_planner.reports.page.drawings import Bar, timeline
+    from meshwright_planner.reports.page.page import COLOURS, MEMORY, PALETTE
+    from meshwright_planner.search.candidate import human_bytes, human_seconds
     from meshwright_planner.simulation import simulate
 
     (explained,) = explain(plan, host=host).plans

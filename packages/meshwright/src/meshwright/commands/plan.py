@@ -123,7 +123,7 @@ def command(
         click.echo(json.dumps(data if top_k > 1 else data[0], indent=2))
         return
     from meshwright_planner import explain
-    from meshwright_planner.clusters import cluster_of
+    from meshwright_planner.machines.known import cluster_of
 
     machine = cluster_of(request.cluster, state.host).running(plans[0].world_size)
     click.echo(explain(plans, cluster=machine, host=state.host))
@@ -136,7 +136,7 @@ def command(
 def _compare(
     state: State, model: nn.Module, batch: Any, request: PlanRequest, planners: list[str], as_json: bool
 ) -> None:
-    from meshwright_planner.comparing import compare
+    from meshwright_planner.reports.comparing import compare
 
     if ranks.rank():
         return

@@ -17,7 +17,7 @@ from meshwright_dtensor.cores import usable_cores
 from meshwright_dtensor.links import MeasuredCollective
 from meshwright_planner.calibration import together, work
 from meshwright_planner.calibration.clock import device
-from meshwright_planner.kinds import HEAD_WIDTHS, attention_kind
+from meshwright_planner.costs.kinds import HEAD_WIDTHS, attention_kind
 
 POINT_S = 0.02
 """Seconds for each measured point."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright_dtensor.cluster import MeasuredWork
 from meshwright_planner.calibration.clock import device, least, many
-from meshwright_planner.costs import dtype_name
+from meshwright_planner.costs.prices import dtype_name
 
 LEAST_S = 2e-4
 """What is shorter is timed many at once, to as long."""

@@ -24,11 +24,11 @@ from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.planning import PlanRequest
-from meshwright_planner.candidate import Candidate, rank
 from meshwright_planner.planners.base import ChoosingPlanner, Costs
-from meshwright_planner.points import Point
-from meshwright_planner.search import Search
-from meshwright_planner.setting import SHARED
+from meshwright_planner.search.candidate import Candidate, rank
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.setting import SHARED
 
 AXES = ("pp", "dp", SHARED, "tp")
 """Stages, and the two axes of a stage's logical mesh; those along zero are data ranks too."""

@@ -12,12 +12,12 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import discover
-from meshwright_planner.candidate import Candidate, rank
-from meshwright_planner.eager import EagerPlanner, default_rules
-from meshwright_planner.infeasible import infeasible
-from meshwright_planner.points import Point
-from meshwright_planner.result import plan_of, reasons
-from meshwright_planner.search import Search
+from meshwright_planner.planners.eager import EagerPlanner, default_rules
+from meshwright_planner.reports.infeasible import infeasible
+from meshwright_planner.search.candidate import Candidate, rank
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.points import Point
+from meshwright_planner.writing.result import plan_of, reasons
 
 
 class ChoosingPlanner(EagerPlanner):

@@ -1,0 +1,1 @@
+"""What work, communication and memory cost on a cluster."""

@@ -1,0 +1,171 @@
+"""When a step holds most: what is kept, which gradients are there, and what is alive beside them, moment by moment.
+
+The backward pass is replayed over the representative nodes.  Of a repeated block two copies are looked at: the first that
+runs backward, with everything before it still kept and no gradients of the others, and the last, the other way round; in
+between both change in proportion, so the most is at one of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshwright_planner.costs.kinds import VIEWS, base_name
+from meshwright_planner.placing.placement import Placement, PlacementProblem
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that ranks sum lie in buckets of about this size, each there whole once it has its first gradient."""
+
+UPDATED = 2
+"""Copies of a parameter that a step of AdamW makes, one parameter after the other."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Parts of what autograd keeps and of all gradients, and the bytes of what is alive beside them."""
+
+    kept: float
+    gradients: float
+    beside: float
+
+
+def moments(problem: PlacementProblem, placement: Placement, together: bool) -> tuple[Moment, ...]:
+    """The moments at which a step may hold most.
+
+    `together`: an optimizer steps on all parameters at once, as on accelerators, and not on one after the other.
+    """
+    replay = _Replay(problem, placement)
+    found = list(replay.moments())
+    largest = max(replay.gradient.values(), default=0.0)
+    found.append(Moment(0.0, 2.0, 0.0) if together else Moment(0.0, 1.0, UPDATED * largest))
+    best: list[Moment] = []
+    for one in found:
+        over = any(
+            o.kept >= one.kept and o.gradients >= one.gradients and o.beside >= one.beside for o in best
+        )
+        if not over:
+            best = [
+                o
+                for o in best
+                if not (one.kept >= o.kept and one.gradients >= o.gradients and one.beside >= o.beside)
+            ]
+            best.append(one)
+    return tuple(best)
+
+
+def at_peak(memory: Mapping[str, int], when: Iterable[Moment], bucket: float = 0.0) -> dict[str, int]:
+    """Bytes by part at the moment that holds most, of the bytes that each part has at most.
+
+    `bucket`: bytes of gradients that come at once: BUCKET_BYTES where an engine sums them, all where microbatches add up.
+    """
+    other = memory["temporaries"]
+
+    def parts(moment: Moment) -> tuple[float, float, float]:
+        made = moment.gradients * memory["gradients"]
+        # where microbatches add up, the gradients of those before are there from the start of a backward pass
+        if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):
+            made = min(made + bucket, float(memory["gradients"]))
+        return (
+            moment.kept * memory["activations"],
+            made,
+            moment.beside + (other if moment.kept else 0),
+        )
+
+    most = max(map(parts, when), key=sum, default=(memory["activations"], memory["gradients"], other))
+    kept, gradients, beside = (round(part) for part in most)
+    return {**memory, "activations": kept, "gradients": gradients, "temporaries": beside}
+
+
+class _Replay:
+    """The representative nodes with what each keeps, the gradients that it completes, and what is alive at it."""
+
+    def __init__(self, problem: PlacementProblem, placement: Placement) -> None:
+        self.problem, self.placement = problem, placement
+        self.nodes = list(problem.quotient.nodes)
+        self.place = {k: n for n, k in enumerate(self.nodes)}
+        self.count = [problem.quotient.node_count[k] for k in self.nodes]
+        self.root: dict[int, int] = {}
+        self.maker: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.size: dict[int, float] = {}
+        self.gradient: dict[int, float] = {}  # place -> bytes of the gradients that it completes, of one copy
+        self._values()
+        self.kept = self._kept()
+
+    def _values(self) -> None:
+        tape, quotient, share = self.problem.tape, self.problem.quotient, self.problem.costs.share
+        done: set[int] = set()
+        for n, k in enumerate(self.nodes):
+            node, option = tape.nodes[k], self.placement.options[k]
+            view = base_name(node) in VIEWS and node.op is not None
+            for ref, state in zip(node.outs, option.outs):
+                value = quotient.value(ref.i)
+                if not tape.grad[ref.i]:
+                    continue
+                source = quotient.value(node.ins[0].i) if view and node.ins else value
+                self.root[value] = self.root.get(source, source)
+                self.maker.setdefault(self.root[value], n)
+                self.size.setdefault(self.root[value], tape.values[ref.i].nbytes * share(state))
+            for ref in node.ins:
+                value = quotient.value(ref.i)
+                root = self.root.get(value)
+                if root is not None:
+                    self.last[root] = n
+        for n in reversed(range(len(self.nodes))):
+            for ref in tape.nodes[self.nodes[n]].ins:
+                value = quotient.value(ref.i)
+                name = tape.values[ref.i].name or ""
+                if name.startswith("param:") and tape.grad[ref.i] and value not in done:
+                    done.add(value)
+                    state = self.placement.stored.get(value, "I")
+                    size = tape.values[ref.i].nbytes * share(state)
+                    self.gradient[n] = self.gradient.get(n, 0.0) + size
+
+    def _kept(self) -> list[float]:
+        """Bytes that each keeps, of all copies; a storage belongs to the first that keeps it."""
+        tape, quotient = self.problem.tape, self.problem.quotient
+        found = [0.0] * len(self.nodes)
+        seen: set[int] = set()
+        for item in tape.saved:
+            n = self.place.get(quotient.node(item.node))
+            name = "" if item.root is None else tape.values[item.root].name or ""
+            if n is None or name.startswith("param:") or (item.root is not None and item.root in seen):
+                continue
+            if item.root is not None:
+                seen.add(item.root)
+            option = self.placement.options[self.nodes[n]]
+            split = any(isinstance(s, int) for s in (*option.ins, *option.outs))
+            found[n] += self.problem.kept_bytes(item) * (self.problem.costs.share(0) if split else 1.0)
+        return found
+
+    def moments(self) -> Iterable[Moment]:
+        """Of each node, in the first and in the last copy of its block that runs backward."""
+        kept, count = self.kept, self.count
+        own = [self.gradient.get(n, 0.0) * count[n] for n in range(len(kept))]
+        whole, grown = sum(kept) or 1.0, sum(own) or 1.0
+        ends = [n for n in range(1, len(kept)) if count[n] != count[n - 1]]
+        for low, high in zip([0, *ends], [*ends, len(kept)], strict=True):
+            copies = count[low] if low < len(count) else 1
+            before, after = sum(kept[:low]), sum(own[high:])
+            inside, made = sum(kept[low:high]), sum(own[low:high])
+            for n in range(low, high):
+                here = sum(kept[low : n + 1]) / copies
+                there = sum(own[n:high]) / copies
+                beside = self._alive(n)
+                rest = (copies - 1) / copies
+                yield Moment((before + inside * rest + here) / whole, (after + there) / grown, beside)
+                if copies > 1:
+                    yield Moment((before + here) / whole, (after + made * rest + there) / grown, beside)
+
+    def _alive(self, n: int) -> float:
+        """Bytes of the gradients of values when node `n` runs backward: made by later nodes, or by this one."""
+        found = sum(
+            self.size[root]
+            for root, maker in self.maker.items()
+            if maker <= n <= self.last.get(root, len(self.nodes)) and root in self.size
+        )
+        node = self.problem.tape.nodes[self.nodes[n]]
+        if base_name(node) == "cross_entropy":  # the gradient of the logarithms, then that of the scores
+            found += self.size.get(self.root.get(self.problem.quotient.value(node.ins[0].i), -1), 0.0)
+        return found

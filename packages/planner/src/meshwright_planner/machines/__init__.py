@@ -1,0 +1,1 @@
+"""Clusters to plan for: those with names, and those of files."""

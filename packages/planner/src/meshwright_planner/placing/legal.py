@@ -1,0 +1,179 @@
+"""The legal strategies of a tape's representative nodes on one axis, and what each costs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from meshwright_dtensor.rules.base import NodeView, Strategy
+from meshwright_dtensor.rules.lift import Known
+from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.runs import Runs
+from meshwright_dtensor.states import State, States, is_shard
+from meshwright_dtensor.trace import Ref
+from meshwright_planner.costs.prices import AxisCosts, Collective, Work, work_of
+from meshwright_planner.placing.batchdim import batch_dims, sequence_dims
+from meshwright_planner.placing.domains import Domains
+from meshwright_planner.profile.quotient import Quotient, carried
+from meshwright_planner.profile.tape import Tape
+
+UNEVEN_FACTOR = 1000
+"""A dim that does not divide is sharded only when the imbalance is below one part in this many."""
+
+
+class Rules(Protocol):
+    """What the search needs of a RuleBook."""
+
+    @property
+    def composites(self) -> Mapping[Callable[..., Any], Any]:
+        """torch function -> Composite."""
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Raw rows over R, P and dims."""
+
+    def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
+        """`rows`, and what they are for inputs and outputs in runs."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One legal strategy of one node.
+
+    Args:
+        ins, outs: states of the node's tensor inputs and outputs.
+        seconds: compute of one occurrence on one rank, forward and backward, without conversions.
+        inner: collective that the operation performs by itself.
+        inner_seconds: its time.
+    """
+
+    ins: States
+    outs: States
+    seconds: float
+    inner: Collective | None = None
+    inner_seconds: float = 0.0
+
+
+def balanced(size: int, degree: int) -> bool:
+    """Whether sharding a dim of `size` over `degree` ranks leaves them practically equal work."""
+    return size % degree == 0 or size > UNEVEN_FACTOR * degree
+
+
+class Legality:
+    """Options by node, for one tape on one axis; asks the rules once per representative node."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        quotient: Quotient,
+        rules: Rules,
+        costs: AxisCosts,
+        rows: int = 1,
+        pins: Mapping[str, State] | None = None,
+        sequence: bool | None = None,
+    ) -> None:
+        """`rows`: size of the batch that the tape was recorded with; the axis must not split it.  `pins`: how the user stores
+        parameters.  `sequence`: False leaves out the states in which the axis splits the sequence; True has what flows
+        from block to block split so.
+        """
+        self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
+        self._batch = batch_dims(tape, quotient.nodes, rules.strategies, costs.degree, rows)
+        pinned = {
+            quotient.value(tape.parameters[name]): state
+            for name, state in (pins or {}).items()
+            if isinstance(state, Runs) and name in tape.parameters
+        }
+        self._sequence = sequence_dims(tape, quotient.nodes, rules.strategies, costs.degree, quotient.value)
+        self._wants = sequence
+        self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
+        self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
+        self._composites = {c.name: c for c in rules.composites.values()}
+        self._works: dict[int, Work] = {}
+
+    def options(self, index: int) -> list[Option]:
+        """The legal options of node `index`, fully replicated first."""
+        tape, node = self.tape, self.tape.nodes[index]
+        view = NodeView.of(node, tape.values, self.costs.degree)
+        # what no input or parameter takes part in is computed alike on every rank, outside the runtime
+        rows = refine(view, self._domains.rows(index), self._grad)
+        if node.call is None or not node.ins or self.costs.degree == 1:
+            rows = rows[:1]
+        result: dict[tuple[States, States], Option] = {}
+        for row in rows:
+            if not self._allowed(node.ins, row.ins) or not self._allowed(node.outs, row.outs):
+                continue
+            if self._carried and not self._flows_right(node.outs, row.outs):
+                continue
+            if (row.ins, row.outs) not in result:
+                result[row.ins, row.outs] = self._priced(index, view, row)
+        return list(result.values())
+
+    def on(self, tape: Tape) -> Legality:
+        """The same of a tape that differs from this one in sizes, and in what autograd keeps."""
+        other = copy.copy(self)
+        other.tape, other._works = tape, {}
+        return other
+
+    def flops(self, index: int) -> float:
+        """Operations of the forward pass of a node."""
+        node = self.tape.nodes[index]
+        composite = self._composites.get(node.name) if node.op is None else None
+        if composite is None:
+            return node.flops
+        return float(composite.flops(NodeView.of(node, self.tape.values, self.costs.degree)))
+
+    def option(self, index: int, ins: States, outs: States) -> Option:
+        """What one way of doing a node costs."""
+        view = NodeView.of(self.tape.nodes[index], self.tape.values, self.costs.degree)
+        return self._priced(index, view, Strategy(ins, outs, "hand"))
+
+    def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
+        tape, node = self.tape, self.tape.nodes[index]
+        if index not in self._works:
+            self._works[index] = work_of(node, tape.values, tape.grad, self.flops(index))
+        composite = self._composites.get(node.name) if node.op is None else None
+        inner = self._inner(composite, view, row)
+        seconds = self.costs.compute(self._works[index], node, tape.values, row.ins, row.outs)
+        return Option(row.ins, row.outs, seconds, inner, self.costs.collective(inner))
+
+    def parameter_states(self, value: int) -> list[State]:
+        """The states in which a parameter may be stored."""
+        shape = self.tape.values[value].shape
+        plain = (d for d, size in enumerate(shape) if size and balanced(size, self.costs.degree))
+        return ["I", *plain, *self._domains.of(self.quotient.value(value))]
+
+    def parameter_choices(self, value: int) -> int:
+        """In how many ways a value can be stored sharded; 0 for what is no parameter."""
+        name = self.tape.values[value].name or ""
+        return len(self.parameter_states(value)) - 1 if name.startswith("param:") else 0
+
+    def _grad(self, ref: Ref) -> bool:
+        return self.tape.grad[ref.i]
+
+    def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
+        values, degree = self.tape.values, self.costs.degree
+        return all(
+            balanced(values[r.i].shape[s], degree)
+            and s not in self._batch.get(r.i, ())
+            and not (self._wants is False and self.splits_sequence(r.i, s))
+            for r, s in zip(refs, states)
+            if isinstance(s, int)
+        )
+
+    def splits_sequence(self, value: int, state: State) -> bool:
+        """Whether a value in `state` is split along the sequence."""
+        return isinstance(state, int) and state in self._sequence.get(self.quotient.value(value), ())
+
+    def _flows_right(self, refs: Sequence[Ref], states: States) -> bool:
+        """Whether what flows from block to block is split along the sequence, where that is wanted."""
+        return all(
+            self.quotient.value(r.i) not in self._carried or self.splits_sequence(r.i, s)
+            for r, s in zip(refs, states)
+        )
+
+    def _inner(self, composite: Any, view: NodeView, row: Strategy) -> Collective | None:
+        if composite is None or not any(is_shard(s) for s in (*row.ins, *row.outs)):
+            return None
+        nbytes = float(composite.extra_comm_bytes(view, row))
+        return Collective("all_reduce", int(nbytes)) if nbytes else None

@@ -1,0 +1,164 @@
+"""A placement, and what strategies are told of it: computed once, whatever is decided around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
+from meshwright_planner.costs.memory import memory_parts, parameter_bytes
+from meshwright_planner.costs.peak import Moment, moments
+from meshwright_planner.costs.work import ModuleRun, module_runs, module_work, parameter_sizes
+from meshwright_planner.placing.legal import Rules
+from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.profile.attention import attention_uses
+from meshwright_planner.profile.tape import Tape
+from meshwright_planner.recomputation.effect import recomputed
+from meshwright_planner.search.basis import Basis
+
+
+class Placed:
+    """A placement of what one rank computes at once."""
+
+    def __init__(
+        self,
+        basis: Basis,
+        rules: Rules,
+        problem: PlacementProblem,
+        placement: Placement,
+        like: Placed | None = None,
+    ) -> None:
+        """`like`: has the same states, on other sizes or with something else kept."""
+        self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
+        self.beside = 0.0  # bytes that are alive at the peak beside what is kept
+        self.recompute: tuple[RecomputeRule, ...] = ()
+        self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
+        self._work: dict[int, tuple[ModuleWork, ...]] = {}
+        self._others: dict[object, Placed] = {}
+        self._states: _States = _States(self) if like is None else like._states
+
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes by part."""
+        setting = self.basis.setting
+        parts = memory_parts(setting.model, self.problem, self.placement, setting.optimizer)
+        parts["temporaries"] += math.ceil(self.beside)
+        return parts
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """When a step may hold most."""
+        return moments(self.problem, self.placement, self.basis.setting.cluster.accelerated)
+
+    @cached_property
+    def attention(self) -> tuple[AttentionUse, ...]:
+        """The attention calls."""
+        return attention_uses(self.problem.tape, self.problem.costs, self.rules.composites.values())
+
+    def own(self, names: frozenset[str]) -> tuple[float, float]:
+        """Bytes of these parameters on one rank, of all and of those that are trained."""
+        found = self._states.own
+        if names not in found:
+            found[names] = parameter_bytes(self.basis.setting.model, self.problem, self.placement, names)
+        return found[names]
+
+    def sizes(self, holds: frozenset[str] | None = None) -> tuple[tuple[ParameterSize, ...], ...]:
+        """The parameters of each unit; `holds`: names that the rank has, None for all."""
+        found = self._states.sizes
+        if holds not in found:
+            found[holds] = tuple(
+                tuple(size for name, size in unit.items() if holds is None or name in holds)
+                for unit in self._states.units
+            )
+        return found[holds]
+
+    def trained(self, holds: frozenset[str] | None) -> int:
+        """How many parameters an optimizer steps on one rank; `holds`: names of those that it has, None for all."""
+        return sum(size.trainable for unit in self.sizes(holds) for size in unit)
+
+    def entering(
+        self, modules: Iterable[str], times: int
+    ) -> dict[str, tuple[tuple[tuple[int, ...], int], ...]]:
+        """Module -> shape and bytes of what goes into it in `times` microbatches."""
+        for module in modules:
+            if module not in self._entering:
+                self._entering[module] = self.problem.tape.entering(module)
+        return {
+            m: tuple(
+                ((shape[0] * times, *shape[1:]) if shape else shape, size * times)
+                for shape, size in self._entering[m]
+            )
+            for m in modules
+        }
+
+    def work(self, times: int) -> tuple[ModuleWork, ...]:
+        """What modules do in `times` microbatches."""
+        if 1 not in self._work:
+            self._work[1] = module_work(self.problem, self.placement, self._states.runs)
+        if times not in self._work:
+            self._work[times] = tuple(
+                replace(
+                    part,
+                    seconds=part.seconds * times,
+                    saved_bytes=part.saved_bytes * times,
+                    entering=frozenset((i, name, size * times) for i, name, size in part.entering),
+                )
+                for part in self._work[1]
+            )
+        return self._work[times]
+
+    def at(self, tape: Tape) -> Placed:
+        """The same placement of a tape with another number of rows."""
+        key = ("tape", id(tape))
+        if key not in self._others:
+            problem = self.problem.on(tape)
+            self._others[key] = Placed(self.basis, self.rules, problem, problem.again(self.placement), self)
+        return self._others[key]
+
+    def with_recompute(self, rules: Sequence[RecomputeRule]) -> Placed:
+        """The same placement where these modules run twice."""
+        if not rules:
+            return self
+        key = ("recompute", tuple(rules))
+        if key not in self._others:
+            problem, placement, beside = recomputed(self.problem, self.placement, rules)
+            other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
+            other.beside, other.recompute = beside, tuple(rules)
+        return self._others[key]
+
+
+class _States:
+    """What follows from the states of a placement alone, not from sizes of activations."""
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+        self.own: dict[frozenset[str], tuple[float, float]] = {}
+        self.sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
+
+    @cached_property
+    def units(self) -> tuple[dict[str, ParameterSize], ...]:
+        """Per unit, its parameters."""
+        setting, placed = self._placed.basis.setting, self._placed
+        return parameter_sizes(setting.model, setting.dtype, placed.problem, placed.placement)
+
+    @cached_property
+    def runs(self) -> tuple[ModuleRun, ...]:
+        """What the modules do."""
+        return module_runs(self._placed.problem)
+
+
+def repeated(placement: Placement, times: int) -> Placement:
+    """A placement of `times` microbatches, one after the other."""
+    if times == 1:
+        return placement
+    return replace(
+        placement,
+        conversions=[replace(c, count=c.count * times) for c in placement.conversions],
+        compute_seconds=placement.compute_seconds * times,
+        communication_seconds=placement.communication_seconds * times,
+        saved_bytes=placement.saved_bytes * times,
+        times=times,
+    )

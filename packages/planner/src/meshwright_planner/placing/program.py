@@ -1,0 +1,127 @@
+"""The integer program itself: columns and rows as they are added, the solver, and what its columns stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import scipy.sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from meshwright_dtensor.states import State
+from meshwright_planner.costs.prices import Collective
+
+Phase: TypeAlias = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A collective between a producer and its consumers.
+
+    Args:
+        value: representative value that is converted.
+        source, target: states; several targets of one forward kind share a collective, the first is named.
+        phase: pass in which it happens.
+        collective: kind and bytes of the full tensor.
+        count: occurrences in one step.
+        consumers: representative (node, input position) pairs it serves.
+    """
+
+    value: int
+    source: State
+    target: State
+    phase: Phase
+    collective: Collective
+    count: int
+    consumers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class MemoryTerms:
+    """What a byte of memory is worth, and how many there are.
+
+    Args:
+        price: seconds per byte.
+        parameter_factor: bytes of parameter, gradient and optimizer state per byte of parameter.
+        limit: bytes of parameters (times the factor) and saved activations allowed, or None.
+    """
+
+    price: float
+    parameter_factor: float
+    limit: float | None = None
+
+
+@dataclass
+class Program:
+    """Columns and rows of the integer program as they are added."""
+
+    cost: list[float] = field(default_factory=list)
+    integer: list[int] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    row_index: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    entries: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def variable(self, cost: float, integer: bool = False, memory: float = 0.0) -> int:
+        self.cost.append(cost)
+        self.integer.append(int(integer))
+        self.memory.append(memory)
+        return len(self.cost) - 1
+
+    def constrain(self, terms: Iterable[tuple[int, float]], low: float, high: float) -> None:
+        row = len(self.low)
+        for column, entry in terms:
+            self.row_index.append(row)
+            self.columns.append(column)
+            self.entries.append(entry)
+        self.low.append(low)
+        self.high.append(high)
+
+    def solve(self, time_limit: float) -> Any:
+        matrix = scipy.sparse.csr_matrix(
+            (self.entries, (self.row_index, self.columns)), shape=(len(self.low), len(self.cost))
+        )
+        cost = np.asarray(self.cost)
+        scale = 1.0 / max(
+            float(np.max(np.abs(cost), initial=0.0)), 1e-12
+        )  # the solver's tolerances are absolute
+        return milp(
+            cost * scale * 1e3,
+            constraints=LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high)),
+            integrality=np.asarray(self.integer),
+            bounds=Bounds(0, 1),
+            options={"time_limit": time_limit, "mip_rel_gap": 1e-4},
+        )
+
+
+class User(NamedTuple):
+    """A consumer that may need a collective: input `position` of `node` in state `target`, by variable `edge`."""
+
+    node: int
+    position: int
+    target: State
+    edge: int
+
+
+@dataclass
+class Event:
+    """A collective that may happen, by variable `column`."""
+
+    column: int
+    value: int
+    source: State
+    phase: Phase
+    collective: Collective
+    count: int
+    users: list[User] = field(default_factory=list)
+
+    def chosen(self, x: Any) -> Conversion:
+        """What it is in a solution."""
+        users = [u for u in self.users if x[u.edge] > 0.5]
+        target = users[0].target if users else self.users[0].target
+        consumers = tuple((u.node, u.position) for u in users)
+        return Conversion(self.value, self.source, target, self.phase, self.collective, self.count, consumers)

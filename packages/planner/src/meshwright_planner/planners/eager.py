@@ -1,0 +1,164 @@
+"""The default planner: one eager run, every combination of degrees, placements by integer programming."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from torch import nn
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import PluginError, UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import Planner, PlanRequest
+from meshwright_dtensor.plugins import PluginHost, discover
+from meshwright_dtensor.strategy import Strategy
+from meshwright_planner.costs.prices import OPTIMIZERS
+from meshwright_planner.machines.known import cluster_of
+from meshwright_planner.placing.legal import Rules
+from meshwright_planner.placing.marks import marked
+from meshwright_planner.profile.batch import Batch, check_signature, scaled
+from meshwright_planner.profile.borrow import uninterrupted
+from meshwright_planner.reports.infeasible import infeasible
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.exploring import explore
+from meshwright_planner.search.setting import SHARED, Setting
+from meshwright_planner.writing.result import plan_of, reasons
+
+
+class EagerPlanner(Planner):
+    """Searches the degrees of every installed strategy. Deterministic: equal requests give equal plans.
+
+    Args:
+        host: where strategies and clusters are found; None discovers what is installed.
+        rules: sharding rules; None takes the rule book with its plugins.
+    """
+
+    name: ClassVar[str] = "eager"
+
+    def __init__(self, host: PluginHost | None = None, rules: Rules | None = None) -> None:
+        self._host, self._rules = host, rules
+
+    def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
+        """See Planner.plan."""
+        host = self._host or discover()
+        setting = self._setting(model, batch, request, host)
+        search = Search(setting, self._rules or default_rules())
+        with uninterrupted():
+            explored = explore(search, request.top_k)
+        fitting = [c for c in explored.ranked if not c.excess_bytes]
+        if not fitting and _may_share(
+            setting, request
+        ):  # data ranks are asked for: they share where nothing else fits
+            pins = {axis: degree for axis, degree in setting.pins.items() if axis not in ("dp", SHARED)}
+            explored = explore(search.variant(pins=pins, data=request.dp), request.top_k)
+            fitting = [c for c in explored.ranked if not c.excess_bytes]
+        ranked = explored.ranked
+        if not fitting:
+            raise infeasible(search, ranked)
+        return [
+            plan_of(
+                setting,
+                candidate,
+                self.name,
+                [*reasons(setting, ranked, place), explored.note, *_passed_over(setting, host)],
+            )
+            for place, candidate in enumerate(fitting[: request.top_k])
+        ]
+
+    def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
+        """The degrees that are fixed; 1 on an axis that nothing owns asks for nothing."""
+        pins = {axis: degree for axis, degree in request.pins.items() if axis in strategies}
+        if request.dp is not None and SHARED in strategies:
+            pins.setdefault(SHARED, 1)
+        return pins
+
+    def _setting(self, model: nn.Module, batch: Any, request: PlanRequest, host: PluginHost) -> Setting:
+        strategies = installed(host)
+        request.check(strategies)
+        if request.optimizer not in OPTIMIZERS:
+            raise UsageError(
+                f"optimizer={request.optimizer!r} is unknown; give one of {', '.join(OPTIMIZERS)}"
+            )
+        world_size = request.world_size or running_ranks()
+        if world_size > 1 and not strategies:
+            raise UsageError(
+                f"world_size={world_size}: no strategy is installed that could use it; pip install meshwright-parallel"
+            )
+        example = Batch.of(batch)
+        check_signature(model, example)
+        if request.global_batch_size is not None and request.global_batch_size != example.size:
+            example = scaled(example, request.global_batch_size)
+        cluster = cluster_of(request.cluster, host).running(world_size)
+        axes = [axis for axis, strategy in strategies.items() if strategy.placement_search]
+        return Setting(
+            model=model,
+            batch=example,
+            cluster=cluster,
+            strategies=strategies,
+            optimizer=request.optimizer,
+            pins=self.pins(request, strategies, world_size),
+            world_size=world_size,
+            limit=_limit(cluster, request),
+            stored=marked(model, axes) if request.keep_user_sharding else {},
+            options=request.options,
+            stage=request.zero or 0,
+            precision=request.precision,
+            recompute=request.recompute,
+            sequence_parallel=request.sequence_parallel,
+        )
+
+
+def _may_share(setting: Setting, request: PlanRequest) -> bool:
+    """Whether the user said how many data ranks there are, and nothing of what they share."""
+    asked = request.zero is None and request.zero_degree is None
+    return asked and request.dp is not None and SHARED in setting.strategies
+
+
+def installed(host: PluginHost) -> dict[str, Strategy]:
+    """axis -> strategy, outermost axis first; an axis that two strategies own goes to the first by name."""
+    loaded: dict[str, Strategy] = {}
+    for registered in host.strategies().values():
+        strategy = registered.load()
+        strategy = strategy() if isinstance(strategy, type) else strategy
+        for field in ("name", "axis"):
+            said, own = getattr(registered.record, field), getattr(strategy, field)
+            if said != own:
+                raise PluginError(
+                    f"strategy {registered.name!r} of {registered.distribution} is registered with {field} {said!r}, "
+                    f"but its class has {field} = {own!r}; make them the same"
+                )
+        loaded.setdefault(strategy.axis, strategy)
+    return dict(sorted(loaded.items(), key=lambda item: (item[1].order, item[0])))
+
+
+def _passed_over(setting: Setting, host: PluginHost) -> list[str]:
+    """A line for each installed strategy that is not searched, since its axis goes to another."""
+    searched = {axis: strategy.name for axis, strategy in setting.strategies.items()}
+    return [
+        f"not searched: strategy {name!r} of {found.distribution}, since {searched[found.record.axis]!r} comes before it "
+        f"on the axis {found.record.axis!r}; turn that one off to search it"
+        for name, found in host.strategies().items()
+        if searched[found.record.axis] != name
+    ]
+
+
+def running_ranks() -> int:
+    """Ranks of the running job: torch.distributed's, else torchrun's environment, else 1."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() and int(text) > 0 else 1
+
+
+def _limit(cluster: Cluster, request: PlanRequest) -> int:
+    return cluster.usable_bytes if request.memory_limit is None else request.memory_limit
+
+
+def default_rules() -> Rules:
+    """The rule book with its plugins."""
+    from meshwright_dtensor.rules.book import RuleBook
+
+    return RuleBook.default()

@@ -1,0 +1,39 @@
+"""The manual planner: the degrees are the user's, the placements are found as the eager planner finds them."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy import Strategy
+from meshwright_planner.planners.eager import EagerPlanner
+
+
+class ManualPlanner(EagerPlanner):
+    """Pins every degree: what the request does not name is 1, but for the data axis, which takes what is left."""
+
+    name: ClassVar[str] = "manual"
+
+    def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
+        """Every axis has a degree.
+
+        Raises:
+            UsageError: the degrees do not multiply to the world size.
+        """
+        given = {axis: degree for axis, degree in request.pins.items() if axis in strategies}
+        degrees = {axis: given.get(axis, 1) for axis in strategies}
+        filled = "zero" if request.zero and request.zero_degree is None else "dp"
+        if filled in strategies and filled not in given:
+            others = math.prod(d for axis, d in degrees.items() if axis != filled)
+            if world_size % others == 0:
+                degrees[filled] = world_size // others
+        product = math.prod(degrees.values())
+        if product != world_size:
+            shown = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+            raise UsageError(
+                f"planner='manual': {shown} is {product} ranks, but world_size is {world_size}; "
+                f"give degrees whose product is {world_size}"
+            )
+        return degrees

@@ -1,0 +1,295 @@
+"""Run a model once, watched: fake tensors where values do not matter, real ones where models look.
+
+Parameters and floating-point inputs are fake.  Integers and booleans are real and small: models read them (is anything
+masked? is this sequence packed?), and take other paths when they find themselves run on fake tensors.  Where the
+program looks at floating-point data too, everything is real, and the tape says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
+from meshwright_dtensor.precision import cast_buffers
+from meshwright_dtensor.trace import Recorder
+from meshwright_planner import _torch
+from meshwright_planner.profile.batch import Batch, check_signature
+from meshwright_planner.profile.borrow import borrowed
+from meshwright_planner.profile.replaying import Copy, UnlikeError, replay_blocks
+from meshwright_planner.profile.tape import ModuleInfo, Saved, Tape, finish
+from meshwright_planner.profile.watching import REAL_ELEMENTS, Watcher
+
+REAL_RUN_LIMIT_BYTES = 4 * 2**30
+
+
+def record(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    dtype: torch.dtype | None = None,
+) -> Tape:
+    """Run `model` once on tensors of `batch`'s shapes and return the tape; the model is left as it was.
+
+    Args:
+        model: any module; parameters may be on the meta device.
+        batch: the arguments, real, fake or meta tensors; their values are not read unless the model looks at data.
+        composites: torch function -> Composite, as in RuleBook.composites.
+        dtype: what floating parameters, persistent buffers and batch tensors are computed in; None leaves them.
+
+    Raises:
+        UsageError: the model does not take the batch.
+        UnsupportedError: the model looks at data and is too large for a real run.
+    """
+    check_signature(model, batch)
+    start = time.perf_counter()
+    try:
+        try:
+            tape = _run_mixed(model, batch, composites, dtype, replay=True)
+        except (UsageError, UnlikeError):  # blocks that need each other's traces: run them all
+            tape = _run_mixed(model, batch, composites, dtype, replay=False)
+    except _torch.LOOKS_AT_DATA as error:
+        tape = _run_real(model, batch, composites, error, dtype)
+    tape.seconds = time.perf_counter() - start
+    return tape
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = (t.device for t in model.parameters())
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+    return device
+
+
+def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
+    """In which dtype each tensor of the model or the batch is computed with."""
+    kept = {id(buffer) for buffer in model.buffers()} - cast_buffers(model)
+    return lambda t: t.dtype if dtype is None or id(t) in kept or not t.is_floating_point() else dtype
+
+
+def _run_mixed(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    dtype: torch.dtype | None,
+    replay: bool,
+) -> Tape:
+    mode, device, computed = _torch.fake_mode(), _device_of(model), _dtypes(model, dtype)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if _readable(tensor):
+            return tensor.detach().clone()
+        return _torch.fake_like(mode, tensor, device, computed(tensor))
+
+    def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if _readable(tensor):
+            return tensor.detach().to(device)
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= REAL_ELEMENTS:
+            # any token will do, and a mask that masks nothing
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        return fake(tensor).requires_grad_(tensor.requires_grad)
+
+    with borrowed(model, fake):
+        watcher = Watcher(composites, mode)
+        if replay:
+            replay_blocks(model, watcher)
+        return _watch(model, batch.map(given), watcher)
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or booleans that a model may look at."""
+    unreal = tensor.is_meta or _torch.is_fake(tensor)
+    return not (unreal or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > REAL_ELEMENTS)
+
+
+def _run_real(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    why: BaseException,
+    dtype: torch.dtype | None,
+) -> Tape:
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, t in batch.tensors())]
+    unreal = [t for t in tensors if t.is_meta or _torch.is_fake(t)]
+    size = sum(t.numel() * t.element_size() for t in unreal)
+    if size > REAL_RUN_LIMIT_BYTES:
+        raise UnsupportedError(
+            f"{type(model).__name__} looks at the data it computes ({_line(why)}), so it must run on real tensors, and "
+            f"{size / 2**30:.1f} GiB of it has no values yet; plan with a smaller configuration of the same model"
+        ) from None
+    generator, computed = torch.Generator().manual_seed(0), _dtypes(model, dtype)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        return made(tensor).to(computed(tensor))
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_meta or _torch.is_fake(tensor)):
+            return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
+        new = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_floating_point():
+            return new.normal_(std=0.02, generator=generator)
+        return new.zero_()
+
+    with borrowed(model, real):
+        tape = _watch(model, batch.map(lambda name, t: real(t)), Watcher(composites))
+    tape.real = True
+    return tape
+
+
+def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
+    parameters = {}
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        parameters[name] = watcher.mark(parameter, f"param:{name}").i
+    for name, buffer in model.named_buffers():
+        watcher.mark(buffer, f"buffer:{name}")
+    for name, tensor in batch.tensors():
+        watcher.mark(tensor, f"input:{name}")
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        watcher.packed.append((len(watcher.nodes), tensor))
+        return tensor
+
+    with torch.enable_grad(), _module_frames(model, watcher):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), watcher:
+            try:
+                out = model(*batch.args, **batch.kwargs)
+            except Exception as error:
+                if isinstance(error, (MeshwrightError, UnlikeError, *_torch.LOOKS_AT_DATA)):
+                    raise
+                raise UsageError(
+                    f"{type(model).__name__} raised {_line(error)} when called with this batch on "
+                    f"tensors without values; check that model(**batch) runs on one device"
+                ) from error
+    results, scalar = _results(out)
+    if not results:
+        raise UsageError(
+            f"{type(model).__name__} returned no floating-point tensor; there is nothing to train"
+        )
+    tape = Tape(
+        values=watcher.values,
+        nodes=watcher.nodes,
+        results=[watcher.ref(t).i for t in results],
+        grad=[],
+        saved=[],
+        modules=_module_infos(model),
+        recorded=len(watcher.nodes),
+        scalar=scalar,
+        parameters=parameters,
+        rows=batch.size,
+        copied=watcher.copied,
+    )
+    kept = finish(tape)
+    tape.saved = list(_saved(watcher, kept, tape))
+    return tape
+
+
+@contextlib.contextmanager
+def _module_frames(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    names = {id(module): name for name, module in model.named_modules()}
+    # modules made during the forward belong to whoever runs them
+    enter = register_module_forward_pre_hook(
+        lambda module, args: recorder.enter_module(names.get(id(module), recorder.frames[-1].module))
+    )
+    leave = register_module_forward_hook(lambda module, args, out: recorder.exit_module(), always_call=True)
+    try:
+        yield
+    finally:
+        enter.remove()
+        leave.remove()
+
+
+def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
+    return {
+        name: ModuleInfo(
+            type(module).__name__, sum(1 for _ in module.parameters()), next(module.children(), None) is None
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def _results(out: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that training starts from: a scalar loss when there is one, else every floating-point output."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(out, torch.Tensor):
+        loss = out
+    elif loss is None and isinstance(out, (tuple, list)) and out and isinstance(out[0], torch.Tensor):
+        loss = out[0] if out[0].dim() == 0 else None
+    if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+        return [loss], loss.dim() == 0
+    found: dict[int, torch.Tensor] = {}
+    _collect(out, found)
+    return list(found.values()), False
+
+
+def _collect(tree: Any, found: dict[int, torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        if tree.is_floating_point():
+            found[id(tree)] = tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _collect(value, found)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            _collect(value, found)
+    elif hasattr(tree, "__dict__") and not isinstance(tree, nn.Module):
+        for value in vars(tree).values():
+            if isinstance(value, (torch.Tensor, tuple, list, dict)):
+                _collect(value, found)
+
+
+def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
+    produced = {r.i: k for k, node in enumerate(watcher.nodes) for r in node.outs}
+    seen: dict[int, Saved | None] = {}
+    inner: set[int | None] = set()
+
+    def entries(first: int, last: int) -> Iterator[Saved]:
+        for place in range(first, last):
+            index, what = watcher.packed[place]
+            if isinstance(what, Copy):
+                for item in entries(*what.packed):
+                    root, value = (None if i is None else what.value(i) for i in (item.root, item.value))
+                    yield Saved(item.node + what.shift, root, value, item.output, item.nbytes)
+                continue
+            if place not in seen:
+                seen[place] = _packed(watcher, index, what, inner)
+            found = seen[place]
+            if found is not None:
+                yield found
+
+    for item in entries(0, len(watcher.packed)):
+        # inputs are packed before their node is recorded, outputs after
+        own = item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
+        node = kept.get(item.node - 1 if own else item.node)
+        if node is not None:
+            yield replace(item, node=node, output=own or item.root is None)
+
+
+def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int | None]) -> Saved | None:
+    """A tensor that autograd keeps, by the number of nodes that there were; None where it was seen before."""
+    nbytes = tensor.numel() * tensor.element_size()
+    key = _torch.storage_key(tensor)
+    known = watcher.storages.get(key, []) if key is not None else []
+    if not known:
+        new = key not in inner
+        inner.add(key)
+        return Saved(index, None, None, True, nbytes) if new else None
+    geometry = (tuple(tensor.shape), tuple(tensor.stride()))
+    same = [i for i in known if (watcher.values[i].shape, watcher.values[i].stride) == geometry]
+    exact = watcher.index_of(tensor)
+    value = exact if exact is not None else (same or known)[0]
+    full = watcher.values[known[0]]
+    # a view of a part keeps the whole storage, an expanded one no more than that
+    size = math.prod(full.shape) * full.dtype.itemsize if nbytes else 0
+    return Saved(index, known[0], value, False, size)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

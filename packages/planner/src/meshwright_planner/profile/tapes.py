@@ -1,0 +1,85 @@
+"""The tapes of a search: recorded where they must be, scaled where they can be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import torch
+
+from meshwright_planner.placing.legal import Rules
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.recording import record
+from meshwright_planner.profile.scaling import Family
+from meshwright_planner.profile.tape import Tape
+from meshwright_planner.search.basis import Basis
+
+Shapes = tuple[tuple[int, ...], ...]
+
+LEARNT = (2, 4)
+"""Rows of the two tapes that all others follow from.  Not 1: a dim of 1 is broadcast and is laid out as one likes."""
+
+
+class Tapes:
+    """The tapes of one model by the shapes of a batch. A variant of a search shares them."""
+
+    def __init__(self) -> None:
+        self._tapes: dict[object, Tape] = {}
+        self._families: dict[object, Family | None] = {}
+
+    def of(self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1) -> Tape:
+        """The tape of what one rank computes at once: a microbatch of its part of the batch."""
+        batch = basis.setting.batch
+        shapes = {
+            name: basis.local_shape(name, tuple(t.shape), degrees, microbatches)
+            for name, t in batch.tensors()
+        }
+        return self._find(basis, rules, batch, shapes)
+
+    def _find(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
+        key = (basis.setting.dtype, *shapes.values())  # shared by variants in other precisions
+        if key not in self._tapes:
+            self._tapes[key] = self._scaled(basis, rules, batch, shapes) or self._recorded(
+                basis, rules, batch, shapes
+            )
+        return self._tapes[key]
+
+    def _recorded(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
+        local = batch.map(lambda name, t: _part(t, shapes[name]))
+        return record(basis.setting.model, local, rules.composites, basis.setting.dtype)
+
+    def _scaled(
+        self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]
+    ) -> Tape | None:
+        """The tape by scaling two others, where it has more rows than they."""
+        size, whole = batch.size, {name: tuple(t.shape) for name, t in batch.tensors()}
+        counted = [name for name, shape in whole.items() if shape[:1] == (size,)]
+        rows = {shapes[name][0] for name in counted}
+        if len(rows) != 1 or rows & {1, *LEARNT}:
+            return None
+        one = rows.pop()
+        rest = [(0, *shape[1:]) if name in counted else shape for name, shape in shapes.items()]
+        key = (basis.setting.dtype, *rest)
+        if key not in self._families:
+            tapes = [
+                self._find(
+                    basis,
+                    rules,
+                    batch,
+                    {name: (few, *shape[1:]) if name in counted else shape for name, shape in shapes.items()},
+                )
+                for few in LEARNT
+            ]
+            self._families[key] = None
+            # what was run on real data is what it is
+            if not any(tape.real for tape in tapes) and [tape.rows for tape in tapes] == list(LEARNT):
+                with contextlib.suppress(ValueError):
+                    self._families[key] = Family(*tapes)
+        family = self._families[key]
+        return None if family is None else family.at(one)
+
+
+def _part(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        tensor = tensor.narrow(dim, 0, size)
+    return tensor.contiguous()  # as a rank holds it: models call view on their inputs

@@ -1,0 +1,1 @@
+"""Recomputation: which modules it means, and what it changes."""

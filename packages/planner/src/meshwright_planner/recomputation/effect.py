@@ -1,0 +1,126 @@
+"""What recomputation changes: what is kept, and what runs again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from meshwright_dtensor.plan import RecomputeRule
+from meshwright_planner.costs.keeping import kept_bytes
+from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.profile.tape import Saved, Tape
+
+
+def recomputed(
+    problem: PlacementProblem, placement: Placement, rules: Sequence[RecomputeRule]
+) -> tuple[PlacementProblem, Placement, float]:
+    """The same placement where the modules that `rules` name run twice, and the bytes that one of them has when it does.
+
+    A module keeps its inputs; with the policy "selective" also the results of its products and attention, which do not run
+    again.  Its forward pass, and what it communicates in it, comes once more.
+    """
+    region = _Region(problem, rules)
+    kept = [item for item in problem.tape.saved if item.node not in region.policy]
+    tape = replace(problem.tape, saved=[*kept, *region.inputs(), *region.results()])
+    other = problem.on(tape)
+    whole, left = kept_bytes(problem, placement), kept_bytes(other, placement)
+    again = region.again()
+    options = {
+        k: replace(o, seconds=o.seconds * (1 + again[k] / 3), inner_seconds=o.inner_seconds * (1 + again[k]))
+        for k, o in placement.options.items()
+    }
+    conversions = [
+        replace(
+            c,
+            count=c.count + round(c.count * max((again[n] for n, _ in c.consumers if n in again), default=0)),
+        )
+        if c.phase == "forward"
+        else c
+        for c in placement.conversions
+    ]
+    counts, costs = problem.quotient.node_count, problem.costs
+    between = sum(costs.collective(c.collective) * c.count for c in conversions)
+    inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
+    found = replace(
+        placement,
+        options=options,
+        conversions=conversions,
+        compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
+        communication_seconds=between + inner,
+        saved_bytes=left,
+    )
+    return other, found, max(0.0, whole - left) / max(1, region.blocks)
+
+
+class _Region:
+    """The nodes that run twice."""
+
+    def __init__(self, problem: PlacementProblem, rules: Iterable[RecomputeRule]) -> None:
+        self.problem, tape = problem, problem.tape
+        chosen = recomputed_blocks(tape, rules)
+        block_of: dict[str, str | None] = {}
+        self.policy: dict[int, bool] = {}  # node -> whether its results are kept
+        self.block: dict[int, str] = {}
+        for index, node in enumerate(tape.nodes):
+            if node.module not in block_of:
+                parts = node.module.split(".")
+                names = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+                block_of[node.module] = next((name for name in names if name in chosen), None)
+            block = block_of[node.module]
+            if block is not None:
+                selective = chosen[block].policy == "selective"
+                self.policy[index] = selective and problem.legality.flops(index) > 0
+                self.block[index] = block
+        self.blocks = len(set(self.block.values()))
+        self._root = {item.value: item.root for item in tape.saved if item.value is not None}
+
+    def again(self) -> dict[int, float]:
+        """Representative node -> the part of its copies that run twice."""
+        quotient = self.problem.quotient
+        twice = Counter(quotient.node(index) for index, kept in self.policy.items() if not kept)
+        return {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}
+
+    def inputs(self) -> list[Saved]:
+        """What goes into the blocks: it is kept."""
+        tape, made, seen = self.problem.tape, dict[int, str](), set[tuple[str, int]]()
+        found = []
+        for index, node in enumerate(tape.nodes):
+            block = self.block.get(index)
+            if block is not None:
+                for ref in node.ins:
+                    value = tape.values[ref.i]
+                    named = (value.name or "").partition(":")[0] in ("param", "buffer")
+                    if made.get(ref.i) != block and not named and (block, ref.i) not in seen:
+                        seen.add((block, ref.i))
+                        found.append(Saved(index, self._storage(ref.i), ref.i, False, value.nbytes))
+            made.update((ref.i, block or "") for ref in node.outs)
+        return found
+
+    def results(self) -> list[Saved]:
+        """What is computed in the blocks and kept."""
+        tape = self.problem.tape
+        return [
+            Saved(index, self._storage(ref.i), ref.i, True, tape.values[ref.i].nbytes)
+            for index, kept in self.policy.items()
+            if kept
+            for ref in tape.nodes[index].outs
+        ]
+
+    def _storage(self, value: int) -> int:
+        root = self._root.get(value)
+        return value if root is None else root
+
+
+def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, RecomputeRule]:
+    """Name -> rule of the modules that run twice: of nested ones the outermost, and never the model itself."""
+    chosen: dict[str, RecomputeRule] = {}
+    ordered = list(rules)
+    for name in tape.modules:
+        rule = next((r for r in ordered if name and r.matches(name)), None)
+        if rule is None:
+            continue
+        parts = name.split(".")
+        if not any(".".join(parts[:n]) in chosen for n in range(1, len(parts))):
+            chosen[name] = rule
+    return chosen

@@ -1,0 +1,112 @@
+"""Several planners on one request, in one table: what each found, and how long it took to answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
+from meshwright_planner.reports.explain import explain
+from meshwright_planner.search.candidate import human_seconds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one planner said.
+
+    Args:
+        planner: its name.
+        plan: its best; None where it found none, which `failure` explains.
+        seconds, processor_seconds: it took by the clock, and of the processor, which does not count what else runs here.
+    """
+
+    planner: str
+    plan: ParallelPlan | None
+    seconds: float
+    processor_seconds: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Answers of several planners, the fastest plan first, those without a plan last."""
+
+    answers: tuple[Answer, ...]
+
+    @property
+    def plans(self) -> list[ParallelPlan]:
+        """The plans, the fastest first."""
+        return [answer.plan for answer in self.answers if answer.plan is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        report = explain(self.plans).to_dict()
+        entries = iter(report.pop("plans"))
+        return {
+            **report,
+            "planners": [
+                {
+                    "planner": answer.planner,
+                    "seconds": answer.seconds,
+                    "processor_seconds": answer.processor_seconds,
+                    "failure": answer.failure,
+                    "plan": None if answer.plan is None else next(entries),
+                }
+                for answer in self.answers
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{answer.planner} answered in {human_seconds(answer.seconds)}"
+            + ("" if answer.failure is None else f": {answer.failure}")
+            for answer in self.answers
+        ]
+        return f"{explain(self.plans)}\n" + "\n".join(lines) + "\n"
+
+
+def compare(
+    model: nn.Module,
+    batch: Any,
+    request: PlanRequest,
+    planners: Sequence[str],
+    host: PluginHost | None = None,
+) -> Comparison:
+    """The best plan of each planner for one request, under the same costs.
+
+    Args:
+        model, batch, request: as for a planner; `request.planner` does not count.
+        planners: names of registered planners.
+        host: where they are found; None discovers what is installed.
+
+    Raises:
+        PluginError: there is no planner of that name.
+        UsageError: the request or the batch is at fault.
+    """
+    found = host or discover()
+    answers: list[Answer] = []
+    refusal: MeshwrightError | None = None
+    for name in planners:
+        planner = found.get(PlannerSpec, name).load()()
+        start, worked = time.perf_counter(), time.process_time()
+        plan, failure = None, None
+        try:
+            plan = planner.plan(model, batch, replace(request, planner=name, top_k=1))[0]
+        except (InfeasibleError, PlanError, UsageError) as error:  # the others may still answer
+            failure, refusal = str(error), error
+        answers.append(Answer(name, plan, time.perf_counter() - start, time.process_time() - worked, failure))
+    if refusal is not None and not isinstance(refusal, InfeasibleError) and not any(a.plan for a in answers):
+        raise refusal
+    return Comparison(tuple(sorted(answers, key=_order)))
+
+
+def _order(answer: Answer) -> tuple[bool, float, float]:
+    predicted = None if answer.plan is None else answer.plan.predicted
+    return predicted is None, 0.0 if predicted is None else round(predicted.step_seconds, 12), answer.seconds

@@ -1,0 +1,244 @@
+"""`explain`: plans side by side, where their time and memory go, what bounds each, and why the first one won."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_planner.reports.buying import Upgrade, memory_is_full, upgrades
+from meshwright_planner.search.candidate import human_bytes, human_seconds
+
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One plan of a report.
+
+    Args:
+        plan: itself.
+        name: its degrees in words.
+        seconds: part of the step ("compute", "bubble", "optimizer", and one for each axis that communicates) -> seconds.
+        memory: part -> bytes of one rank.
+        bound: what bounds it, as the planner says.
+        upgrades: what a better cluster would save, best first; empty where the cluster is not known.
+        memory_full: more memory may allow a faster plan.
+    """
+
+    plan: ParallelPlan
+    name: str
+    seconds: dict[str, float]
+    memory: dict[str, int]
+    bound: str
+    upgrades: tuple[Upgrade, ...] = ()
+    memory_full: bool = False
+
+    @property
+    def next_to_buy(self) -> str | None:
+        """The change of the cluster that saves most; None where nothing is known to."""
+        best = next((u for u in self.upgrades if u.saved > 0.001), None)
+        more = "memory is nearly full: more of it may allow a faster plan"
+        if best is None:
+            return more if self.memory_full else None
+        text = f"{best.what}: {human_seconds(best.seconds)} a step, {100 * best.saved:.0f}% less"
+        return f"{text}; {more}" if self.memory_full else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        predicted = self.plan.predicted
+        return {
+            "name": self.name,
+            "planner": self.plan.provenance.planner,
+            "degrees": dict(self.plan.degrees),
+            "step_seconds": None if predicted is None else predicted.step_seconds,
+            "seconds": dict(self.seconds),
+            "memory_bytes": dict(self.memory),
+            "total_bytes": None if predicted is None else predicted.total_bytes,
+            "bound": self.bound,
+            "upgrades": [u.to_dict() for u in self.upgrades],
+            "next_to_buy": self.next_to_buy,
+            "notes": list(self.plan.provenance.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """Plans, best first, explained. `str()` is the text, `to_dict()` the same as data."""
+
+    plans: tuple[Explained, ...]
+    width: int = WIDTH
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, the best plan first."""
+        return {
+            "cluster": self.plans[0].plan.provenance.cluster if self.plans else None,
+            "world_size": self.plans[0].plan.world_size if self.plans else None,
+            "plans": [explained.to_dict() for explained in self.plans],
+        }
+
+    def __str__(self) -> str:
+        if not self.plans:
+            return "no plans\n"
+        console = Console(
+            file=io.StringIO(), width=self.width, color_system=None, force_terminal=False, _environ={}
+        )
+        console.print(_table(self.plans))
+        for number, explained in enumerate(self.plans, 1):
+            console.print(Text(f"{number}. {explained.name}"))
+            for line in _details(explained, alone=len(self.plans) == 1):
+                console.print(Text(f"   {line}"))
+        file = console.file
+        assert isinstance(file, io.StringIO)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def explain(
+    plans: ParallelPlan | Sequence[ParallelPlan],
+    width: int = WIDTH,
+    *,
+    cluster: Cluster | None = None,
+    host: PluginHost | None = None,
+) -> Report:
+    """Plans side by side, best first: degrees, where time and memory go, what bounds each; then why the first won.
+
+    Args:
+        plans: one plan, or what `plan(..., top_k=k)` returned.
+        width: columns of the text.
+        cluster: to say what would make it faster; None leaves that out.
+        host: where schedules are found; None discovers what is installed.
+
+    Returns:
+        A report: `print` it, or take its `to_dict()`.
+    """
+    shown = [plans] if isinstance(plans, ParallelPlan) else list(plans)
+    return Report(tuple(_explained(plan, cluster, host) for plan in shown), width)
+
+
+def _explained(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | None) -> Explained:
+    predicted = plan.predicted
+    bound = next((n for n in plan.provenance.notes if n.startswith("bound by ")), "")
+    better: tuple[Upgrade, ...] = ()
+    full = False
+    if predicted is not None and predicted.split is not None and cluster is not None:
+        better, full = tuple(upgrades(plan, cluster, host)), memory_is_full(plan, cluster)
+    return Explained(
+        plan=plan,
+        name=name_of(plan),
+        seconds=seconds_of(plan),
+        memory={}
+        if predicted is None
+        else {part: size for part, size in predicted.memory_bytes.items() if part != "total"},
+        bound=bound.removeprefix("bound by ").partition(";")[0],
+        upgrades=better,
+        memory_full=full,
+    )
+
+
+def seconds_of(plan: ParallelPlan) -> dict[str, float]:
+    """Part of the predicted step -> seconds: "compute", "bubble", "optimizer", and communication by mesh axis."""
+    predicted = plan.predicted
+    if predicted is None:
+        return {}
+    if predicted.split is None:
+        rest = predicted.step_seconds - predicted.compute_seconds - predicted.communication_seconds
+        parts = {"communication": predicted.communication_seconds, "optimizer": max(0.0, rest)}
+        return {"compute": predicted.compute_seconds, **parts}
+    split = predicted.split
+    found = {"compute": predicted.compute_seconds, **split.exposed}
+    return {**found, "bubble": split.bubble_seconds, "optimizer": split.optimizer_seconds}
+
+
+def name_of(plan: ParallelPlan) -> str:
+    """ "dp 2 x zero 2 (stage 3) x tp 4"."""
+    said = {} if plan.zero is None else {"zero": f" (stage {plan.zero.stage})"}
+    if plan.pipeline is not None:
+        said["pp"] = f" ({plan.pipeline.schedule}, {plan.pipeline.microbatches} microbatches)"
+    parts = (f"{axis} {degree}{said.get(axis, '')}" for axis, degree in plan.degrees.items())
+    again = f", recompute {plan.recompute[0].policy}" if plan.recompute else ""
+    return (" x ".join(parts) or "one rank") + again
+
+
+def _table(shown: Sequence[Explained]) -> Table:
+    plans = [explained.plan for explained in shown]
+    every = dict.fromkeys(axis for plan in plans for axis in plan.degrees)
+    axes = [axis for axis in every if any(plan.degree(axis) > 1 for plan in plans)] or list(every)
+    planners = [plan.provenance.planner or "?" for plan in plans]
+    piped = any("bubble" in e.seconds and e.seconds["bubble"] for e in shown)
+    where = plans[0].provenance.cluster or "?"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{plans[0].world_size} rank(s) of {where}, one step per rank (comm: what is exposed of it)",
+        title_justify="left",
+        title_style="",
+        pad_edge=False,
+    )
+    several = len(set(planners)) > 1
+    columns = ["", *(["planner"] if several else []), *axes, "step", "compute", "comm"]
+    for column in (*columns, *(["bubble"] if piped else []), "optimizer", "memory", "activations"):
+        table.add_column(Text(column), justify="right", no_wrap=True)
+    table.add_column(Text("bound by"))
+    for number, (explained, planner) in enumerate(zip(shown, planners, strict=True), 1):
+        plan, predicted, seconds = explained.plan, explained.plan.predicted, explained.seconds
+        head = [str(number), *([planner] if several else []), *(str(plan.degree(axis)) for axis in axes)]
+        if predicted is None:
+            table.add_row(*head, *["-"] * (7 + piped))
+            continue
+        table.add_row(
+            *head,
+            human_seconds(predicted.step_seconds),
+            human_seconds(predicted.compute_seconds),
+            human_seconds(predicted.communication_seconds),
+            *([human_seconds(seconds.get("bubble", 0.0))] if piped else []),
+            human_seconds(seconds["optimizer"]),
+            human_bytes(predicted.total_bytes),
+            human_bytes(predicted.memory_bytes.get("activations", 0)),
+            explained.bound.partition(",")[0],
+        )
+    return table
+
+
+def _details(explained: Explained, alone: bool) -> list[str]:
+    plan = explained.plan
+    lines = [n for n in plan.provenance.notes if alone or not n.startswith("also considered")]
+    if plan.predicted is not None and plan.predicted.step_seconds:
+        whole, memory = plan.predicted.step_seconds, explained.memory
+        parts = (
+            f"{part} {human_seconds(s)} ({100 * s / whole:.0f}%)"
+            for part, s in explained.seconds.items()
+            if s
+        )
+        lines.append("step: " + ", ".join(parts))
+        hidden = {} if plan.predicted.split is None else plan.predicted.split.hidden
+        if hidden:
+            lines.append(
+                "hidden behind compute: " + ", ".join(f"{a} {human_seconds(s)}" for a, s in hidden.items())
+            )
+        by_size = sorted(memory.items(), key=lambda item: (-item[1], item[0]))
+        if by_size:
+            lines.append("memory: " + ", ".join(f"{part} {human_bytes(n)}" for part, n in by_size if n))
+    lines += _communication(plan)
+    if explained.next_to_buy is not None:
+        lines.append(f"next to buy: {explained.next_to_buy}")
+    return lines
+
+
+def _communication(plan: ParallelPlan) -> list[str]:
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for c in plan.collectives:
+        entry = totals.setdefault((c.axis, c.phase, c.kind), [0, 0])
+        entry[0] += c.count
+        entry[1] += c.count * c.nbytes
+    return [
+        f"{axis} {phase}: {count} x {kind}, {human_bytes(size)} in all"
+        for (axis, phase, kind), (count, size) in totals.items()
+    ]

@@ -1,0 +1,123 @@
+"""When nothing fits: by how much, and the smallest changes that would, each of them tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
+from meshwright_planner.profile.batch import scaled
+from meshwright_planner.search.candidate import Candidate, human_bytes
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.setting import SHARED
+
+MOST_RANKS = 64
+"""How many times the asked number of ranks is tried at most."""
+
+
+def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleError:
+    """The error for `candidates`, none of which fits, with what was tried and would fit."""
+    setting = search.setting
+    closest = sorted(candidates, key=lambda c: (c.excess_bytes, c.step_seconds))
+    misses = "; ".join(
+        f"{c.name} needs {human_bytes(c.total_bytes)}, {human_bytes(c.excess_bytes)} too much ({_largest(c)})"
+        for c in closest[:4]
+    )
+    more = f" and {len(closest) - 4} more" if len(closest) > 4 else ""
+    advice = "; ".join([*_changes(search), *_more_memory(search, closest[0])]) or "nothing that was tried"
+    return InfeasibleError(
+        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.limit)} "
+        f"that each has: {misses}{more}. Would fit: {advice}"
+    )
+
+
+def _largest(candidate: Candidate) -> str:
+    part = max(candidate.memory, key=lambda name: candidate.memory[name])
+    return f"largest: {part} {human_bytes(candidate.memory[part])}"
+
+
+def _changes(search: Search) -> list[str]:
+    setting = search.setting
+    found = []
+    if setting.pins:
+        without = _first_fit(search.variant(pins={}, data=None))
+        if without is not None:
+            pins = ", ".join(f"{a}={d}" for a, d in setting.pins.items())
+            found.append(f"without {pins}: {without.name} ({human_bytes(without.total_bytes)})")
+    factor = 2
+    while factor <= MOST_RANKS:
+        ranks = setting.world_size * factor
+        # a degree that grows with the cluster must not be held down by its pin
+        fit = _first_fit(search.variant(world_size=ranks, pins={}, data=None))
+        if fit is not None:
+            found.append(f"world_size={ranks}: {fit.name} ({human_bytes(fit.total_bytes)})")
+            break
+        factor *= 2
+    rows = setting.batch.size
+    while rows > 1:
+        rows //= 2
+        fit = _first_fit(search.variant(batch=scaled(setting.batch, rows)))
+        if fit is not None:
+            found.append(f"a batch of {rows} instead of {setting.batch.size}: {fit.name}")
+            break
+    if setting.precision is None:
+        fit = _first_fit(search.variant(precision="bf16"))
+        if fit is not None:
+            found.append(f'precision="bf16": {fit.name} ({human_bytes(fit.total_bytes)})')
+    if setting.optimizer != "sgd":
+        fit = _first_fit(search.variant(optimizer="sgd"))
+        if fit is not None:
+            found.append(f'optimizer="sgd" (no state): {fit.name} ({human_bytes(fit.total_bytes)})')
+    return found
+
+
+def _more_memory(search: Search, closest: Candidate) -> list[str]:
+    """The smallest memory that is known to be enough."""
+    limit = closest.total_bytes
+    raised = search.variant(limit=limit)
+    # a placement was found for the limit as it is; a little room lets the search find one as small
+    if raised.evaluate(closest.point).excess_bytes:
+        limit = math.ceil(1.02 * limit)
+        if search.variant(limit=limit).evaluate(closest.point).excess_bytes:
+            return []
+    return [f"memory_limit={limit} ({human_bytes(limit)} per rank): {closest.name}"]
+
+
+def _first_fit(search: Search) -> Candidate | None:
+    """A candidate that fits, data degrees first and with as little given up as it can; None where none was found."""
+    try:
+        combinations = search.combinations()
+    except UsageError:
+        return None
+    for degrees in reversed(combinations):
+        chain = _savings(search, degrees)
+        try:
+            if search.estimate(chain[-1]).excess_bytes and not _narrowed(search, chain[-1]):
+                continue  # not even with everything given up
+            for point in chain:
+                if not search.estimate(point).excess_bytes or point == chain[-1]:
+                    candidate = search.evaluate(point)
+                    if not candidate.excess_bytes:
+                        return candidate
+        except (PlanError, UsageError):  # these degrees cannot be had: a schedule or a mark refuses
+            continue
+    return None
+
+
+def _savings(search: Search, degrees: Mapping[str, int]) -> list[Point]:
+    """Configurations of these degrees, from nothing given up to all that saves memory."""
+    setting = search.setting
+    ways = search.ways(degrees) or [{}]
+    stages = [setting.stage or (3 if degrees.get(SHARED, 1) > 1 else 0)]
+    policies = [None, *search.can_recompute(degrees)] if setting.recompute is None else [setting.recompute]
+    last = max(ways, key=lambda way: int(str(way.get("microbatches", 1))))
+    chosen = [ways[0], last] if last != ways[0] else [last]
+    return [
+        Point.of(degrees, stage, way, policy) for way in chosen for policy in policies for stage in stages
+    ]
+
+
+def _narrowed(search: Search, point: Point) -> bool:
+    """Whether an exact search may place parameters for less memory than the estimate says."""
+    return any(d > 1 and search.setting.strategies[a].placement_search for a, d in point.degrees)

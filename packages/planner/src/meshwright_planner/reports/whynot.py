@@ -1,0 +1,169 @@
+"""Why a plan does not use a degree or an option: planned again with it, and laid beside the winner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import DEGREES, PlanRequest
+from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
+from meshwright_planner.reports.explain import name_of, seconds_of
+from meshwright_planner.search.candidate import human_bytes, human_seconds
+
+OPTIONS = ("zero", "zero_degree", "microbatches", "schedule", "recompute", "sequence_parallel", "precision",
+           "context_attention", "context_balance")  # fmt: skip
+"""Options that may be asked about, beside degrees."""
+
+Verdict = Literal["chosen", "slower", "faster", "infeasible", "illegal"]
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """The answer.
+
+    Args:
+        asked: the degree or option in words, "tp=4".
+        verdict: "chosen" - the plan has it already; "slower" - its best plan takes longer; "faster" - it does not, so that
+            the plan is not the best of this request; "infeasible" - nothing with it fits the memory; "illegal" - it cannot be.
+        reason: in words.
+        plan: the best with it, where there is one.
+    """
+
+    asked: str
+    verdict: Verdict
+    reason: str
+    plan: ParallelPlan | None = None
+
+    def __str__(self) -> str:
+        return f"{self.asked}: {self.verdict}: {self.reason}\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        predicted = None if self.plan is None else self.plan.predicted
+        return {
+            "asked": self.asked,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "best": None if self.plan is None else name_of(self.plan),
+            "step_seconds": None if predicted is None else predicted.step_seconds,
+        }
+
+
+def parse_pins(text: str) -> dict[str, Any]:
+    """What "tp=4" or "tp=4,recompute=full" pins.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    pins: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not name or not value:
+            raise UsageError(f"--why-not {text}: {part!r} is not NAME=VALUE; write for example tp=4")
+        pins[name] = {"true": True, "false": False}.get(
+            value.lower(), int(value) if value.isdigit() else value
+        )
+    return pins
+
+
+def why_not(
+    winner: ParallelPlan,
+    model: nn.Module,
+    batch: Any,
+    request: PlanRequest,
+    pins: Mapping[str, Any],
+    host: PluginHost | None = None,
+) -> WhyNot:
+    """Why `winner` does not use what `pins` names.
+
+    Args:
+        winner: the plan in question.
+        model, batch: those it was planned for.
+        request: as it was planned, without the pins.
+        pins: mesh axis -> degree, or option of `plan` -> value.
+        host: where planners are found; None discovers what is installed.
+
+    Raises:
+        UsageError: there is no such option, or the model does not take the batch.
+    """
+    asked = ", ".join(f"{name}={value}" for name, value in pins.items())
+    if all(_has(winner, name, value) for name, value in pins.items()):
+        return WhyNot(asked, "chosen", f"the plan has it: {name_of(winner)}", winner)
+    planner = (host or discover()).get(PlannerSpec, request.planner).load()()
+    pinned = _pinned(request, pins)
+    try:
+        best: ParallelPlan = planner.plan(model, batch, pinned)[0]
+    except InfeasibleError as error:
+        return WhyNot(asked, "infeasible", str(error))
+    except (PlanError, UsageError) as error:
+        planner.plan(
+            model, batch, request
+        )  # where it is the model or the request that is at fault, that is said
+        return WhyNot(asked, "illegal", str(error))
+    except MeshwrightError as error:
+        return WhyNot(asked, "illegal", str(error))
+    return _compared(asked, winner, best)
+
+
+def _pinned(request: PlanRequest, pins: Mapping[str, Any]) -> PlanRequest:
+    own = {name: value for name, value in pins.items() if name in DEGREES or name in OPTIONS}
+    others = {name: value for name, value in pins.items() if name not in own}
+    for name, value in others.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            known = ", ".join((*DEGREES, *OPTIONS))
+            raise UsageError(
+                f"--why-not {name}={value}: there is no such option; give a degree, or one of {known}"
+            )
+    return replace(request, top_k=1, **own, degrees={**request.degrees, **others})
+
+
+def _has(plan: ParallelPlan, name: str, value: object) -> bool:
+    """Whether a plan has what a pin says."""
+    if name == "dp":
+        return plan.degree("dp") * plan.degree("zero") == value
+    if name == "zero":
+        return value == (0 if plan.zero is None else plan.zero.stage)
+    if name == "zero_degree":
+        return plan.degree("zero") == value
+    if name in ("microbatches", "schedule"):
+        return plan.pipeline is not None and getattr(plan.pipeline, name) == value
+    if name == "recompute":
+        return bool(plan.recompute) and value in (plan.recompute[0].policy, plan.recompute[0].pattern)
+    if name == "sequence_parallel":
+        return plan.sequence_parallel == value
+    if name == "precision":
+        return value == ("fp32" if plan.precision is None else plan.precision.parameters)
+    if name in ("context_attention", "context_balance"):
+        return plan.context is not None and getattr(plan.context, name.removeprefix("context_")) == value
+    return plan.degree(name) == value
+
+
+def _compared(asked: str, winner: ParallelPlan, other: ParallelPlan) -> WhyNot:
+    ours, theirs = winner.predicted, other.predicted
+    if ours is None or theirs is None:
+        return WhyNot(asked, "slower", "nothing is predicted of one of the two", other)
+    gain = theirs.step_seconds - ours.step_seconds
+    if gain < -1e-3 * ours.step_seconds:
+        text = f"{name_of(other)} is predicted at {human_seconds(theirs.step_seconds)}, and the plan at "
+        text += f"{human_seconds(ours.step_seconds)}: plan again with it"
+        return WhyNot(asked, "faster", text, other)
+    mine, its = seconds_of(winner), seconds_of(other)
+    parts = {part: its.get(part, 0.0) - mine.get(part, 0.0) for part in {**mine, **its}}
+    worse = sorted(((s, part) for part, s in parts.items() if s > 0), reverse=True)[:3]
+    causes = ", ".join(
+        f"{part} {human_seconds(its.get(part, 0.0))} for {human_seconds(mine.get(part, 0.0))}"
+        for _, part in worse
+    )
+    text = (
+        f"its best is {name_of(other)}: {human_seconds(theirs.step_seconds)} a step, "
+        f"{100 * gain / ours.step_seconds:.1f}% more than {name_of(winner)} with {human_seconds(ours.step_seconds)}"
+    )
+    if causes:
+        text += f" ({causes})"
+    memory = f"{human_bytes(theirs.total_bytes)} of memory a rank for {human_bytes(ours.total_bytes)}"
+    return WhyNot(asked, "slower", f"{text}; {memory}", other)

@@ -1,0 +1,73 @@
+"""What every part of the search stands on: the setting, what strategies found in the model, and what they are asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+from meshwright_dtensor.batches import BatchSize
+from meshwright_dtensor.strategy import Link, SearchRequest
+from meshwright_planner.search.setting import Setting
+from meshwright_planner.search.surveys import Surveys
+
+
+class Basis:
+    """A setting, and what the strategies that it leaves open find in its model."""
+
+    def __init__(self, setting: Setting, surveyed: Surveys) -> None:
+        self.setting = setting
+        axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
+        self.surveys = surveyed.of({axis: setting.strategies[axis] for axis in axes})
+
+    @cached_property
+    def _bytes(self) -> tuple[int, int]:
+        every = list(self.setting.model.parameters())
+        sizes = [p.numel() * p.element_size() for p in every]
+        return sum(sizes), sum(size for p, size in zip(every, sizes) if p.requires_grad)
+
+    def request(self, axis: str | None = None) -> SearchRequest:
+        """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""
+        parameters, trainable = self._bytes
+        return SearchRequest(
+            world_size=self.setting.world_size,
+            batch_size=self.setting.batch.size,
+            sequence_length=self.setting.batch.sequence_length,
+            parameter_bytes=parameters,
+            gradient_bytes=trainable,
+            pins=self.setting.pins,
+            options=self.setting.options,
+            survey=self.surveys.get(axis) if axis is not None else None,
+        )
+
+    def link(self, degrees: Mapping[str, int], axis: str | None) -> Link:
+        """What a collective along `axis` crosses."""
+        stride = 1
+        for name in reversed(list(degrees)):
+            if name == axis:
+                break
+            stride *= degrees[name]
+        return self.setting.cluster.link(stride if axis else 1, degrees[axis] if axis else 1)
+
+    def batch_factor(self, degrees: Mapping[str, int]) -> int:
+        """Into how many parts the rows of the batch are divided."""
+        return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())
+
+    def local_shape(
+        self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int], microbatches: int = 1
+    ) -> tuple[int, ...]:
+        """The shape of a batch tensor as one rank has it, of one of its microbatches."""
+        local, sizes = list(shape), self.setting.batch.sizes
+        for axis, strategy in self.setting.strategies.items():
+            if degrees[axis] == 1:
+                continue
+            # an axis further in sees the rows that those further out have left
+            seen = (local[0], *shape[1:]) if local else ()
+            state = strategy.batch_state(name, seen, sizes, degrees[axis])
+            if isinstance(state, int):
+                local[state] = -(-local[state] // degrees[axis])
+            if sizes.rows is not None:
+                sizes = BatchSize(max(1, sizes.rows // strategy.batch_factor(degrees[axis])), sizes.tokens)
+        if microbatches > 1 and local and shape[0] == self.setting.batch.size:
+            local[0] = -(-local[0] // microbatches)
+        return tuple(local)

@@ -1,0 +1,135 @@
+"""A candidate: one combination of degrees, evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
+from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.search.points import Point
+
+
+@dataclass
+class Candidate:
+    """What one combination of degrees costs.
+
+    Args:
+        degrees: mesh axis -> degree, outermost first.
+        stage: what ranks along the axis zero share, 0 where they share nothing.
+        searched: the axis whose placements were searched, None when there is none.
+        problem, placement: the search on that axis and its answer; None when no placement fits the memory.
+        compute_seconds: of one step on one rank.
+        bubble_seconds: a pipeline's rank waiting for others.
+        exposed: mesh axes -> seconds of communication that add to the step.
+        hidden: mesh axes -> seconds of communication that overlap with compute.
+        optimizer_seconds: of the optimizer's step.
+        memory: bytes by part on one rank.
+        limit: bytes that one rank has.
+        collectives: those that strategies add to the placement's.
+        fields: what strategies add to the plan.
+        placements: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
+        apart: names of modules that strategies run themselves.
+        notes: what strategies have to say of the model.
+        stages: per stage of a pipeline, its part of the time that the whole model computes.
+        point: what was decided before the placements.
+        recompute: modules whose activations are not kept.
+    """
+
+    degrees: Mapping[str, int]
+    searched: str | None
+    problem: PlacementProblem
+    placement: Placement
+    compute_seconds: float
+    exposed: Mapping[str, float]
+    hidden: Mapping[str, float]
+    optimizer_seconds: float
+    memory: dict[str, int]
+    limit: int
+    collectives: list[PlannedCollective] = field(default_factory=list)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    stage: int = 0
+    placements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    bubble_seconds: float = 0.0
+    stages: tuple[float, ...] = ()
+    point: Point = field(default_factory=Point)
+    recompute: tuple[RecomputeRule, ...] = ()
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Communication that adds to the step."""
+        return sum(self.exposed.values())
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Communication that overlaps with compute."""
+        return sum(self.hidden.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return self.compute_seconds + self.exposed_seconds + self.bubble_seconds + self.optimizer_seconds
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one rank at the peak."""
+        return sum(self.memory.values())
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how many bytes it does not fit; 0 when it does."""
+        return max(0, self.total_bytes - self.limit)
+
+    @property
+    def bound(self) -> str:
+        """What most of the step is spent on, and whether memory is nearly full."""
+        parts = {
+            "compute": self.compute_seconds,
+            "communication": self.exposed_seconds,
+            "bubble": self.bubble_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
+        largest = max(parts, key=lambda name: parts[name])
+        full = self.limit and self.total_bytes > 0.9 * self.limit
+        return f"{largest}, memory {100 * self.total_bytes / self.limit:.0f}% full" if full else largest
+
+    @property
+    def name(self) -> str:
+        """ "dp 2 x tp 4"."""
+        said = {"zero": f" (stage {self.stage})"} if self.stage else {}
+        rule = self.fields.get("pipeline")
+        if rule is not None:
+            said["pp"] = f" ({rule['schedule']}, {rule['microbatches']} microbatches)"
+        parts = (f"{axis} {degree}{said.get(axis, '')}" for axis, degree in self.degrees.items())
+        again = f", recompute {self.recompute[0].policy}" if self.recompute else ""
+        return (" x ".join(parts) or "one rank") + again
+
+
+def rank(candidate: Candidate) -> tuple[Any, ...]:
+    """Fitting first, then fastest; equals by memory, then by fewer searched ranks, then by name."""
+    return (
+        candidate.excess_bytes > 0,
+        round(candidate.step_seconds, 12),
+        candidate.total_bytes,
+        tuple(-d for d in candidate.degrees.values()),
+        candidate.name,
+    )
+
+
+def human_bytes(size: float) -> str:
+    """ "1.5 GiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """ "12.3 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

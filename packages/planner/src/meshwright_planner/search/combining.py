@@ -1,0 +1,83 @@
+"""Which combinations of degrees are legal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_planner.search import sequence
+from meshwright_planner.search.basis import Basis
+from meshwright_planner.search.setting import SHARED
+
+
+def combinations(basis: Basis) -> list[dict[str, int]]:
+    """Every legal combination of degrees: product equal to the world size, pins kept."""
+    setting = basis.setting
+    requests = {axis: basis.request(axis) for axis in setting.strategies}
+    legal = {
+        axis: [d for d in strategy.degrees(requests[axis]) if d == setting.pins.get(axis, d)]
+        for axis, strategy in setting.strategies.items()
+    }
+    for axis, degree in setting.pins.items():
+        if axis in legal and not legal[axis]:
+            length = setting.batch.sequence_length
+            rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
+            options = ", ".join(map(str, setting.strategies[axis].degrees(requests[axis])))
+            reason = setting.strategies[axis].refusal(requests[axis], degree)
+            if reason is not None:
+                raise PlanError(f"degrees.{axis}", degree, reason, options)
+            raise UsageError(
+                f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
+                f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}"
+            )
+    found = [
+        c
+        for c in _products(legal, setting.world_size)
+        if _one_search(basis, c) and _rows_divide(basis, c) and _sequence_divides(basis, c)
+    ]
+    if setting.stage:  # who asks for a stage means ranks to share something
+        found = [c for c in found if c.get(SHARED, 1) > 1] or found
+    if not found:
+        shown = "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
+        raise UsageError(
+            f"no combination of degrees multiplies to world_size {setting.world_size} (legal degrees: {shown}); "
+            f"change the batch size, the pinned degrees or world_size{sequence.needs(setting)}"
+        )
+    return found
+
+
+def _rows_divide(basis: Basis, degrees: Mapping[str, int]) -> bool:
+    """Whether the axes that share the rows of the batch fit it together, and what the user says of them."""
+    data = degrees.get("dp", 1) * degrees.get(SHARED, 1)
+    if basis.setting.data not in (None, data):
+        return False
+    return basis.setting.batch.size % basis.batch_factor(degrees) == 0
+
+
+def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
+    """Whether a searched axis can split the sequence between blocks, where that is asked for."""
+    strategies, batch = basis.setting.strategies, basis.setting.batch
+    degree = max((degrees[a] for a, s in strategies.items() if s.placement_search), default=1)
+    lengths = {
+        basis.local_shape(name, tuple(t.shape), degrees)[1]
+        for name, t in batch.tensors()
+        if t.dim() > 1 and t.shape[1] == batch.sequence_length
+    }
+    return sequence.divides(basis.setting, degree, lengths)
+
+
+def _one_search(basis: Basis, degrees: Mapping[str, int]) -> bool:
+    searched = [a for a, d in degrees.items() if d > 1 and basis.setting.strategies[a].placement_search]
+    return len(searched) <= 1
+
+
+def _products(legal: Mapping[str, Sequence[int]], total: int) -> Iterator[dict[str, int]]:
+    if not legal:
+        if total == 1:
+            yield {}
+        return
+    axis, *others = legal
+    for degree in legal[axis]:
+        if total % degree == 0:
+            for rest in _products({a: legal[a] for a in others}, total // degree):
+                yield {axis: degree, **rest}

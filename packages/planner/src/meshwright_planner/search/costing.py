@@ -1,0 +1,174 @@
+"""What a combination of degrees costs, once the placements on its searched axis are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from meshwright_dtensor.plan import PlannedCollective
+from meshwright_dtensor.strategy import StrategyCost
+from meshwright_planner.costs.peak import BUCKET_BYTES, at_peak
+from meshwright_planner.costs.prices import OPTIMIZERS, optimizer_seconds
+from meshwright_planner.costs.work import inside_of
+from meshwright_planner.placing.placed import Placed, repeated
+from meshwright_planner.search.candidate import Candidate
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.setting import SHARED
+from meshwright_planner.search.surveys import placements
+
+SUMS = "dp"
+"""The axis whose strategy costs the sum of gradients, over every axis that defers it."""
+
+
+def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
+    """The candidate with the degrees of `point` (of every axis) and these placements on the searched `axis`.
+
+    Raises:
+        PlanError: a strategy cannot have it so.
+    """
+    basis, times, degrees = placed.basis, point.microbatches, dict(point.degrees)
+    setting, problem = basis.setting, placed.problem
+    placement, tape = repeated(placed.placement, times), problem.tape
+    memory = dict(placed.memory)
+    memory["activations"] *= times
+    stepped = memory["gradients"]
+    exposed: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    collectives: list[PlannedCollective] = []
+    shards = degrees.get(SHARED, 1)
+    if setting.dtype is not None and shards == 1:  # the copies that are computed with
+        memory["parameters"] += math.ceil(memory["parameters"] * setting.dtype.itemsize / 4)
+    # communication hides behind compute only where it does not take the cores that compute needs
+    hides = setting.cluster.hides_communication
+    common = replace(
+        basis.request(),
+        options={**setting.options, **dict(point.way)},
+        batch_size=max(1, math.ceil(setting.batch.size / basis.batch_factor(degrees))),
+        parameter_bytes=memory["parameters"],
+        gradient_bytes=memory["gradients"],
+        activation_bytes=memory["activations"],
+        flops=3.0 * tape.flops * times / problem.costs.degree,
+        layers=max((len(g) for g in problem.quotient.groups), default=1),
+        backward_seconds=placement.compute_seconds * 2 / 3 * hides,
+        attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
+        forward_seconds=placement.compute_seconds / 3 * hides,
+        stage=point.stage,
+        units=placed.sizes() if shards > 1 else (),
+        degrees=dict(degrees),
+        microbatches=times,
+    )
+    outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
+    divided = StrategyCost()
+    if outer is not None:  # what it leaves to one rank is what all others see
+        asked = replace(common, survey=basis.surveys.get(outer), work=placed.work(times))
+        divided = setting.strategies[outer].cost(asked, degrees[outer], basis.link(degrees, outer))
+        common = inside_of(common, divided, math.ceil)
+        own_part = 1 / degrees[outer]
+        common = replace(
+            common,
+            units=placed.sizes(divided.holds) if shards > 1 else (),
+            attention=tuple(replace(u, count=math.ceil(u.count * own_part)) for u in common.attention),
+        )
+    holds = divided.holds
+    own = {
+        axis: placed.own(survey.parameters if holds is None else survey.parameters & holds)
+        for axis, survey in basis.surveys.items()
+        if degrees[axis] > 1
+    }
+    # what ranks share is summed over the replicas of each shard
+    parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
+    fields: dict[str, Any] = {}
+    summed = [
+        axis
+        for axis, s in setting.strategies.items()
+        if s.gradient == "deferred" and not s.gathers and degrees[axis] > 1
+    ]
+    for name, strategy in setting.strategies.items():
+        if degrees[name] <= 1 and not (name == SUMS and summed):
+            continue
+        axes, degree, link = name, degrees[name], basis.link(degrees, name)
+        if name == SUMS and summed:  # one sum over all axes on which gradients are partial
+            axes, degree = "+".join(summed), math.prod(degrees[axis] for axis in summed)
+            link = basis.link(degrees, summed[0])
+        request = common if strategy.gathers else parted
+        if (
+            name == SUMS and times > 1
+        ):  # a pipeline hands gradients over when its last microbatch has gone back
+            request = replace(request, backward_seconds=0.0)
+        survey = basis.surveys.get(name)
+        mine, mine_trained = own.get(name, (0.0, 0.0))
+        others = sum((1 - 1 / degrees[a]) * trained for a, (_, trained) in own.items() if a != name)
+        asked = replace(
+            request,
+            survey=survey,
+            own_bytes=math.ceil(mine),
+            own_gradient_bytes=math.ceil(mine_trained),
+            gradient_bytes=max(0, request.gradient_bytes - math.ceil(others)),
+            entering={} if survey is None else placed.entering(_held(survey.modules, holds), times),
+        )
+        found = divided if name == outer else strategy.cost(asked, degree, link)
+        # beside a collective compute is slower: as if a part of it were not hidden
+        taken = found.overlapped_seconds * setting.cluster.interference
+        exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds + taken
+        hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
+        fields.update(found.fields)
+        stepped = math.ceil(stepped * found.optimizer)
+        for part in ("parameters", "gradients", "optimizer", "activations"):
+            memory[part] = math.ceil(memory[part] * getattr(found, part))
+        collectives += [
+            PlannedCollective(
+                axis=axes,
+                kind=u.kind,
+                nbytes=u.nbytes,
+                count=u.count,
+                phase=u.phase,
+                module=u.module,
+                why=u.why,
+            )
+            for u in found.collectives
+        ]
+    busy = divided.compute - divided.idle
+    if axis is not None:
+        exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
+    bucket = float(BUCKET_BYTES) if summed or (shards > 1 and point.stage == 1) else 0.0
+    memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
+    return Candidate(
+        degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
+        stage=point.stage if shards > 1 else 0,
+        searched=axis,
+        problem=problem,
+        placement=placement,
+        compute_seconds=placement.compute_seconds * busy,
+        bubble_seconds=setting.cluster.bubble(
+            placement.compute_seconds * busy,
+            (placement.compute_seconds + placement.communication_seconds) * divided.idle,
+        ),
+        stages=divided.stages,
+        exposed=exposed,
+        hidden=hidden,
+        optimizer_seconds=optimizer_seconds(
+            setting.cluster,
+            stepped,
+            OPTIMIZERS[setting.optimizer],
+            placed.trained(divided.holds),
+        ),
+        memory=memory,
+        limit=setting.limit,
+        collectives=collectives,
+        fields=fields,
+        placements=placements(setting.strategies, basis.surveys, degrees),
+        apart=tuple(m for a, survey in basis.surveys.items() if degrees[a] > 1 for m in survey.modules),
+        notes=tuple(n for a, survey in basis.surveys.items() if degrees[a] > 1 for n in survey.notes),
+        point=point,
+        recompute=placed.recompute,
+    )
+
+
+def _held(modules: Iterable[str], holds: frozenset[str] | None) -> list[str]:
+    """Those that have a parameter which the rank holds."""
+    if holds is None:
+        return list(modules)
+    above = {name[:end] for name in holds for end, sign in enumerate(name) if sign == "."}
+    return [module for module in modules if module in above]

@@ -1,0 +1,242 @@
+"""The search's evaluator: what a configuration costs, with the best placements on its searched axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.states import State
+from meshwright_dtensor.strategy import Link
+from meshwright_planner.costs.memory import parameter_factor
+from meshwright_planner.costs.prices import AxisCosts
+from meshwright_planner.placing.legal import Legality, Rules
+from meshwright_planner.placing.placed import Placed
+from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.placing.program import MemoryTerms
+from meshwright_planner.profile.quotient import Quotient, quotient
+from meshwright_planner.profile.tape import Tape
+from meshwright_planner.profile.tapes import Tapes
+from meshwright_planner.recomputation.asked import POLICIES, draws, recompute_rules, repeated_blocks
+from meshwright_planner.search import sequence
+from meshwright_planner.search.basis import Basis
+from meshwright_planner.search.candidate import Candidate
+from meshwright_planner.search.combining import combinations
+from meshwright_planner.search.costing import cost
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.setting import Setting
+from meshwright_planner.search.surveys import Surveys
+
+PRICE = 1e-15
+"""Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
+
+
+class Search:
+    """Evaluates configurations; tapes are shared, and a placement problem is built once for a tape and a degree."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        rules: Rules,
+        tapes: Tapes | None = None,
+        surveyed: Surveys | None = None,
+    ) -> None:
+        self.setting, self.rules = setting, rules
+        self.tapes = Tapes() if tapes is None else tapes
+        self.surveyed = Surveys(setting.model) if surveyed is None else surveyed
+        self.basis = Basis(setting, self.surveyed)
+        self.surveys = self.basis.surveys
+        self.evaluated = 0
+        self._problems: dict[tuple[object, ...], PlacementProblem] = {}
+        self._random: bool | None = None
+        self._blocks: tuple[str, ...] | None = None
+        self._quotients: dict[int, Quotient] = {}
+        self._placed: dict[tuple[object, ...], Placed] = {}
+        self._models: dict[tuple[object, ...], Placed] = {}
+        self._recompute: dict[str, tuple[RecomputeRule, ...]] = {}
+
+    def variant(self, **changes: object) -> Search:
+        """A search of a changed setting that shares what was recorded."""
+        return Search(replace(self.setting, **changes), self.rules, self.tapes, self.surveyed)  # type: ignore[arg-type]
+
+    def combinations(self) -> list[dict[str, int]]:
+        """Every legal combination of degrees: product equal to the world size, pins kept."""
+        return combinations(self.basis)
+
+    def point(self, degrees: Mapping[str, int], stage: int | None = None) -> Point:
+        """The configuration with these degrees, and everything else as the setting or the first way has it."""
+        full = {axis: degrees.get(axis, 1) for axis in self.setting.strategies}
+        shared = self.setting.stage if stage is None else stage
+        ways = self.ways(full)
+        return Point.of(full, shared, ways[0] if ways else {}, self.setting.recompute)
+
+    def ways(self, degrees: Mapping[str, int]) -> list[dict[str, object]]:
+        """What strategies let one choose with these degrees, those of the axes together."""
+        found: list[dict[str, object]] = [{}]
+        for axis, strategy in self.setting.strategies.items():
+            if degrees[axis] > 1:
+                rows = max(1, self.setting.batch.size // self.basis.batch_factor(degrees))
+                asked = replace(self.basis.request(axis), batch_size=rows, degrees=dict(degrees))
+                own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
+                found = [{**a, **b} for a in found for b in own]
+        return found
+
+    # ---- exact
+    def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:
+        """The candidate of a configuration; where nothing fits the memory, the placement that needs least.
+
+        `point`: or degrees, with `stage` for what ranks along zero share; None takes that of the setting.
+
+        Raises:
+            PlanError: a strategy cannot have it so.
+        """
+        if not isinstance(point, Point):
+            point = self.point(point, stage)
+        self.evaluated += 1
+        axis, degree = self._searched(point)
+        placed = self._exact(point, axis, degree)
+        candidate = self._costed(point, placed, axis)
+        if candidate.excess_bytes and degree > 1:
+            factor = parameter_factor(self.setting.optimizer)
+            own = placed.with_recompute(self.recompute(point))
+            problem = own.problem
+            tight = problem.solve(self._tight(candidate, own), divide=False)
+            if tight is not None:
+                return self._costed(point, self._new(placed.problem, tight), axis)
+            # nothing fits: show the placement that comes closest
+            least = problem.solve(MemoryTerms(1e-6, factor), divide=False)
+            if least is not None:
+                closest = self._costed(point, self._new(placed.problem, least), axis)
+                return min(candidate, closest, key=lambda c: c.total_bytes)
+        return candidate
+
+    # ---- estimated
+    def estimate(self, point: Point) -> Candidate:
+        """As `evaluate`, with placements that were found for another number of rows: no program is solved anew.
+
+        Raises:
+            PlanError: a strategy cannot have it so.
+        """
+        axis, degree = self._searched(point)
+        tape = self._tape(point)
+        exact = self._placed.get(self._key(point, tape, degree, axis))
+        if exact is not None:
+            return self._costed(point, exact, axis)
+        family = (
+            degree,
+            self.basis.link(dict(point.degrees), axis),
+            tuple(self._present(point)),
+            len(tape.nodes),
+        )
+        model = self._models.get(family)
+        if model is None or len(model.problem.tape.values) != len(tape.values):
+            model = self._models[family] = self._exact(point, axis, degree)
+        return self._costed(point, model if model.problem.tape is tape else model.at(tape), axis)
+
+    def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
+        """The modules that a configuration runs twice."""
+        wanted = point.recompute
+        if wanted is None:
+            return ()
+        if wanted not in self._recompute:
+            self._recompute[wanted] = recompute_rules(self.setting.model, wanted)
+        return self._recompute[wanted]
+
+    def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
+        """The policies that the model can have with these degrees, the cheapest in time first."""
+        if self._blocks is None:
+            self._blocks = repeated_blocks(self.setting.model)
+        if not self._blocks:
+            return ()
+        divided = any(s.divides and degrees[a] > 1 for a, s in self.setting.strategies.items())
+        # the second run of a microbatch could not draw again what the first has drawn
+        return () if divided and self._draws(degrees) else tuple(reversed(POLICIES))
+
+    def _draws(self, degrees: Mapping[str, int]) -> bool:
+        if self._random is None:  # however many rows there are
+            self._random = draws(self._tape(self.point(degrees)))
+        return self._random
+
+    # ---- parts
+    def _searched(self, point: Point) -> tuple[str | None, int]:
+        strategies = self.setting.strategies
+        axis = next((a for a, d in point.degrees if d > 1 and strategies[a].placement_search), None)
+        return axis, point.degree(axis) if axis is not None else 1
+
+    def _present(self, point: Point) -> list[str]:
+        return [axis for axis in self.surveys if point.degree(axis) > 1 and self.surveys[axis].parameters]
+
+    def _tape(self, point: Point) -> Tape:
+        return self.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
+
+    def _key(self, point: Point, tape: Tape, degree: int, axis: str | None) -> tuple[object, ...]:
+        return (id(tape), degree, self.basis.link(dict(point.degrees), axis), *self._present(point))
+
+    def _exact(self, point: Point, axis: str | None, degree: int) -> Placed:
+        tape = self._tape(point)
+        key = self._key(point, tape, degree, axis)
+        if key not in self._placed:
+            problem = self._problem(point, tape, degree, self.basis.link(dict(point.degrees), axis))
+            self._placed[key] = self._new(problem, self._place(problem))
+        return self._placed[key]
+
+    def _new(self, problem: PlacementProblem, placement: Placement) -> Placed:
+        return Placed(self.basis, self.rules, problem, placement)
+
+    def _costed(self, point: Point, placed: Placed, axis: str | None) -> Candidate:
+        return cost(point, placed.with_recompute(self.recompute(point)), axis)
+
+    def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
+        surveyed = self._present(point)
+        key = (id(tape), degree, link, *surveyed)
+        if key not in self._problems:
+            costs = AxisCosts(self.setting.cluster, link, degree)
+            # what a strategy places itself is not for the search to place
+            held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
+            pins = {**held, **self.setting.stored} if degree > 1 else {}
+            legality = Legality(
+                tape, self._quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
+            )
+            self._problems[key] = PlacementProblem(legality, pins)
+        return self._problems[key]
+
+    def _quotient(self, tape: Tape) -> Quotient:
+        like = tape if tape.origin is None else tape.origin
+        if id(like) not in self._quotients:
+            self._quotients[id(like)] = quotient(like)
+        return self._quotients[id(like)]
+
+    def _place(self, problem: PlacementProblem) -> Placement:
+        """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.
+
+        On a tiny model any communication costs more than replicated compute, and the fastest placement would be to
+        shard nothing; but a degree is there to divide the model.
+        """
+        factor = parameter_factor(self.setting.optimizer)
+        if problem.costs.degree == 1:
+            return problem.replicated()
+        placement = problem.solve(MemoryTerms(PRICE, factor)) or problem.solve(
+            MemoryTerms(PRICE, factor), divide=False
+        )
+        if placement is None:
+            raise UsageError(
+                "the placement search found no legal placement; check the pinned parameter placements"
+                + sequence.needs(self.setting)
+            )
+        return placement
+
+    def _tight(self, candidate: Candidate, placed: Placed) -> MemoryTerms:
+        """The room there is, in bytes of what the problem sees: one microbatch of the whole model."""
+        memory, factor = candidate.memory, parameter_factor(self.setting.optimizer)
+        stored = placed.memory["parameters"] or 1
+        training = sum(memory[part] for part in ("parameters", "gradients", "optimizer")) / stored
+        kept = memory["activations"] / (placed.placement.saved_bytes or 1.0) or 1.0
+        fixed = sum(memory.values()) - training * stored - memory["activations"]
+        outside = sum(
+            p.numel() * p.element_size()
+            for name, p in self.setting.model.named_parameters()
+            if name not in candidate.problem.read_parameters
+        )
+        room = candidate.limit - fixed - outside * training
+        return MemoryTerms(PRICE, min(factor, training) / kept, max(1.0, room / kept))

@@ -1,0 +1,328 @@
+"""Which configurations are looked at: all of them where they are few, else those that climbing from several places meets.
+
+Every configuration that is looked at is costed by `Search.estimate`, with placements that were found for its degrees at
+another number of rows.  The best of them are then evaluated exactly, and those are what is ranked.
+
+Four facts keep the numbers small.  Recomputation only ever costs time, so it is tried where memory asks for it.  What ranks
+along zero share beyond gradients is the same.  And a searched axis that is wider than the innermost links is only tried
+where the user pins it or nothing else fits.  The same goes for sharing a sequence that is not long.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_planner.search.candidate import Candidate, rank
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.setting import SHARED
+
+FEW = 64
+"""Combinations of degrees up to which each is looked at."""
+
+EXACT = 16
+"""Combinations up to which each is evaluated exactly."""
+
+SPARE = 2
+"""Configurations beyond those asked for that are evaluated exactly, since estimates are not exact."""
+
+CLOSE = 0.02
+"""Part of the best predicted step within which configurations are evaluated exactly too, as many as there are asked for."""
+
+LONG = 16384
+"""Tokens of a row from which sharing the sequence is tried along with everything else."""
+
+SLACK = 1.1
+"""How much slower than the best so far a configuration may be that does not fit and is not given up: other ways are faster."""
+
+REFINED = 6
+"""Combinations of degrees for which every way of a strategy is tried."""
+
+Degrees = tuple[tuple[str, int], ...]
+
+
+@dataclass
+class Explored:
+    """What was found.
+
+    Args:
+        ranked: candidates that were evaluated exactly, best first.
+        combinations: combinations of degrees that are legal.
+        seen: those that were looked at.
+        estimates: configurations that were costed.
+        complete: every combination was looked at.
+    """
+
+    ranked: list[Candidate]
+    combinations: int
+    seen: int
+    estimates: int
+    complete: bool
+
+    @property
+    def note(self) -> str:
+        """How exact the answer is, in a line."""
+        share = "all" if self.complete else f"{self.seen} of"
+        how = (
+            "" if self.complete else " (met by climbing from several places: the best need not be among them)"
+        )
+        return (
+            f"searched {share} {self.combinations} combinations of degrees{how}, {self.estimates} configurations in all; "
+            f"placements of the best {len(self.ranked)} solved exactly"
+        )
+
+
+@dataclass
+class _Explorer:
+    search: Search
+    wanted: int
+    found: dict[Degrees, list[Candidate]] = field(default_factory=dict)
+    estimates: int = 0
+    refused: PlanError | None = None
+    steps: list[float] = field(default_factory=list)
+
+    def look(self, degrees: Mapping[str, int]) -> Candidate | None:
+        """The best estimate for these degrees in their first way; None where a strategy refuses all."""
+        key = tuple(degrees.items())
+        if key not in self.found:
+            ways = self.search.ways(degrees) or [{}]
+            few = ways if len(ways) <= 3 else [_middle(ways)]
+            self.found[key] = [c for way in few for c in [self.relieved(degrees, way)] if c is not None]
+            if not self.found[key] and len(ways) > len(few):
+                self.refine(key)
+        return min(self.found[key], key=estimated, default=None)
+
+    def refine(self, key: Degrees) -> None:
+        """Try other ways of strategies for these degrees: all where they are few, else one choice after the other."""
+        degrees = dict(key)
+        ways = self.search.ways(degrees)
+        known = {c.point.way for c in self.found[key]}
+        if len(ways) <= 12:
+            self._try(key, ways, known)
+            return
+        for name in [*ways[0], *ways[0]]:
+            best = min(self.found[key], key=estimated, default=None)
+            now = dict(best.point.way) if best is not None else ways[0]
+            others = {k: v for k, v in now.items() if k != name}
+            self._try(key, [w for w in ways if {k: v for k, v in w.items() if k != name} == others], known)
+
+    def _try(self, key: Degrees, ways: Iterable[Mapping[str, Any]], known: set[Any]) -> None:
+        for way in ways:
+            chosen = tuple(sorted(way.items()))
+            if chosen not in known:
+                known.add(chosen)
+                candidate = self.relieved(dict(key), way)
+                if candidate is not None:
+                    self.found[key].append(candidate)
+
+    def relieved(self, degrees: Mapping[str, int], way: Mapping[str, Any]) -> Candidate | None:
+        """The fastest that fits of the ways to save memory, else the one that needs least."""
+        setting = self.search.setting
+        shares = degrees.get(SHARED, 1) > 1
+        stages = ((setting.stage,) if setting.stage else (2, 3)) if shares else (0,)
+        first = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
+        if first is None or not first.excess_bytes:
+            return first
+        if first.step_seconds >= self.bound:  # whatever saves memory takes longer still
+            return first
+        policies = [setting.recompute]
+        if setting.recompute is None:
+            policies += self.search.can_recompute(degrees)
+        chain = [(stage, policy) for policy in policies for stage in stages][1:]
+        if not chain:
+            return first
+        last = self._estimate(Point.of(degrees, chain[-1][0], way, chain[-1][1]))
+        if last is None or last.excess_bytes:
+            return min((c for c in (first, last) if c is not None), key=estimated)
+        tried = (self._estimate(Point.of(degrees, stage, way, policy)) for stage, policy in chain[:-1])
+        # what runs twice costs more than what is gathered twice, so the first that fits is the fastest
+        return next((c for c in tried if c is not None and not c.excess_bytes), last)
+
+    def _estimate(self, point: Point) -> Candidate | None:
+        try:
+            self.estimates += 1
+            found = self.search.estimate(point)
+        except PlanError as refused:
+            self.refused = refused
+            return None
+        if not found.excess_bytes:
+            bisect.insort(self.steps, found.step_seconds)
+        return found
+
+    @property
+    def bound(self) -> float:
+        """Seconds beyond which nothing will be among the best, in another way neither."""
+        place = self.wanted + SPARE
+        return SLACK * self.steps[place] if len(self.steps) > place else math.inf
+
+    def climb(self, start: Mapping[str, int], legal: Mapping[Degrees, Mapping[str, int]]) -> None:
+        """From neighbour to better neighbour, until there is none."""
+        now = self.look(start)
+        here = tuple(start.items())
+        better = True
+        while better:
+            better = False
+            for other in neighbours(dict(here)):
+                key = tuple(other.items())
+                if key not in legal or key in self.found:
+                    continue
+                there = self.look(other)
+                if there is not None and (now is None or estimated(there) < estimated(now)):
+                    now, here, better = there, key, True
+                    break
+
+    def ranked(self) -> list[Candidate]:
+        """Every estimate, best first."""
+        return sorted((c for found in self.found.values() for c in found), key=estimated)
+
+
+def explore(search: Search, wanted: int = 1) -> Explored:
+    """Look for the best configurations.
+
+    Args:
+        search: evaluates them.
+        wanted: how many are asked for.
+
+    Raises:
+        UsageError: no combination of degrees is legal.
+        PlanError: strategies refuse every one of them.
+    """
+    every = search.combinations()
+    explorer = _Explorer(search, wanted)
+    found = _explored(explorer, every, _narrow(search, every))
+    if all(c.excess_bytes for c in found.ranked) and found.seen < len(every):
+        found = _explored(explorer, every, every)
+    return found
+
+
+def _explored(
+    explorer: _Explorer, every: Sequence[dict[str, int]], some: Sequence[dict[str, int]]
+) -> Explored:
+    search, wanted = explorer.search, explorer.wanted
+    legal = {tuple(degrees.items()): degrees for degrees in some}
+    complete = len(legal) <= FEW
+    if complete:
+        for degrees in legal.values():
+            explorer.look(degrees)
+    else:
+        for start in _starts(search, list(legal.values())):
+            explorer.climb(start, legal)
+    for key in list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))[:REFINED]:
+        explorer.refine(key)
+    estimates = explorer.ranked()
+    if not estimates:
+        assert explorer.refused is not None
+        raise explorer.refused
+    exact = _exactly(search, estimates, wanted, len(legal))
+    return Explored(
+        sorted(exact, key=rank),
+        len(every),
+        len(explorer.found),
+        explorer.estimates,
+        complete and len(legal) == len(every),
+    )
+
+
+def _exactly(
+    search: Search, estimates: Sequence[Candidate], wanted: int, combinations: int
+) -> list[Candidate]:
+    """The best of the estimates, evaluated."""
+    chosen = list(_first_of_each(estimates)) if combinations <= EXACT else []
+    least = estimates[0].step_seconds * (1 + CLOSE)
+    close = [c for c in estimates[: 2 * (wanted + SPARE)] if not c.excess_bytes and c.step_seconds <= least]
+    points = dict.fromkeys(c.point for c in (*chosen, *estimates[: wanted + SPARE], *close))
+    exact = [search.evaluate(point) for point in points]
+    # with placements chosen for the memory, more may fit than estimates say
+    for estimate in estimates:
+        if sum(not c.excess_bytes for c in exact) >= wanted or len(points) >= FEW:
+            break
+        if estimate.point not in points:
+            points[estimate.point] = None
+            exact.append(search.evaluate(estimate.point))
+    return exact
+
+
+def _first_of_each(estimates: Iterable[Candidate]) -> Iterator[Candidate]:
+    seen: set[Degrees] = set()
+    for candidate in estimates:
+        if candidate.point.degrees not in seen:
+            seen.add(candidate.point.degrees)
+            yield candidate
+
+
+def estimated(candidate: Candidate) -> tuple[Any, ...]:
+    """As `rank`, but of those that do not fit the nearest to fitting comes first."""
+    return (candidate.excess_bytes, *rank(candidate)[1:])
+
+
+def neighbours(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The same number of ranks with one prime factor moved from one axis to another."""
+    for source, degree in degrees.items():
+        for prime in _primes(degree):
+            for target in degrees:
+                if target != source:
+                    yield {**degrees, source: degree // prime, target: degrees[target] * prime}
+
+
+def _primes(number: int) -> list[int]:
+    """The prime factors, each once."""
+    found, divisor = [], 2
+    while number > 1:
+        if number % divisor == 0:
+            found.append(divisor)
+            while number % divisor == 0:
+                number //= divisor
+        divisor = divisor + 1 if divisor * divisor <= number else max(number, divisor + 1)
+    return found
+
+
+def _narrow(search: Search, every: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """Without combinations whose searched axis is wider than the innermost links, where there are others."""
+    setting = search.setting
+    inner = setting.cluster.links[0].size or setting.world_size
+    axes = [a for a, s in setting.strategies.items() if s.placement_search and a not in setting.pins]
+    kept = [d for d in every if all(d[a] <= inner for a in axes)] or list(every)
+    if (setting.batch.sequence_length or 0) >= LONG or len(kept) <= EXACT:
+        return kept
+    late = [a for a in _of_the_sequence(search) if a not in setting.pins]
+    return [d for d in kept if all(d[a] == 1 for a in late)] or kept
+
+
+def _of_the_sequence(search: Search) -> list[str]:
+    """Axes that share neither rows nor modules nor parameters: what they take apart is the sequence."""
+    return [
+        a
+        for a, s in search.setting.strategies.items()
+        if s.batch_factor(2) == 1 and not s.placement_search and not s.divides and a not in search.surveys
+    ]
+
+
+def _starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts."""
+    strategies = search.setting.strategies
+    searched = next((a for a, s in strategies.items() if s.placement_search), None)
+    dividing = next((a for a, s in strategies.items() if s.divides), None)
+    plain = [a for a in strategies if a not in (searched, dividing, "dp", SHARED)]
+    found: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
+    for degree in sorted({d.get(searched, 1) if searched else 1 for d in legal}):
+        own = [d for d in legal if not searched or d[searched] == degree]
+        least = min(math.prod(d[a] for a in plain) for d in own)
+        own = [d for d in own if math.prod(d[a] for a in plain) == least]
+        own.sort(key=lambda d: (d.get(dividing or "", 1), d.get(SHARED, 1)))
+        found[tuple(own[0].items())] = own[0]
+        middle = own[len(own) // 2]
+    found[tuple(middle.items())] = middle  # of the widest
+    return list(found.values())
+
+
+def _middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the first choices of all else, the one in the middle."""
+    name = list(ways[0])[-1]
+    numbers = next((n for n in ways[0] if isinstance(ways[0][n], int)), name)
+    own = [w for w in ways if all(w[n] == ways[0][n] for n in ways[0] if n != numbers)]
+    return own[len(own) // 2]

@@ -1,0 +1,62 @@
+"""What a search is about: the model, its batch, the cluster, and what the user fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.precision import DTYPES
+from meshwright_dtensor.states import State
+from meshwright_dtensor.strategy import Strategy
+from meshwright_planner.profile.batch import Batch
+
+SHARED = "zero"
+"""The axis along which ranks share training state."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search is about.
+
+    Args:
+        model, batch: the model and its example batch, of the global size.
+        cluster: what it runs on.
+        strategies: axis -> strategy, outermost axis first.
+        optimizer: name in OPTIMIZERS.
+        pins: degrees fixed by the user.
+        world_size: number of ranks.
+        limit: bytes that one rank has.
+        stored: parameter name -> state on the searched axis, fixed by the user.
+        options: keywords that strategies know by name.
+        data: data ranks (the product of the axes dp and zero), fixed by the user.
+        stage: what ranks along zero share, fixed by the user; 0 where it is searched.
+        precision: in which the model is computed, a name of plan.PrecisionRule; None is its own.
+        recompute: a policy or a pattern (see plan), fixed by the user; None is searched.
+        sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
+    """
+
+    model: nn.Module
+    batch: Batch
+    cluster: Cluster
+    strategies: Mapping[str, Strategy]
+    optimizer: str
+    pins: Mapping[str, int]
+    world_size: int
+    limit: int
+    stored: Mapping[str, State]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data: int | None = None
+    stage: int = 0
+    precision: str | None = None
+    sequence_parallel: bool | None = None
+    recompute: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the copies that are computed with; None is the parameters' own."""
+        return None if self.precision in (None, "fp32") else DTYPES[str(self.precision)]

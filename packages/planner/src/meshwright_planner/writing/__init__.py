@@ -1,0 +1,1 @@
+"""From what the search found to plans."""

@@ -1,0 +1,154 @@
+"""From evaluated candidates to plans: the fields, and the notes that say why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.fingerprint import fingerprint
+from meshwright_dtensor.plan import (
+    ParallelPlan,
+    PlannedCollective,
+    PrecisionRule,
+    Prediction,
+    Provenance,
+    StageTime,
+    StepSplit,
+    ZeroRule,
+)
+from meshwright_planner.search.candidate import Candidate, human_bytes, human_seconds
+from meshwright_planner.search.setting import Setting
+from meshwright_planner.writing.writer import Writer
+
+DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
+
+
+def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str]) -> ParallelPlan:
+    """The plan that says what a candidate is."""
+    activations, collectives = [], list(candidate.collectives)
+    sequence = False
+    axis = candidate.searched or ""
+    writer = Writer(candidate.problem, candidate.placement, axis, candidate.placements, candidate.apart)
+    parameters = writer.parameters(setting.model) if axis or candidate.placements else []
+    if axis:
+        activations = writer.activations()
+        collectives = [*writer.collectives(), *collectives]
+        sequence = writer.splits_sequence()
+        if setting.sequence_parallel and not sequence:
+            raise UsageError(
+                f"sequence_parallel=True: no value that flows between repeated blocks of this {type(setting.model).__name__} "
+                "can be split along the sequence; leave it out"
+            )
+    return ParallelPlan(
+        world_size=setting.world_size,
+        degrees=dict(candidate.degrees),
+        strategies={axis: setting.strategies[axis].name for axis in candidate.degrees},
+        zero=ZeroRule(stage=candidate.stage) if candidate.stage else None,  # type: ignore[arg-type]
+        precision=PrecisionRule(parameters=setting.precision) if setting.dtype is not None else None,  # type: ignore[arg-type]
+        sequence_parallel=sequence,
+        parameters=tuple(parameters),
+        activations=tuple(activations),
+        recompute=candidate.recompute,
+        predicted=Prediction(
+            step_seconds=candidate.step_seconds,
+            compute_seconds=candidate.compute_seconds,
+            communication_seconds=candidate.exposed_seconds,
+            split=_split(candidate),
+            memory_bytes={**candidate.memory, "total": candidate.total_bytes},
+        ),
+        collectives=tuple(sorted(collectives, key=_collective_key)),
+        **candidate.fields,
+        provenance=Provenance(
+            planner=planner,
+            versions=_versions(),
+            model=fingerprint(setting.model),
+            cluster=setting.cluster.name,
+            notes=(*notes, *candidate.notes),
+        ),
+    )
+
+
+def _split(candidate: Candidate) -> StepSplit:
+    """Where the seconds go; of a microbatch's compute on a stage, a third is forward."""
+    rule = candidate.fields.get("pipeline")
+    each = candidate.placement.compute_seconds / (rule["microbatches"] if rule else 1)
+    return StepSplit(
+        optimizer_seconds=candidate.optimizer_seconds,
+        bubble_seconds=candidate.bubble_seconds,
+        exposed={axis: seconds for axis, seconds in candidate.exposed.items() if seconds},
+        hidden={axis: seconds for axis, seconds in candidate.hidden.items() if seconds},
+        stages=tuple(
+            StageTime(forward_seconds=each * part / 3, backward_seconds=each * part * 2 / 3)
+            for part in candidate.stages
+        ),
+    )
+
+
+def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[str]:
+    """Why the candidate at `place` of `ranked` (best first) is what it is, and how it compares, a line each."""
+    own = ranked[place]
+    notes = [
+        f"bound by {own.bound}; {human_bytes(own.total_bytes)} of {human_bytes(own.limit)} per rank with "
+        f"{setting.optimizer}",
+    ]
+    if own.problem.tape.real:
+        notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
+    if own.placement.status not in ("optimal", "replicated"):
+        notes.append(f"the placement search stopped early: {own.placement.status}")
+    after = ranked[place + 1] if place + 1 < len(ranked) else None
+    if after is not None:
+        notes.append(comparison(own, after))
+    elif len(ranked) == 1:
+        notes.append("the only combination of degrees that the request allows")
+    for other in ranked:
+        if other is not own:
+            notes.append(f"also considered: {summary(other)}")
+    return notes
+
+
+def comparison(better: Candidate, other: Candidate) -> str:
+    """Why one candidate comes before another: the part of the step that makes the difference, or memory."""
+    if other.excess_bytes and not better.excess_bytes:
+        return f"preferred to {other.name}, which exceeds the memory by {human_bytes(other.excess_bytes)}"
+    gain = other.step_seconds - better.step_seconds
+    parts = {
+        "compute": other.compute_seconds - better.compute_seconds,
+        "exposed communication": other.exposed_seconds - better.exposed_seconds,
+        "bubble": other.bubble_seconds - better.bubble_seconds,
+        "optimizer": other.optimizer_seconds - better.optimizer_seconds,
+    }
+    if gain <= 0:
+        saved = other.total_bytes - better.total_bytes
+        return f"as fast as {other.name}; " + (
+            f"uses {human_bytes(saved)} less memory" if saved > 0 else "the outer axes are filled first"
+        )
+    cause = max(parts, key=lambda name: parts[name])
+    share = 100 * gain / other.step_seconds
+    return f"{share:.1f}% faster than {other.name}: {human_seconds(parts[cause])} less {cause}"
+
+
+def summary(candidate: Candidate) -> str:
+    """One line: degrees, time split, memory, what bounds it."""
+    fit = f", exceeds the memory by {human_bytes(candidate.excess_bytes)}" if candidate.excess_bytes else ""
+    bubble = f"bubble {human_seconds(candidate.bubble_seconds)} + " if candidate.bubble_seconds else ""
+    return (
+        f"{candidate.name}: step {human_seconds(candidate.step_seconds)} = compute "
+        f"{human_seconds(candidate.compute_seconds)} + communication {human_seconds(candidate.exposed_seconds)} + {bubble}"
+        f"optimizer {human_seconds(candidate.optimizer_seconds)}; {human_bytes(candidate.total_bytes)}{fit}; "
+        f"bound by {candidate.bound}"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _collective_key(c: PlannedCollective) -> tuple[str, str, int, str, str, str]:
+    return (c.axis, c.phase, -c.nbytes * c.count, c.kind, c.module, c.why)
