@@ -128,13 +128,13 @@ def test_recomputed_blocks_are_those_of_one_device_and_take_less_memory(
     rank_pool: RankPool, layout: str
 ) -> None:
     live = {}
-    for policy in (None, "selective", "full"):
+    for policy in (None, "selective", "alternate", "full"):
         rules = () if policy is None else (RecomputeRule(pattern="blocks.*", policy=policy),)
         for wrong, held in rank_pool.run(2, _steps, LAYOUTS[layout], rules):
             assert not wrong
             live[policy] = held
     assert live["full"] < 0.5 * live[None]
-    assert live["full"] < live["selective"] < 0.8 * live[None]
+    assert live["full"] < live["alternate"] < live["selective"] < 0.8 * live[None]
 
 
 def _refusals(rank: int, world_size: int) -> None:

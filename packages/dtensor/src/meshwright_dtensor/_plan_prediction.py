@@ -10,7 +10,10 @@ from ._plan_model import AxisProduct, Count, Frozen, FrozenDict, Model, Seconds,
 
 
 class StageTime(Model):
-    """Seconds that ONE microbatch computes on one stage of a pipeline, on one rank; communication is not in it."""
+    """Seconds that ONE microbatch computes on one stage of a pipeline, on one rank; communication is not in it.
+
+    Without a pipeline the whole model is the stage, and the batch the microbatch. What runs again counts as backward.
+    """
 
     forward_seconds: Seconds
     backward_seconds: Seconds
@@ -23,7 +26,7 @@ class StepSplit(Model):
     bubble_seconds: a pipeline's rank waiting for others.
     exposed: mesh axis (or several, joined by "+") -> seconds of communication that add to the step.
     hidden: the same -> seconds of communication that pass while the rank computes.
-    stages: per stage of a pipeline, what one microbatch takes; empty where there is none.
+    stages: per stage of a pipeline, what one microbatch takes; one without a pipeline.
     """
 
     optimizer_seconds: Seconds = 0.0

@@ -157,11 +157,12 @@ class RecomputeRule(Model):
     """Modules whose activations are not kept for the backward pass but computed again in it.
 
     pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost is taken.
-    policy: "full" computes everything again; "selective" keeps the results of matmuls, convolutions and attention.
+    policy: "full" computes everything again; "selective" keeps the results of matmuls, convolutions and attention;
+        "alternate" those of attention and of every other matmul or convolution of a module, the first included.
     """
 
     pattern: Word
-    policy: Literal["full", "selective"] = "full"
+    policy: Literal["full", "alternate", "selective"] = "full"
 
     def matches(self, module: str) -> bool:
         """Whether the rule speaks of this module."""

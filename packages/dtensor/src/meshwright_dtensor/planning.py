@@ -56,10 +56,11 @@ class PlanRequest:
         degrees: axis -> degree, pinned by the user, for axes that have no keyword of their own (those of plugins).
         context_attention: "all_gather", "ring" or "all_to_all", pinned; None takes the cheapest.
         context_balance: "none" or "zigzag", pinned; None takes zig-zag for causal models whose sequence it divides.
-        zero: pins the ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
+        zero: pins the ZeRO stage, 1 to 3, or 0 for none; None is searched, with `dp` given only where nothing else fits.
         zero_degree: pins how many of the data ranks share one copy of the training state; by default all of them.
         precision: "bf16", "fp16" or "fp32": dtype that a float32 model is computed in; None is its own.
-        recompute: "full" or "selective" for every repeated block, or a pattern of module names (recomputed in full).
+        recompute: "full", "alternate" or "selective" for every repeated block (see plan.RecomputeRule), or a pattern of module
+            names (recomputed in full); None takes it up where nothing else fits the memory.
         sequence_parallel: True has tp split the sequence between blocks (norms, dropout, residual), False forbids it,
             None takes what is cheaper.
         microbatches: equal parts that a pipeline cuts the batch into; None takes up to four for each stage.
@@ -169,8 +170,8 @@ class PlanRequest:
             )
         if self.recompute is not None and (not isinstance(self.recompute, str) or not self.recompute):
             raise UsageError(
-                f"recompute={self.recompute!r} is none of 'full', 'selective' and a pattern of module names; give one, or "
-                "leave it out to keep all activations"
+                f"recompute={self.recompute!r} is none of 'full', 'alternate', 'selective' and a pattern of module names; give "
+                "one, or leave it out: it is taken up where memory asks for it"
             )
         for name, (default, missing) in _NOT_BUILT.items():
             if getattr(self, name) != default:

@@ -78,9 +78,14 @@ class ModuleWork:
     Args:
         module: its full name.
         seconds: predicted.
-        saved_bytes: what autograd keeps of them.
+        saved_bytes: what autograd keeps of them alone, on one rank.
         parameters: names of the parameters that they read, the first name of tied ones.
-        entering: (number of a value, module that made it, bytes) of the floating-point tensors that other modules made.
+        entering: (number of a value, module that made it, bytes on one rank) of the floating-point tensors that other
+            modules made.
+        shared: (number of a tensor, bytes) of what autograd keeps of them and of other modules too, once.
+        beside: the most bytes that are alive at once while they run backward, beside what is kept (gradients of values, and
+            of the parameter that gets one), as if all microbatches ran together.
+        forward: the part of the seconds that is the forward pass.
     """
 
     module: str
@@ -88,6 +93,9 @@ class ModuleWork:
     saved_bytes: float = 0.0
     parameters: frozenset[str] = frozenset()
     entering: frozenset[tuple[int, str, int]] = frozenset()
+    shared: frozenset[tuple[int, float]] = frozenset()
+    beside: float = 0.0
+    forward: float = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,8 @@ class SearchRequest:
         degrees: of every axis, where they are decided.
         work: what modules do, in the order of execution; for strategies that divide a model by modules.
         microbatches: how often a step runs the model, forward and backward, before gradients are handed over.
+        resident_bytes: bytes of parameters, gradients and optimizer states that a rank would hold of the whole model; for
+            strategies that divide one, to tell which rank holds most.
     """
 
     world_size: int
@@ -159,6 +169,7 @@ class SearchRequest:
     degrees: Mapping[str, int] = field(default_factory=dict)
     work: tuple[ModuleWork, ...] = ()
     microbatches: int = 1
+    resident_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,10 @@ class StrategyCost:
         compute: factor on the time that one rank computes, waiting for others included.
         idle: the part of that factor that is waiting.
         stages: per stage, its part of the time that the whole model computes; for strategies that divide a model.
+        forwards: per stage, the part of its time that is the forward pass; () for a third of each.
         holds: names of the parameters that the fullest rank holds, None for all.
+        beside: bytes that the fullest rank has at its peak beside parameters, gradients, states and what autograd keeps;
+            None where that is what the whole model has.
     """
 
     exposed_seconds: float = 0.0
@@ -200,7 +214,9 @@ class StrategyCost:
     compute: float = 1.0
     idle: float = 0.0
     stages: tuple[float, ...] = ()
+    forwards: tuple[float, ...] = ()
     holds: frozenset[str] | None = None
+    beside: float | None = None
 
 
 class Division(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch.utils.flop_counter import flop_registry
 Region = Generator[None, None, None]
 
 
-def recomputed_region(run: Callable[[], Any], device: torch.device, selective: bool) -> Region:
+def recomputed_region(run: Callable[[], Any], device: torch.device, policy: str) -> Region:
     """What autograd saves between the first and the second step of this generator is dropped; `run` makes it again.
 
     Args:
         run: runs the region once more, when the backward pass needs what was dropped.
         device: where the region computes: its random state is restored for `run`.
-        selective: keep the results of matmuls, convolutions and attention, so that `run` does not compute them again.
+        policy: "full"; "selective" keeps the results of matmuls, convolutions and attention, so that `run` does not compute
+            them again; "alternate" keeps those of attention and of every other matmul or convolution, the first included.
     """
 
     def again(_place: torch.Tensor) -> None:
@@ -31,16 +33,32 @@ def recomputed_region(run: Callable[[], Any], device: torch.device, selective: b
     place = torch.empty(
         0, device=device
     )  # torch looks at its arguments for the devices whose random state counts
-    contexts = _keep_expensive if selective else noop_context_fn
+    contexts = noop_context_fn if policy == "full" else partial(_keep_expensive, policy == "alternate")
     region: Region = _checkpoint_without_reentrant_generator(
         again, True, contexts, "default", False, True, place
     )
     return region
 
 
-def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _keep_expensive(alternate: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     kept: list[_Kept] = []
-    return _Keep(kept), _Reuse(kept)
+    return _Keep(kept, alternate), _Reuse(kept, alternate)
+
+
+class _Choice:
+    """Which of the expensive ops of one run are kept: attention, and of the others all, or every other one."""
+
+    def __init__(self, alternate: bool) -> None:
+        self.alternate, self.met = alternate, 0
+
+    def keeps(self, op: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the result of the op that comes next is kept."""
+        if not _is_expensive(op, args, kwargs):
+            return False
+        if not self.alternate or "scaled_dot_product" in str(op):
+            return True
+        self.met += 1
+        return self.met % 2 == 1
 
 
 class _Kept:
@@ -66,13 +84,13 @@ class _Keep(TorchDispatchMode):
     program that is derived in the first run is only carried out in the second.
     """
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, kept: list[_Kept], alternate: bool) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.choice = kept, _Choice(alternate)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _is_expensive(func, args, kwargs or {}):
+        if self.choice.keeps(func, args, kwargs or {}):
             self.kept.append(_Kept(func, out))
         return out
 
@@ -80,16 +98,17 @@ class _Keep(TorchDispatchMode):
 class _Reuse(TorchDispatchMode):
     """Gives the results of expensive ops back, in the order in which they were kept."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, kept: list[_Kept], alternate: bool) -> None:
         super().__init__()
-        self.kept, self.place = kept, 0
+        self.kept, self.alternate = kept, alternate
+        self.place, self.choice = 0, _Choice(alternate)
 
     def __enter__(self) -> Any:
-        self.place = 0
+        self.place, self.choice = 0, _Choice(self.alternate)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_expensive(func, args, kwargs or {}):
+        if not self.choice.keeps(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         kept = self.kept[self.place] if self.place < len(self.kept) else None
         self.place += 1

@@ -50,7 +50,7 @@ def install_recompute(model: nn.Module, plan: ParallelPlan, device: torch.device
     """Recompute what `plan.recompute` names; call it before other hooks are put on the modules."""
     for name, rule in recomputed_modules(model, plan).items():
         module = model.get_submodule(name)
-        module.__dict__[_ATTRIBUTE] = _Recomputed(device, rule.policy == "selective")
+        module.__dict__[_ATTRIBUTE] = _Recomputed(device, rule.policy)
         module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
         module.register_forward_hook(_end, always_call=True)
 
@@ -58,13 +58,13 @@ def install_recompute(model: nn.Module, plan: ParallelPlan, device: torch.device
 class _Recomputed:
     """The running calls of one module, and whether the one that runs is itself a second run."""
 
-    def __init__(self, device: torch.device, selective: bool) -> None:
-        self.device, self.selective = device, selective
+    def __init__(self, device: torch.device, policy: str) -> None:
+        self.device, self.policy = device, policy
         self.again = False
         self.running: list[tuple[Region, _Call] | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
-        return _Recomputed(self.device, self.selective)
+        return _Recomputed(self.device, self.policy)
 
 
 class _Call:
@@ -131,7 +131,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         state.running.append(None)
         return
     call = _Call(module, args, kwargs)
-    region = recomputed_region(call.run, state.device, state.selective)
+    region = recomputed_region(call.run, state.device, state.policy)
     state.running.append((region, call))
     next(region)
 

@@ -24,6 +24,7 @@ from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.cutting import balanced
 from meshwright_pipeline.division import schedule_named
 from meshwright_pipeline.predicting import Prediction, StageCosts, predict
+from meshwright_pipeline.reading import Read, Run, read
 from meshwright_pipeline.units import find_units
 
 PER_STAGE = 4
@@ -93,10 +94,7 @@ class Surveyed:
         """What there is to divide, found once for the same work."""
         found = self._read.get(id(work))
         if found is None or found.work is not work:
-            shared = read_outside(work, self)
-            runs = [run for run in runs_of(work, self) if run.unit not in shared]
-            whole = sum(part.seconds for part in work) or 1.0
-            found = self._read[id(work)] = Read(work, shared, runs, _blocks(runs, self), whole)
+            found = self._read[id(work)] = read(work, self, self.holding)
         return found
 
     @cached_property
@@ -116,55 +114,6 @@ def survey(model: nn.Module) -> Survey:
     return Survey(details=Surveyed(find_units(model).names, every, sizes))
 
 
-@dataclass(frozen=True)
-class Run:
-    """Consecutive work of one unit."""
-
-    unit: str
-    seconds: float
-    saved_bytes: float
-    entering: frozenset[tuple[int, str, int]]
-
-
-@dataclass(frozen=True)
-class Read:
-    """The work of a model as it is divided: units that all stages hold, runs of the others, and its seconds in all."""
-
-    work: tuple[ModuleWork, ...]
-    shared: list[str]
-    runs: list[Run]
-    blocks: list[list[Run]]
-    whole: float
-
-
-def runs_of(work: Sequence[ModuleWork], known: Surveyed) -> list[Run]:
-    """The work of units in the order of execution; what lies between them is left out, since every stage does it."""
-    found: list[Run] = []
-    for part in work:
-        unit = known.unit(part.module)
-        if not unit:
-            continue
-        before = found[-1] if found and found[-1].unit == unit else None
-        if before is None:
-            found.append(Run(unit, part.seconds, part.saved_bytes, part.entering))
-        else:
-            seconds, saved = before.seconds + part.seconds, before.saved_bytes + part.saved_bytes
-            found[-1] = Run(unit, seconds, saved, before.entering | part.entering)
-    return found
-
-
-def read_outside(work: Sequence[ModuleWork], known: Surveyed) -> list[str]:
-    """Units whose parameters are computed with outside of them: every stage has to hold those."""
-    found: set[str] = set()
-    for part in work:
-        here = known.unit(part.module)
-        for name in part.parameters:
-            owners = {known.unit(alias) for alias in known.names.get(name, (name,))}
-            if here not in owners:
-                found |= owners - {""}
-    return [unit for unit in known.units if unit in found]
-
-
 def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     """One step of a pipeline over `degree` ranks, cut where the slowest stage is fastest.
 
@@ -177,40 +126,47 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     known: Surveyed = request.survey.details
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
-    read = known.read(request.work)
-    shared, runs, blocks, whole = read.shared, read.runs, read.blocks, read.whole
+    found = known.read(request.work)
+    shared, runs, blocks, whole = found.shared, found.runs, found.blocks, found.whole
     here = len({run.unit for block in blocks for run in block} & known.holding)
     if here < shape.stages:
         text = (
             f"{shape.stages} stages need as many modules that can be given to one, and the model has {here}"
         )
         raise PlanError("degrees.pp", degree, text, str(max(1, here // schedule.stages_each)))
-    places = balanced([sum(run.seconds for run in block) for block in blocks], shape.stages)
+    costs_of = [sum(run.seconds for run in block) for block in blocks]
+    costs_of[-1] += found.tail.seconds
+    places = balanced(costs_of, shape.stages)
     cuts = [sum(map(len, blocks[:place])) for place in places]
-    parts = [runs[a:b] for a, b in zip([0, *cuts], [*cuts, len(runs)], strict=True)]
-    stages = _stages([[run.unit for run in part] for part in parts], known, shared)
-    own = [schedule.own(rank, shape) for rank in range(degree)]
+    ends = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
+    stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], known, shared)
     messages = _messages(runs, cuts, known, shape.microbatches)
-    costs = _stage_costs(parts, whole, messages, link, shape)
+    loads = [found.load(a, b) for a, b in ends]
+    costs = _stage_costs(loads, messages, link, shape)
     spoken, silent = _predicted(schedule, shape, costs), _predicted(schedule, shape, costs.silent())
-    held = [_held([unit for i in mine for unit in stages[i]], known, shared) for mine in own]
-    total = sum(known.sizes.values()) or 1
-    fullest = max(held, key=lambda names: sum(known.sizes[name] for name in names))
-    share = sum(known.sizes[name] for name in fullest) / total
-    kept = sum(run.saved_bytes for run in runs) or 1.0
+    owned = [schedule.own(rank, shape) for rank in range(degree)]
+    moving = [
+        (kept, max(loads[i].over for i in own) / shape.microbatches + _passing(messages, own))
+        for kept, own in zip(spoken.held, owned, strict=True)
+    ]
+    held = [_held(stage, known, shared) for stage in stages]
+    fullest = max(
+        _ranks(owned, held, known, moving),
+        key=lambda one: (one.share * request.resident_bytes + one.kept + one.beside, one.share),
+    )
     return StrategyCost(
         exposed_seconds=max(0.0, spoken.seconds - silent.seconds),
-        parameters=share,
-        gradients=share,
-        optimizer=share,
-        activations=max(spoken.held) / kept,
+        parameters=fullest.share,
+        gradients=fullest.share,
+        optimizer=fullest.share,
+        activations=fullest.kept / found.kept,
         collectives=tuple(messages),
         compute=silent.seconds / whole,
         idle=(silent.seconds - max(silent.busy)) / whole,
-        stages=tuple(
-            shape.microbatches * sum(pair) / whole for pair in zip(costs.forward, costs.backward, strict=True)
-        ),
-        holds=fullest,
+        stages=tuple(one.seconds / whole for one in loads),
+        forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in loads),
+        holds=fullest.holds,
+        beside=fullest.beside,
         fields={
             "pipeline": {
                 "stages": stages,
@@ -222,35 +178,47 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     )
 
 
-def _blocks(runs: Sequence[Run], known: Surveyed) -> list[list[Run]]:
-    """Runs that stay together: one of a unit with parameters, and those of units without any behind it (dropouts)."""
-    holding, found = known.holding, list[list[Run]]()
-    for run in runs:
-        if found and (run.unit not in holding or all(r.unit not in holding for r in found[-1])):
-            found[-1].append(run)
-        else:
-            found.append([run])
-    return found
+@dataclass(frozen=True)
+class Fullest:
+    """The rank that holds most: names and part of its parameters, what autograd keeps on it, and what is beside that."""
+
+    holds: frozenset[str]
+    share: float
+    kept: float
+    beside: float
+
+
+def _ranks(
+    owned: Sequence[Sequence[int]],
+    held: Sequence[frozenset[str]],
+    known: Surveyed,
+    moving: Sequence[tuple[float, float]],
+) -> Iterator[Fullest]:
+    total = sum(known.sizes.values()) or 1
+    for own, (kept, beside) in zip(owned, moving, strict=True):
+        nothing: frozenset[str] = frozenset()
+        holds = nothing.union(*(held[i] for i in own))
+        yield Fullest(holds, sum(known.sizes[name] for name in holds) / total, kept, beside)
 
 
 def _stage_costs(
-    parts: Sequence[Sequence[Run]],
-    whole: float,
-    messages: Sequence[CollectiveUse],
-    link: Link,
-    shape: Shape,
+    loads: Sequence[Run], messages: Sequence[CollectiveUse], link: Link, shape: Shape
 ) -> StageCosts:
-    """What a microbatch costs on each stage; a backward is two thirds, and every stage does what lies between units."""
-    between = whole - sum(run.seconds for part in parts for run in part)
-    seconds = [(sum(run.seconds for run in part) + between) / shape.microbatches for part in parts]
+    """What a microbatch costs on each stage. What a stage sends it keeps until that has gone backward."""
+    sent = [use.nbytes for use in messages if use.phase == "forward"]
+    count = shape.microbatches
     return StageCosts(
-        tuple(s / 3 for s in seconds),
-        tuple(2 * s / 3 for s in seconds),
-        tuple(sum(run.saved_bytes for run in part) / shape.microbatches for part in parts),
-        tuple(
-            link.seconds("send_recv", use.nbytes, shape.ranks) for use in messages if use.phase == "forward"
-        ),
+        tuple(one.forward / count for one in loads),
+        tuple((one.seconds - one.forward) / count for one in loads),
+        tuple(one.kept / count + out for one, out in zip(loads, [*sent, 0], strict=True)),
+        tuple(link.seconds("send_recv", size, shape.ranks) for size in sent),
     )
+
+
+def _passing(messages: Sequence[CollectiveUse], own: Sequence[int]) -> float:
+    """Bytes of messages that a rank has beside what its stages keep: one that comes, one that goes, and one ahead."""
+    sizes = [0, *(use.nbytes for use in messages if use.phase == "forward"), 0]
+    return max(sizes[i] + sizes[i + 1] + max(sizes[i], sizes[i + 1]) for i in own)
 
 
 def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:

@@ -60,10 +60,11 @@ def plan(
         degrees: axis -> degree to keep as given, for axes of installed strategies that have no keyword here.
         context_attention: how ranks of cp share attention: "all_gather", "ring" or "all_to_all"; None takes the cheapest.
         context_balance: "zigzag" or "none"; None takes zig-zag for causal models.
-        zero: ZeRO stage, 1 to 3, or 0 for none; None takes it up where nothing else fits the memory.
+        zero: ZeRO stage, 1 to 3, or 0 for none; None searches for it, but with `dp` given only where nothing else fits.
         zero_degree: how many data ranks share one copy of the training state; all of them by default.
         precision: "bf16", "fp16" or "fp32": what a float32 model is computed in.
-        recompute: "full" or "selective" for every repeated block, or a pattern of module names.
+        recompute: "full", "alternate" or "selective" for every repeated block (see plan.RecomputeRule), or a pattern of module
+            names, recomputed in full; None takes it up where nothing else fits the memory.
         sequence_parallel: True has tp split the sequence between blocks, False forbids it, None takes what is cheaper.
         microbatches: equal parts that a pipeline (pp) cuts the batch into; None takes up to four for each stage.
         schedule: name of a registered pipeline schedule; None takes "1f1b".

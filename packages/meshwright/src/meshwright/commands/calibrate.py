@@ -25,24 +25,26 @@ from meshwright_dtensor.errors import UsageError
 @click.option(
     "--ranks",
     "sizes",
-    default="2,4",
-    show_default=True,
+    default=None,
     metavar="N,N",
-    help="Numbers of ranks to start here and measure collectives with. [a job's own under torchrun]",
+    help="Numbers of ranks to start here and measure collectives with; 1 measures none. [2,4, as far as there are "
+    "devices; a job's own under torchrun]",
 )
 @click.option("--name", default="this-machine", show_default=True, help="Name of the cluster, for reports.")
 @click.option("--part", type=click.Path(path_type=Path), default=None, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON on stdout.")
 @click.pass_obj
-def command(state: State, output: Path, sizes: str, name: str, part: Path | None, as_json: bool) -> int:
+def command(
+    state: State, output: Path, sizes: str | None, name: str, part: Path | None, as_json: bool
+) -> int:
     """Measure this machine: operations by size and dtype, memory, launches, collectives by size and number of ranks.
 
     Plan with it as `meshwright plan --cluster FILE`. It takes one to two minutes; other work on the machine spoils it.
     """
-    numbers = _numbers(sizes)
     check_folder("--output", output)
     if ranks.is_rank():
         return _as_rank(output, name, part, as_json)
+    numbers = _numbers(sizes, _devices())
     import torch
 
     from meshwright_planner.calibration.machine import Together, alone, joined
@@ -83,11 +85,21 @@ def _as_rank(output: Path, name: str, part: Path | None, as_json: bool) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[int]:
+def _devices() -> int:
+    """How many ranks this machine can run: one for each accelerator, and as many as are sensible without any."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else ranks.MAX_LOCAL_RANKS
+
+
+def _numbers(text: str | None, most: int) -> list[int]:
+    if text is None:
+        return [n for n in (2, 4) if n <= most] or [1]
     found = [int(word) for word in text.split(",") if word.strip().isdigit()]
-    if len(found) != len(text.split(",")) or any(not 2 <= n <= ranks.MAX_LOCAL_RANKS for n in found):
+    if len(found) != len(text.split(",")) or any(not 1 <= n <= most for n in found):
         raise UsageError(
-            f"--ranks {text} is no list of numbers from 2 to {ranks.MAX_LOCAL_RANKS}; write for example 2,4"
+            f"--ranks {text} is no list of numbers from 1 to {most}, the ranks that this machine can run; write for example "
+            f"{'2,4' if most >= 4 else most}"
         )
     return sorted(set(found))
 

@@ -112,19 +112,25 @@ def beside(budget: float = POINT_S, sizes: Sequence[int] = together.SIZES) -> To
 
 
 def joined(cluster: Cluster, parts: Sequence[Together]) -> Cluster:
-    """The profile of the machine: that of one rank, and what each number of ranks measured."""
+    """The profile of the machine: that of one rank, and what each number of ranks measured.
+
+    One rank finds nothing out about links: those stay as assumed where there was never a second.
+    """
     if not parts:
         return cluster
     parts = sorted(parts, key=lambda part: part.ranks)
-    sent = next(m.points for m in parts[0].collectives if m.kind == "send_recv")
-    link = LinkLevel("loopback", 0, sent[0][1], sent[-1][0] / sent[-1][1])
+    several, links = [part for part in parts if part.ranks > 1], cluster.links
+    if several:
+        sent = next(m.points for m in several[0].collectives if m.kind == "send_recv")
+        links = (LinkLevel("loopback", 0, sent[0][1], sent[-1][0] / sent[-1][1]),)
     crowding, most = [(1, 1.0)], 1.0
-    for part in parts:
+    for part in several:
         most = max(most, part.slower)
         crowding.append((part.ranks, round(most, 4)))
     return replace(
         cluster,
-        links=(link,),
+        links=links,
+        source=cluster.source if several else f"{cluster.source}; links are not measured, with one rank",
         crowding=tuple(crowding),
         dispatch_s=min(part.dispatch_s for part in parts),
         collectives=tuple(m for part in parts for m in part.collectives),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright_planner.costs.kinds import VIEWS, base_name
 from meshwright_planner.placing.placement import Placement, PlacementProblem
@@ -30,15 +31,15 @@ class Moment:
     beside: float
 
 
-def moments(problem: PlacementProblem, placement: Placement, together: bool) -> tuple[Moment, ...]:
-    """The moments at which a step may hold most.
-
-    `together`: an optimizer steps on all parameters at once, as on accelerators, and not on one after the other.
-    """
-    replay = _Replay(problem, placement)
-    found = list(replay.moments())
+def updating(replay: Replay, together: bool) -> Moment:
+    """The optimizer's step; `together`: on all parameters at once, as on accelerators, not on one after the other."""
     largest = max(replay.gradient.values(), default=0.0)
-    found.append(Moment(0.0, 2.0, 0.0) if together else Moment(0.0, 1.0, UPDATED * largest))
+    return Moment(0.0, 2.0, 0.0) if together else Moment(0.0, 1.0, UPDATED * largest)
+
+
+def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
+    """The moments at which a step may hold most; `update`: that of the optimizer."""
+    found = [*replay.moments(), update]
     best: list[Moment] = []
     for one in found:
         over = any(
@@ -77,7 +78,7 @@ def at_peak(memory: Mapping[str, int], when: Iterable[Moment], bucket: float = 0
     return {**memory, "activations": kept, "gradients": gradients, "temporaries": beside}
 
 
-class _Replay:
+class Replay:
     """The representative nodes with what each keeps, the gradients that it completes, and what is alive at it."""
 
     def __init__(self, problem: PlacementProblem, placement: Placement) -> None:
@@ -152,11 +153,16 @@ class _Replay:
             for n in range(low, high):
                 here = sum(kept[low : n + 1]) / copies
                 there = sum(own[n:high]) / copies
-                beside = self._alive(n)
+                beside = self.alive[n]
                 rest = (copies - 1) / copies
                 yield Moment((before + inside * rest + here) / whole, (after + there) / grown, beside)
                 if copies > 1:
                     yield Moment((before + here) / whole, (after + made * rest + there) / grown, beside)
+
+    @cached_property
+    def alive(self) -> list[float]:
+        """By place, the bytes of the gradients of values at it."""
+        return [self._alive(n) for n in range(len(self.nodes))]
 
     def _alive(self, n: int) -> float:
         """Bytes of the gradients of values when node `n` runs backward: made by later nodes, or by this one."""

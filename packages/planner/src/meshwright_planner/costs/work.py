@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from meshwright_dtensor.states import State, is_shard
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
 from meshwright_dtensor.units import parameter_units
+from meshwright_planner.costs.peak import Replay
+from meshwright_planner.costs.prices import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 
 
@@ -54,30 +58,66 @@ def module_runs(problem: PlacementProblem) -> tuple[ModuleRun, ...]:
     return tuple(found)
 
 
-def module_work(
-    problem: PlacementProblem, placement: Placement, runs: Sequence[ModuleRun] | None = None
-) -> tuple[ModuleWork, ...]:
+def module_work(replay: Replay, runs: Sequence[ModuleRun] | None = None) -> tuple[ModuleWork, ...]:
     """The work of one rank in the order of execution; `runs`: those of the problem, where they are known."""
-    tape = problem.tape
-    saved: dict[int, float] = {}
-    seen: set[object] = set()
-    for number, item in enumerate(tape.saved):
-        key = item.root if item.root is not None else ("inner", number)
-        name = "" if item.root is None else tape.values[item.root].name or ""
-        if key not in seen and not name.startswith("param:"):
-            seen.add(key)
-            saved[item.node] = saved.get(item.node, 0.0) + item.nbytes
+    problem, placement = replay.problem, replay.placement
+    tape, quotient, share = problem.tape, problem.quotient, problem.costs.share
+    runs = module_runs(problem) if runs is None else runs
+    run_of = {index: number for number, run in enumerate(runs) for index, _ in run.nodes}
+    own, common = _kept(problem, placement, run_of)
     seconds = {k: option.seconds for k, option in placement.options.items()}
-    return tuple(
-        ModuleWork(
-            run.module,
-            sum(seconds[k] for _, k in run.nodes),
-            sum(saved.get(index, 0.0) for index, _ in run.nodes),
-            run.parameters,
-            frozenset((i, made, tape.values[i].nbytes) for i, made in run.entering),
+    ahead = {k: s / (1 + BACKWARD + placement.again.get(k, 0.0)) for k, s in seconds.items()}
+    beside = {k: replay.alive[n] + replay.gradient.get(n, 0.0) for k, n in replay.place.items()}
+    states: dict[int, State] = {}
+    found = []
+    for number, run in enumerate(runs):
+        whole = sum(seconds[k] for _, k in run.nodes)
+        found.append(
+            ModuleWork(
+                run.module,
+                whole,
+                own[number],
+                run.parameters,
+                frozenset(
+                    (i, made, math.ceil(tape.values[i].nbytes * share(states.get(quotient.value(i), "I"))))
+                    for i, made in run.entering
+                ),
+                frozenset(common[number].items()),
+                max(beside[k] for _, k in run.nodes),
+                sum(ahead[k] for _, k in run.nodes) / whole if whole else 1 / (1 + BACKWARD),
+            )
         )
-        for run in (module_runs(problem) if runs is None else runs)
-    )
+        for index, k in run.nodes:
+            for ref, state in zip(tape.nodes[index].outs, placement.options[k].outs):
+                states[quotient.value(ref.i)] = state
+    return tuple(found)
+
+
+def _kept(
+    problem: PlacementProblem, placement: Placement, run_of: Mapping[int, int]
+) -> tuple[list[float], list[dict[int, float]]]:
+    """By run, the bytes that autograd keeps of it alone, and by tensor those that it keeps of others too."""
+    tape, share = problem.tape, problem.costs.share
+    count = 1 + max(run_of.values(), default=-1)
+    own, common = [0.0] * count, [dict[int, float]() for _ in range(count)]
+    keepers: dict[int, dict[int, float]] = {}
+    for item in tape.saved:
+        option, run = placement.options[problem.quotient.node(item.node)], run_of[item.node]
+        if item.root is None:
+            split = any(map(is_shard, (*option.ins, *option.outs)))
+            own[run] += problem.kept_bytes(item) * (share(0) if split else 1.0)
+        elif not (tape.values[item.root].name or "").startswith("param:"):
+            size = item.nbytes * (share(0) if problem.keeps_shard(item, option) else 1.0)
+            of = keepers.setdefault(item.root, {})
+            of[run] = max(of.get(run, 0.0), size)
+    for root, of in keepers.items():
+        if len(of) == 1:
+            ((run, size),) = of.items()
+            own[run] += size
+        else:
+            for run in of:
+                common[run][root] = max(of.values())
+    return own, common
 
 
 def parameter_sizes(

@@ -10,7 +10,7 @@ from functools import cached_property
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
 from meshwright_planner.costs.memory import memory_parts, parameter_bytes
-from meshwright_planner.costs.peak import Moment, moments
+from meshwright_planner.costs.peak import Moment, Replay, moments, updating
 from meshwright_planner.costs.work import ModuleRun, module_runs, module_work, parameter_sizes
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.placing.placement import Placement, PlacementProblem
@@ -49,9 +49,19 @@ class Placed:
         return parts
 
     @cached_property
+    def replay(self) -> Replay:
+        """The backward pass, in thought."""
+        return Replay(self.problem, self.placement)
+
+    @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """When a step may hold most."""
-        return moments(self.problem, self.placement, self.basis.setting.cluster.accelerated)
+        return moments(self.replay, self.update)
+
+    @cached_property
+    def update(self) -> Moment:
+        """The optimizer's step."""
+        return updating(self.replay, self.basis.setting.cluster.accelerated)
 
     @cached_property
     def attention(self) -> tuple[AttentionUse, ...]:
@@ -97,13 +107,15 @@ class Placed:
     def work(self, times: int) -> tuple[ModuleWork, ...]:
         """What modules do in `times` microbatches."""
         if 1 not in self._work:
-            self._work[1] = module_work(self.problem, self.placement, self._states.runs)
+            self._work[1] = module_work(self.replay, self._states.runs)
         if times not in self._work:
             self._work[times] = tuple(
                 replace(
                     part,
                     seconds=part.seconds * times,
                     saved_bytes=part.saved_bytes * times,
+                    shared=frozenset((key, size * times) for key, size in part.shared),
+                    beside=part.beside * times,
                     entering=frozenset((i, name, size * times) for i, name, size in part.entering),
                 )
                 for part in self._work[1]
@@ -160,5 +172,6 @@ def repeated(placement: Placement, times: int) -> Placement:
         compute_seconds=placement.compute_seconds * times,
         communication_seconds=placement.communication_seconds * times,
         saved_bytes=placement.saved_bytes * times,
+        again_seconds=placement.again_seconds * times,
         times=times,
     )

@@ -19,7 +19,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,7 +27,7 @@ import numpy as np
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_planner.costs.keeping import kept_bytes
-from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
+from meshwright_planner.costs.prices import BACKWARD, Collective, backward_move, convertible, forward_move
 from meshwright_planner.placing.legal import Legality, Option
 from meshwright_planner.placing.marks import pinned
 from meshwright_planner.placing.program import Conversion, Event, MemoryTerms, Phase, Program, User
@@ -57,6 +57,8 @@ class Placement:
         variables, binaries, rows: size of the program.
         seconds: time to build and solve.
         times: microbatches that the counts, seconds and bytes are of.
+        again_seconds: of the compute seconds, those of forward work that runs once more in the backward pass.
+        again: representative node -> the part of its copies that runs twice, where some do.
     """
 
     options: dict[int, Option]
@@ -72,6 +74,13 @@ class Placement:
     seconds: float
     objective: float
     times: int = 1
+    again_seconds: float = 0.0
+    again: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of the compute seconds, those of the forward pass: a backward takes twice as long, and what runs again."""
+        return (self.compute_seconds - self.again_seconds) / (1.0 + BACKWARD)
 
 
 _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]

@@ -100,7 +100,7 @@ def latency(candidate: Candidate) -> float:
     count = candidate.point.microbatches
     inside = sum(s for axis, s in candidate.exposed.items() if axis == candidate.searched)
     slowest = (candidate.compute_seconds + inside) / count
-    shares = candidate.stages or (1.0,)
+    shares = [sum(pair) for pair in candidate.stages] or [1.0]
     every = slowest * sum(shares) / max(shares)
     others = candidate.exposed_seconds - inside
     return every + (count - 1) * slowest + others

@@ -8,7 +8,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.profile.tape import Tape
 
-POLICIES = ("full", "selective")
+POLICIES = ("full", "alternate", "selective")
 
 
 def recompute_rules(model: nn.Module, wanted: str | None) -> tuple[RecomputeRule, ...]:
@@ -31,7 +31,8 @@ def recompute_rules(model: nn.Module, wanted: str | None) -> tuple[RecomputeRule
     rule = RecomputeRule(pattern=wanted)
     if not any(name and rule.matches(name) for name, _ in model.named_modules()):
         raise UsageError(
-            f"recompute={wanted!r} is neither 'full' nor 'selective', and no module of this {type(model).__name__} matches it"
+            f"recompute={wanted!r} is none of 'full', 'alternate' and 'selective', and no module of this "
+            f"{type(model).__name__} matches it"
         )
     return (rule,)
 

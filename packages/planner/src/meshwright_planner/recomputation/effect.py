@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.costs.keeping import kept_bytes
+from meshwright_planner.costs.prices import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Saved, Tape
 
@@ -18,7 +19,8 @@ def recomputed(
     """The same placement where the modules that `rules` name run twice, and the bytes that one of them has when it does.
 
     A module keeps its inputs; with the policy "selective" also the results of its products and attention, which do not run
-    again.  Its forward pass, and what it communicates in it, comes once more.
+    again; with "alternate" those of attention and of every other product.  Its forward pass, and what it communicates in
+    it, comes once more.
     """
     region = _Region(problem, rules)
     kept = [item for item in problem.tape.saved if item.node not in region.policy]
@@ -26,8 +28,11 @@ def recomputed(
     other = problem.on(tape)
     whole, left = kept_bytes(problem, placement), kept_bytes(other, placement)
     again = region.again()
+    ahead = 1 / (1 + BACKWARD)
     options = {
-        k: replace(o, seconds=o.seconds * (1 + again[k] / 3), inner_seconds=o.inner_seconds * (1 + again[k]))
+        k: replace(
+            o, seconds=o.seconds * (1 + again[k] * ahead), inner_seconds=o.inner_seconds * (1 + again[k])
+        )
         for k, o in placement.options.items()
     }
     conversions = [
@@ -49,6 +54,8 @@ def recomputed(
         compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
         communication_seconds=between + inner,
         saved_bytes=left,
+        again=again,
+        again_seconds=sum(o.seconds * again[k] * ahead * counts[k] for k, o in placement.options.items()),
     )
     return other, found, max(0.0, whole - left) / max(1, region.blocks)
 
@@ -62,6 +69,7 @@ class _Region:
         block_of: dict[str, str | None] = {}
         self.policy: dict[int, bool] = {}  # node -> whether its results are kept
         self.block: dict[int, str] = {}
+        met: Counter[str] = Counter()
         for index, node in enumerate(tape.nodes):
             if node.module not in block_of:
                 parts = node.module.split(".")
@@ -69,8 +77,12 @@ class _Region:
                 block_of[node.module] = next((name for name in names if name in chosen), None)
             block = block_of[node.module]
             if block is not None:
-                selective = chosen[block].policy == "selective"
-                self.policy[index] = selective and problem.legality.flops(index) > 0
+                policy = chosen[block].policy
+                kept = policy != "full" and problem.legality.flops(index) > 0
+                if kept and policy == "alternate" and node.name != "sdpa":
+                    met[block] += 1
+                    kept = met[block] % 2 == 1
+                self.policy[index] = kept
                 self.block[index] = block
         self.blocks = len(set(self.block.values()))
         self._root = {item.value: item.root for item in tape.saved if item.value is not None}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_planner.profile.batch import scaled
+from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, human_bytes
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
@@ -86,14 +87,19 @@ def _more_memory(search: Search, closest: Candidate) -> list[str]:
 
 def _first_fit(search: Search) -> Candidate | None:
     """A candidate that fits, data degrees first and with as little given up as it can; None where none was found."""
+    if floor_bytes(search.basis) > search.setting.limit:
+        return None
     try:
         combinations = search.combinations()
     except UsageError:
         return None
     for degrees in reversed(combinations):
+        if floor_bytes(search.basis, degrees) > search.setting.limit:
+            continue
         chain = _savings(search, degrees)
         try:
-            if search.estimate(chain[-1]).excess_bytes and not _narrowed(search, chain[-1]):
+            last = search.estimate(chain[-1])
+            if least_bytes(last, search.setting.model) > search.setting.limit:
                 continue  # not even with everything given up
             for point in chain:
                 if not search.estimate(point).excess_bytes or point == chain[-1]:
@@ -116,8 +122,3 @@ def _savings(search: Search, degrees: Mapping[str, int]) -> list[Point]:
     return [
         Point.of(degrees, stage, way, policy) for way in chosen for policy in policies for stage in stages
     ]
-
-
-def _narrowed(search: Search, point: Point) -> bool:
-    """Whether an exact search may place parameters for less memory than the estimate says."""
-    return any(d > 1 and search.setting.strategies[a].placement_search for a, d in point.degrees)

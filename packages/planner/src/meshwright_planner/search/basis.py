@@ -21,14 +21,15 @@ class Basis:
         self.surveys = surveyed.of({axis: setting.strategies[axis] for axis in axes})
 
     @cached_property
-    def _bytes(self) -> tuple[int, int]:
+    def bytes(self) -> tuple[int, int]:
+        """Of the parameters, of all and of those that are trained."""
         every = list(self.setting.model.parameters())
         sizes = [p.numel() * p.element_size() for p in every]
         return sum(sizes), sum(size for p, size in zip(every, sizes) if p.requires_grad)
 
     def request(self, axis: str | None = None) -> SearchRequest:
         """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""
-        parameters, trainable = self._bytes
+        parameters, trainable = self.bytes
         return SearchRequest(
             world_size=self.setting.world_size,
             batch_size=self.setting.batch.size,

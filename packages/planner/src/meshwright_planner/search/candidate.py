@@ -32,7 +32,8 @@ class Candidate:
         placements: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
         apart: names of modules that strategies run themselves.
         notes: what strategies have to say of the model.
-        stages: per stage of a pipeline, its part of the time that the whole model computes.
+        stages: per stage (one without a pipeline), its forward and its backward pass as parts of the time that the whole
+            model computes.
         point: what was decided before the placements.
         recompute: modules whose activations are not kept.
     """
@@ -54,7 +55,7 @@ class Candidate:
     apart: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     bubble_seconds: float = 0.0
-    stages: tuple[float, ...] = ()
+    stages: tuple[tuple[float, float], ...] = ()
     point: Point = field(default_factory=Point)
     recompute: tuple[RecomputeRule, ...] = ()
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective
 from meshwright_dtensor.strategy import StrategyCost
-from meshwright_planner.costs.peak import BUCKET_BYTES, at_peak
+from meshwright_planner.costs.peak import BUCKET_BYTES, Moment, at_peak
 from meshwright_planner.costs.prices import OPTIMIZERS, optimizer_seconds
 from meshwright_planner.costs.work import inside_of
 from meshwright_planner.placing.placed import Placed, repeated
+from meshwright_planner.placing.placement import Placement
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.points import Point
 from meshwright_planner.search.setting import SHARED
@@ -51,13 +52,14 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         activation_bytes=memory["activations"],
         flops=3.0 * tape.flops * times / problem.costs.degree,
         layers=max((len(g) for g in problem.quotient.groups), default=1),
-        backward_seconds=placement.compute_seconds * 2 / 3 * hides,
+        backward_seconds=(placement.compute_seconds - placement.forward_seconds) * hides,
         attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
-        forward_seconds=placement.compute_seconds / 3 * hides,
+        forward_seconds=placement.forward_seconds * hides,
         stage=point.stage,
         units=placed.sizes() if shards > 1 else (),
         degrees=dict(degrees),
         microbatches=times,
+        resident_bytes=_resident(memory, shards, point.stage),
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided = StrategyCost()
@@ -133,7 +135,10 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     if axis is not None:
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
     bucket = float(BUCKET_BYTES) if summed or (shards > 1 and point.stage == 1) else 0.0
-    memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
+    if divided.beside is None:
+        memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
+    else:  # the first microbatches have left gradients of everything by the time that most is kept
+        memory = at_peak(memory, (Moment(1.0, 1.0, divided.beside), placed.update))
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
         stage=point.stage if shards > 1 else 0,
@@ -145,7 +150,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
             placement.compute_seconds * busy,
             (placement.compute_seconds + placement.communication_seconds) * divided.idle,
         ),
-        stages=divided.stages,
+        stages=_stages(placement, divided),
         exposed=exposed,
         hidden=hidden,
         optimizer_seconds=optimizer_seconds(
@@ -163,6 +168,23 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         notes=tuple(n for a, survey in basis.surveys.items() if degrees[a] > 1 for n in survey.notes),
         point=point,
         recompute=placed.recompute,
+    )
+
+
+def _resident(memory: Mapping[str, int], shards: int, stage: int) -> int:
+    """What the whole model would have a rank hold beside activations, ranks along zero sharing what they share."""
+    parameters = memory["parameters"] / (shards if stage == 3 else 1)
+    return math.ceil(parameters + memory["gradients"] + memory["optimizer"] / shards)
+
+
+def _stages(placement: Placement, divided: StrategyCost) -> tuple[tuple[float, float], ...]:
+    """Per stage, forward and backward as parts of what the whole model computes; one where nothing is divided."""
+    if not divided.stages:
+        ahead = placement.forward_seconds / placement.compute_seconds if placement.compute_seconds else 0.0
+        return ((ahead, 1.0 - ahead),)
+    forwards = divided.forwards or (1 / 3,) * len(divided.stages)
+    return tuple(
+        (part * ahead, part * (1 - ahead)) for part, ahead in zip(divided.stages, forwards, strict=True)
     )
 
 

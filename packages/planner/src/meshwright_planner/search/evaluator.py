@@ -17,15 +17,16 @@ from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.tape import Tape
-from meshwright_planner.profile.tapes import Tapes
 from meshwright_planner.recomputation.asked import POLICIES, draws, recompute_rules, repeated_blocks
 from meshwright_planner.search import sequence
 from meshwright_planner.search.basis import Basis
+from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.combining import combinations
 from meshwright_planner.search.costing import cost
 from meshwright_planner.search.points import Point
 from meshwright_planner.search.setting import Setting
+from meshwright_planner.search.sharing import Shared
 from meshwright_planner.search.surveys import Surveys
 
 PRICE = 1e-15
@@ -39,26 +40,19 @@ class Search:
         self,
         setting: Setting,
         rules: Rules,
-        tapes: Tapes | None = None,
-        surveyed: Surveys | None = None,
+        shared: Shared | None = None,
     ) -> None:
         self.setting, self.rules = setting, rules
-        self.tapes = Tapes() if tapes is None else tapes
-        self.surveyed = Surveys(setting.model) if surveyed is None else surveyed
-        self.basis = Basis(setting, self.surveyed)
+        self.shared = Shared(Surveys(setting.model)) if shared is None else shared
+        self.basis = Basis(setting, self.shared.surveys)
         self.surveys = self.basis.surveys
         self.evaluated = 0
-        self._problems: dict[tuple[object, ...], PlacementProblem] = {}
-        self._random: bool | None = None
-        self._blocks: tuple[str, ...] | None = None
-        self._quotients: dict[int, Quotient] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
-        self._recompute: dict[str, tuple[RecomputeRule, ...]] = {}
 
     def variant(self, **changes: object) -> Search:
-        """A search of a changed setting that shares what was recorded."""
-        return Search(replace(self.setting, **changes), self.rules, self.tapes, self.surveyed)  # type: ignore[arg-type]
+        """A search of a changed setting that shares what was recorded and solved: of the same model on the same cluster."""
+        return Search(replace(self.setting, **changes), self.rules, self.shared)  # type: ignore[arg-type]
 
     def combinations(self) -> list[dict[str, int]]:
         """Every legal combination of degrees: product equal to the world size, pins kept."""
@@ -98,10 +92,11 @@ class Search:
         placed = self._exact(point, axis, degree)
         candidate = self._costed(point, placed, axis)
         if candidate.excess_bytes and degree > 1:
+            hopeless = least_bytes(candidate, self.setting.model) > self.setting.limit
             factor = parameter_factor(self.setting.optimizer)
             own = placed.with_recompute(self.recompute(point))
             problem = own.problem
-            tight = problem.solve(self._tight(candidate, own), divide=False)
+            tight = None if hopeless else problem.solve(self._tight(candidate, own), divide=False)
             if tight is not None:
                 return self._costed(point, self._new(placed.problem, tight), axis)
             # nothing fits: show the placement that comes closest
@@ -124,6 +119,7 @@ class Search:
         if exact is not None:
             return self._costed(point, exact, axis)
         family = (
+            self.setting.dtype,
             degree,
             self.basis.link(dict(point.degrees), axis),
             tuple(self._present(point)),
@@ -131,32 +127,43 @@ class Search:
         )
         model = self._models.get(family)
         if model is None or len(model.problem.tape.values) != len(tape.values):
-            model = self._models[family] = self._exact(point, axis, degree)
+            model = self._models[family] = self._model(family, point, tape, axis, degree)
         return self._costed(point, model if model.problem.tape is tape else model.at(tape), axis)
+
+    def _model(
+        self, family: tuple[object, ...], point: Point, tape: Tape, axis: str | None, degree: int
+    ) -> Placed:
+        known = self.shared.models.get(family)
+        if known is not None and len(known[0].tape.values) == len(tape.values):
+            return self._new(*known)
+        found = self._exact(point, axis, degree)
+        self.shared.models[family] = found.problem, found.placement
+        return found
 
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
         """The modules that a configuration runs twice."""
         wanted = point.recompute
         if wanted is None:
             return ()
-        if wanted not in self._recompute:
-            self._recompute[wanted] = recompute_rules(self.setting.model, wanted)
-        return self._recompute[wanted]
+        rules = self.shared.rules
+        if wanted not in rules:
+            rules[wanted] = recompute_rules(self.setting.model, wanted)
+        return rules[wanted]
 
     def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
         """The policies that the model can have with these degrees, the cheapest in time first."""
-        if self._blocks is None:
-            self._blocks = repeated_blocks(self.setting.model)
-        if not self._blocks:
+        if self.shared.blocks is None:
+            self.shared.blocks = repeated_blocks(self.setting.model)
+        if not self.shared.blocks:
             return ()
         divided = any(s.divides and degrees[a] > 1 for a, s in self.setting.strategies.items())
         # the second run of a microbatch could not draw again what the first has drawn
         return () if divided and self._draws(degrees) else tuple(reversed(POLICIES))
 
     def _draws(self, degrees: Mapping[str, int]) -> bool:
-        if self._random is None:  # however many rows there are
-            self._random = draws(self._tape(self.point(degrees)))
-        return self._random
+        if self.shared.random is None:  # however many rows there are
+            self.shared.random = draws(self._tape(self.point(degrees)))
+        return self.shared.random
 
     # ---- parts
     def _searched(self, point: Point) -> tuple[str | None, int]:
@@ -168,7 +175,7 @@ class Search:
         return [axis for axis in self.surveys if point.degree(axis) > 1 and self.surveys[axis].parameters]
 
     def _tape(self, point: Point) -> Tape:
-        return self.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
+        return self.shared.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
 
     def _key(self, point: Point, tape: Tape, degree: int, axis: str | None) -> tuple[object, ...]:
         return (id(tape), degree, self.basis.link(dict(point.degrees), axis), *self._present(point))
@@ -178,7 +185,10 @@ class Search:
         key = self._key(point, tape, degree, axis)
         if key not in self._placed:
             problem = self._problem(point, tape, degree, self.basis.link(dict(point.degrees), axis))
-            self._placed[key] = self._new(problem, self._place(problem))
+            solved, placements = (*key, self.setting.optimizer), self.shared.placements
+            if solved not in placements:
+                placements[solved] = self._place(problem)
+            self._placed[key] = self._new(problem, placements[solved])
         return self._placed[key]
 
     def _new(self, problem: PlacementProblem, placement: Placement) -> Placed:
@@ -190,7 +200,8 @@ class Search:
     def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
         surveyed = self._present(point)
         key = (id(tape), degree, link, *surveyed)
-        if key not in self._problems:
+        problems = self.shared.problems
+        if key not in problems:
             costs = AxisCosts(self.setting.cluster, link, degree)
             # what a strategy places itself is not for the search to place
             held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
@@ -198,14 +209,15 @@ class Search:
             legality = Legality(
                 tape, self._quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
             )
-            self._problems[key] = PlacementProblem(legality, pins)
-        return self._problems[key]
+            problems[key] = PlacementProblem(legality, pins)
+        return problems[key]
 
     def _quotient(self, tape: Tape) -> Quotient:
         like = tape if tape.origin is None else tape.origin
-        if id(like) not in self._quotients:
-            self._quotients[id(like)] = quotient(like)
-        return self._quotients[id(like)]
+        quotients = self.shared.quotients
+        if id(like) not in quotients:
+            quotients[id(like)] = quotient(like)
+        return quotients[id(like)]
 
     def _place(self, problem: PlacementProblem) -> Placement:
         """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.

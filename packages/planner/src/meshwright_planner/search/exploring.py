@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
@@ -42,6 +43,9 @@ SLACK = 1.1
 
 REFINED = 6
 """Combinations of degrees for which every way of a strategy is tried."""
+
+NEARER = 6
+"""Configurations that cannot fit and are evaluated all the same, to say what comes nearest to fitting."""
 
 Degrees = tuple[tuple[str, int], ...]
 
@@ -195,7 +199,8 @@ def explore(search: Search, wanted: int = 1) -> Explored:
     every = search.combinations()
     explorer = _Explorer(search, wanted)
     found = _explored(explorer, every, _narrow(search, every))
-    if all(c.excess_bytes for c in found.ranked) and found.seen < len(every):
+    possible = floor_bytes(search.basis) <= search.setting.limit
+    if possible and all(c.excess_bytes for c in found.ranked) and found.seen < len(every):
         found = _explored(explorer, every, every)
     return found
 
@@ -238,12 +243,20 @@ def _exactly(
     points = dict.fromkeys(c.point for c in (*chosen, *estimates[: wanted + SPARE], *close))
     exact = [search.evaluate(point) for point in points]
     # with placements chosen for the memory, more may fit than estimates say
+    model, limit, nearer = search.setting.model, search.setting.limit, 0
     for estimate in estimates:
-        if sum(not c.excess_bytes for c in exact) >= wanted or len(points) >= FEW:
+        fitting = sum(not c.excess_bytes for c in exact)
+        if fitting >= wanted or len(points) >= FEW:
             break
-        if estimate.point not in points:
-            points[estimate.point] = None
-            exact.append(search.evaluate(estimate.point))
+        if estimate.point in points:
+            continue
+        least = least_bytes(estimate, model)
+        if least > limit:  # it does not fit, but may come nearer than all others
+            if fitting or nearer >= NEARER or least >= min(c.total_bytes for c in exact):
+                continue
+            nearer += 1
+        points[estimate.point] = None
+        exact.append(search.evaluate(estimate.point))
     return exact
 
 

@@ -83,12 +83,13 @@ class Workload:
         self.stages = self._stages()
 
     def _stages(self) -> tuple[StageTime, ...]:
-        if self.plan.pipeline is None:
+        count = 1 if self.plan.pipeline is None else len(self.plan.pipeline.stages)
+        if not self.split.stages and self.plan.pipeline is None:  # of a plan that somebody wrote
             third = self.predicted.compute_seconds / 3
             return (StageTime(forward_seconds=third, backward_seconds=2 * third),)
-        if len(self.split.stages) != len(self.plan.pipeline.stages):
+        if len(self.split.stages) != count:
             raise UsageError(
-                f"the plan has {len(self.plan.pipeline.stages)} stages and times of {len(self.split.stages)} "
+                f"the plan has {count} stages and times of {len(self.split.stages)} "
                 "(predicted.split.stages); make it with `meshwright plan`"
             )
         return self.split.stages
@@ -138,6 +139,8 @@ class Workload:
                 program.append(Receive((place, *step.needs), f"{step.needs_what}"))
             gathers = self._part(actor, phase, passes[step.kind == "F"], index)
             sums = [] if index != last else self._posts(actor, phase, sums=True)
+            if self.microbatches > 1:  # gradients are handed over when the last microbatch has gone back
+                sums = [(1.0, post) for _, post in sums]
             program += self._computing(step, seconds, gathers, sums)
             program += [
                 Work(step.part * part * by_phase[phase], f"{axis} of {step}", "communication")

@@ -70,7 +70,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
 
 
 def _split(candidate: Candidate) -> StepSplit:
-    """Where the seconds go; of a microbatch's compute on a stage, a third is forward."""
+    """Where the seconds go."""
     rule = candidate.fields.get("pipeline")
     each = candidate.placement.compute_seconds / (rule["microbatches"] if rule else 1)
     return StepSplit(
@@ -79,8 +79,8 @@ def _split(candidate: Candidate) -> StepSplit:
         exposed={axis: seconds for axis, seconds in candidate.exposed.items() if seconds},
         hidden={axis: seconds for axis, seconds in candidate.hidden.items() if seconds},
         stages=tuple(
-            StageTime(forward_seconds=each * part / 3, backward_seconds=each * part * 2 / 3)
-            for part in candidate.stages
+            StageTime(forward_seconds=each * ahead, backward_seconds=each * back)
+            for ahead, back in candidate.stages
         ),
     )
 

@@ -1,0 +1,98 @@
+"""A plan that is called feasible fits: ranks that carry it out never hold more than the limit that it was planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import llama
+
+import meshwright as mw
+from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing import RankPool
+from meshwright_planner.calibration.counting import Counting
+
+CASES: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2, "zero": 0, "tp": 1, "pp": 1},
+    "zero": {"dp": 2, "zero": 3, "tp": 1, "pp": 1},
+    "tp": {"tp": 2, "dp": 1, "pp": 1},
+    "pp": {"pp": 2, "dp": 1, "tp": 1, "microbatches": 4, "schedule": "1f1b"},
+}
+OTHERS = {"cp": 1, "ep": 1, "recompute": None}
+
+
+def build() -> nn.Module:
+    """Large enough for tensors to be most of what there is."""
+    torch.manual_seed(0)
+    return llama(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=4, vocab_size=384, max_position_embeddings=64,
+        attention_dropout=0.0, use_cache=False,
+    )  # fmt: skip
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Rows enough for four microbatches."""
+    ids = torch.randint(1, 384, (8, 48), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def planned(case: str, limit: int | None) -> ParallelPlan:
+    """The plan for one way to lay the model over two ranks, with a limit of memory."""
+    found = mw.plan(
+        build(), batch(), world_size=2, cluster="laptop-cpu", memory_limit=limit, **OTHERS, **CASES[case]
+    )
+    assert isinstance(found, ParallelPlan) and found.predicted is not None
+    return found
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The local tensors that a rank has between steps."""
+    states = (x for entries in optimizer.state.values() for x in entries.values())
+    for tensor in (*model.parameters(), *model.buffers(), *states):
+        if isinstance(tensor, torch.Tensor):
+            yield getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def peak(rank: int, size: int, text: str) -> int:
+    """Most bytes of tensors at once on this rank, in a step that others came before."""
+    model = mw.parallelize(build(), ParallelPlan.from_json(text), batch=batch())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        model(**batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with Counting(held(model, optimizer)) as counting:
+        step()
+        counting.restart()
+        step()
+        return counting.peak
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_called_feasible_fits(rank_pool: RankPool, case: str) -> None:
+    """Planned for just the memory that the planner says is needed, and not for less."""
+    free = planned(case, None)
+    assert free.predicted is not None
+    limit = free.predicted.total_bytes
+    tight = planned(case, limit)
+    assert tight.predicted is not None and tight.predicted.total_bytes <= limit
+    counted = max(rank_pool.run(2, peak, tight.to_json()))
+    assert counted <= limit, f"{case}: {counted} bytes counted, {limit} allowed"
+    assert counted >= 0.9 * limit  # the limit was no empty one
+
+
+def test_what_does_not_fit_is_counted_and_refused(rank_pool: RankPool) -> None:
+    """The negative control: replicas do hold more than sharing takes, and planning for that much refuses them."""
+    shared = planned("zero", None).predicted
+    assert shared is not None
+    assert max(rank_pool.run(2, peak, planned("dp", None).to_json())) > shared.total_bytes
+    with pytest.raises(InfeasibleError):
+        planned("dp", shared.total_bytes)

@@ -1,0 +1,179 @@
+"""What a recorded model has to divide: the work of its units, one after the other, and what is done between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from meshwright_dtensor.strategy import ModuleWork
+
+Shared = frozenset[tuple[int, float]]
+"""(number of a tensor, bytes) of what autograd keeps for several units, once on each stage."""
+
+
+class Units(Protocol):
+    """What is known of the units of a model."""
+
+    @property
+    def units(self) -> tuple[str, ...]: ...
+    @property
+    def names(self) -> Mapping[str, tuple[str, ...]]: ...
+    def unit(self, module: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive work of one unit, or of what lies between units.
+
+    Attributes:
+        unit: its name, "" where it is none.
+        seconds, forward: predicted, and those of the forward pass.
+        saved_bytes: what autograd keeps of it alone.
+        shared: what it keeps of it and of others.
+        over: the most bytes that are alive while it runs backward, beyond all that it keeps itself.
+        entering: (number of a value, module that made it, bytes).
+    """
+
+    unit: str
+    seconds: float = 0.0
+    forward: float = 0.0
+    saved_bytes: float = 0.0
+    shared: Shared = frozenset()
+    over: float = 0.0
+    entering: frozenset[tuple[int, str, int]] = frozenset()
+
+    @staticmethod
+    def of(unit: str, part: ModuleWork) -> Run:
+        """The work of one module."""
+        ahead = part.seconds * part.forward
+        return Run(unit, part.seconds, ahead, part.saved_bytes, part.shared, part.beside, part.entering)
+
+    @property
+    def kept(self) -> float:
+        """Bytes that autograd keeps."""
+        return self.saved_bytes + _bytes(self.shared)
+
+    def then(self, other: Run) -> Run:
+        """This, and another behind it."""
+        shared = self.shared | other.shared
+        later = other.saved_bytes + _bytes(shared) - _bytes(self.shared)
+        return Run(
+            self.unit,
+            self.seconds + other.seconds,
+            self.forward + other.forward,
+            self.saved_bytes + other.saved_bytes,
+            shared,
+            max(self.over - later, other.over),
+            self.entering | other.entering,
+        )
+
+
+NOTHING = Run("")
+
+
+@dataclass(frozen=True)
+class Read:
+    """The work of a model as it is divided.
+
+    Attributes:
+        work: what was read.
+        shared: units that all stages hold.
+        runs: the work of the others.
+        between: what lies before each of them: a stage does all that comes before its last run.
+        tail: what comes behind all of them; the last stage does it.
+        blocks: runs that stay together.
+        whole: seconds in all.
+        kept: bytes that autograd keeps in all.
+    """
+
+    work: tuple[ModuleWork, ...]
+    shared: list[str]
+    runs: list[Run]
+    between: list[Run]
+    tail: Run
+    blocks: list[list[Run]]
+    whole: float
+    kept: float
+
+    def load(self, start: int, end: int) -> Run:
+        """What the stage with the runs from `start` to `end` does.
+
+        What lies between earlier runs takes it time too, but keeps nothing: no gradient comes by there.
+        """
+        own = NOTHING
+        for glue, run in zip(self.between[start:end], self.runs[start:end], strict=True):
+            own = own.then(glue).then(run)
+        if end == len(self.runs):
+            own = own.then(self.tail)
+        early = self.between[:start]
+        return replace(
+            own,
+            seconds=own.seconds + sum(run.seconds for run in early),
+            forward=own.forward + sum(run.forward for run in early),
+        )
+
+
+def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) -> Read:
+    """Read the work of a model; `holding`: the units with parameters."""
+    shared = read_outside(work, known)
+    runs: list[Run] = []
+    between: list[Run] = []
+    waiting = NOTHING
+    for part in work:
+        unit = known.unit(part.module)
+        if not unit or unit in shared:
+            waiting = waiting.then(Run.of("", part))
+            continue
+        if runs and runs[-1].unit == unit:
+            between[-1] = between[-1].then(waiting)
+            runs[-1] = runs[-1].then(Run.of(unit, part))
+        else:
+            between.append(waiting)
+            runs.append(Run.of(unit, part))
+        waiting = NOTHING
+    *both, tail = _folded([*runs, *between, waiting])
+    runs, between = both[: len(runs)], both[len(runs) :]
+    kept = sum(run.saved_bytes for run in (*both, tail)) + _bytes(*(run.shared for run in (*both, tail)))
+    whole = sum(part.seconds for part in work) or 1.0
+    return Read(work, shared, runs, between, tail, _blocks(runs, holding), whole, kept or 1.0)
+
+
+def read_outside(work: Sequence[ModuleWork], known: Units) -> list[str]:
+    """Units whose parameters are computed with outside of them: every stage has to hold those."""
+    found: set[str] = set()
+    for part in work:
+        here = known.unit(part.module)
+        for name in part.parameters:
+            owners = {known.unit(alias) for alias in known.names.get(name, (name,))}
+            if here not in owners:
+                found |= owners - {""}
+    return [unit for unit in known.units if unit in found]
+
+
+def _bytes(*shared: Shared) -> float:
+    nothing: Shared = frozenset()
+    return sum(size for _, size in nothing.union(*shared))
+
+
+def _folded(runs: Sequence[Run]) -> list[Run]:
+    """What only one of them keeps counts as its own."""
+    times = Counter(key for run in runs for key, _ in run.shared)
+    found = []
+    for run in runs:
+        own = sum(size for key, size in run.shared if times[key] == 1)
+        left = frozenset((key, size) for key, size in run.shared if times[key] > 1)
+        found.append(replace(run, saved_bytes=run.saved_bytes + own, shared=left))
+    return found
+
+
+def _blocks(runs: Sequence[Run], holding: frozenset[str]) -> list[list[Run]]:
+    """Runs that stay together: one of a unit with parameters, and those of units without any behind it (dropouts)."""
+    found = list[list[Run]]()
+    for run in runs:
+        if found and (run.unit not in holding or all(r.unit not in holding for r in found[-1])):
+            found[-1].append(run)
+        else:
+            found.append([run])
+    return found

@@ -1,0 +1,52 @@
+"""What no placement and no configuration can go below: what is out of the question need not be tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import nn
+
+from meshwright_planner.costs.memory import parameter_bytes
+from meshwright_planner.costs.prices import OPTIMIZERS
+from meshwright_planner.search.basis import Basis
+from meshwright_planner.search.candidate import Candidate
+
+
+def floor_bytes(basis: Basis, degrees: Mapping[str, int] | None = None) -> float:
+    """Bytes that a rank holds at least when the optimizer steps: its part of parameters, gradients and states.
+
+    `degrees`: on axes where gradients are summed and nothing is placed, every rank holds what the others hold; without
+    them the model is divided over all ranks.
+    """
+    setting = basis.setting
+    parts = setting.world_size
+    if degrees is not None:
+        parts = math.prod(d for axis, d in degrees.items() if not _replicas(basis, axis))
+    parameters, trained = basis.bytes
+    return (parameters + trained * (1 + OPTIMIZERS[setting.optimizer])) / parts
+
+
+def _replicas(basis: Basis, axis: str) -> bool:
+    strategy, survey = basis.setting.strategies[axis], basis.surveys.get(axis)
+    own = survey is not None and bool(survey.parameters)
+    return strategy.gradient == "deferred" and not strategy.gathers and not own
+
+
+def least_bytes(candidate: Candidate, model: nn.Module) -> float:
+    """Bytes below which no other placement on its searched axis brings a candidate: with everything divided there."""
+    axis, problem, placement = candidate.searched, candidate.problem, candidate.placement
+    if axis is None:
+        return float(candidate.total_bytes)
+    degree = candidate.point.degree(axis)
+    stored = kept = 1 / degree
+    if (
+        candidate.fields.get("pipeline") is None
+    ):  # a stage may have other shares of what is divided than the model
+        every = [(name, p.numel() * p.element_size()) for name, p in model.named_parameters()]
+        now, _ = parameter_bytes(model, problem, placement, (name for name, _ in every))
+        stored = min(1.0, sum(size for _, size in every) / degree / now) if now else 1.0
+        undivided = problem.replicated().saved_bytes * placement.times
+        kept = min(1.0, undivided / degree / placement.saved_bytes) if placement.saved_bytes else 1.0
+    factors = {"parameters": stored, "gradients": stored, "optimizer": stored, "activations": kept}
+    return sum(size * factors.get(part, 1 / degree) for part, size in candidate.memory.items())

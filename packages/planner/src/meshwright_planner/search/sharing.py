@@ -1,0 +1,38 @@
+"""What searches of one model have in common, whatever else they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright_dtensor.plan import RecomputeRule
+from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.profile.quotient import Quotient
+from meshwright_planner.profile.tapes import Tapes
+from meshwright_planner.search.surveys import Surveys
+
+
+@dataclass
+class Shared:
+    """What was recorded and solved once serves every variant of a search: more ranks, fewer rows, another optimizer.
+
+    Args:
+        surveys: what strategies find in the model.
+        tapes: by the shapes of a batch.
+        problems: by tape, degree, link and the axes that place parameters themselves.
+        placements: by problem and optimizer.
+        models: by all but the sizes: a problem, and a placement that others start from.
+        quotients: by tape.
+        rules: request for recomputation -> its rules.
+        blocks: patterns of the blocks that repeat, None before they are asked for.
+        random: whether random numbers are drawn, None before that is asked.
+    """
+
+    surveys: Surveys
+    tapes: Tapes = field(default_factory=Tapes)
+    problems: dict[tuple[object, ...], PlacementProblem] = field(default_factory=dict)
+    placements: dict[tuple[object, ...], Placement] = field(default_factory=dict)
+    models: dict[tuple[object, ...], tuple[PlacementProblem, Placement]] = field(default_factory=dict)
+    quotients: dict[int, Quotient] = field(default_factory=dict)
+    rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
+    blocks: tuple[str, ...] | None = None
+    random: bool | None = None
