@@ -85,6 +85,7 @@ class ModuleWork:
         shared: (number of a tensor, bytes) of what autograd keeps of them and of other modules too, once.
         beside: the most bytes that are alive at once while they run backward, beside what is kept (gradients of values, and
             of the parameter that gets one), as if all microbatches ran together.
+        waiting: bytes of the gradients that lie between the two halves of a backward pass: of what parameters were used for.
         forward: the part of the seconds that is the forward pass.
     """
 
@@ -95,6 +96,7 @@ class ModuleWork:
     entering: frozenset[tuple[int, str, int]] = frozenset()
     shared: frozenset[tuple[int, float]] = frozenset()
     beside: float = 0.0
+    waiting: float = 0.0
     forward: float = 1 / 3
 
 
@@ -185,6 +187,19 @@ class CollectiveUse:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The moment at which a rank holds most, but for the optimizer's step.
+
+    Args:
+        gradients: the part of its gradients that is there.
+        beside: bytes of what is alive beside parameters, gradients, states and what autograd keeps.
+    """
+
+    gradients: float
+    beside: float
+
+
+@dataclass(frozen=True)
 class StrategyCost:
     """What a degree of a strategy costs per step, beside what the searched placements cost.
 
@@ -199,8 +214,7 @@ class StrategyCost:
         stages: per stage, its part of the time that the whole model computes; for strategies that divide a model.
         forwards: per stage, the part of its time that is the forward pass; () for a third of each.
         holds: names of the parameters that the fullest rank holds, None for all.
-        beside: bytes that the fullest rank has at its peak beside parameters, gradients, states and what autograd keeps;
-            None where that is what the whole model has.
+        peak: when the fullest rank holds most; None where that is when the whole model would.
     """
 
     exposed_seconds: float = 0.0
@@ -216,7 +230,7 @@ class StrategyCost:
     stages: tuple[float, ...] = ()
     forwards: tuple[float, ...] = ()
     holds: frozenset[str] | None = None
-    beside: float | None = None
+    peak: Peak | None = None
 
 
 class Division(ABC):

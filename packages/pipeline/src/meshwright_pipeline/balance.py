@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from meshwright_dtensor.strategy import (
     CollectiveUse,
     Link,
     ModuleWork,
+    Peak,
     SearchRequest,
     StrategyCost,
     Survey,
@@ -23,7 +24,7 @@ from meshwright_dtensor.strategy import (
 from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.cutting import balanced
 from meshwright_pipeline.division import schedule_named
-from meshwright_pipeline.predicting import Prediction, StageCosts, predict
+from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
 from meshwright_pipeline.reading import Read, Run, read
 from meshwright_pipeline.units import find_units
 
@@ -142,31 +143,28 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], known, shared)
     messages = _messages(runs, cuts, known, shape.microbatches)
     loads = [found.load(a, b) for a, b in ends]
-    costs = _stage_costs(loads, messages, link, shape)
-    spoken, silent = _predicted(schedule, shape, costs), _predicted(schedule, shape, costs.silent())
-    owned = [schedule.own(rank, shape) for rank in range(degree)]
-    moving = [
-        (kept, max(loads[i].over for i in own) / shape.microbatches + _passing(messages, own))
-        for kept, own in zip(spoken.held, owned, strict=True)
-    ]
     held = [_held(stage, known, shared) for stage in stages]
+    total = sum(known.sizes.values()) or 1
+    shares = [sum(known.sizes[name] for name in names) / total for names in held]
+    costs = _stage_costs(loads, shares, messages, link, request, shape)
+    spoken, silent = _predicted(schedule, shape, costs), _predicted(schedule, shape, costs.silent())
     fullest = max(
-        _ranks(owned, held, known, moving),
-        key=lambda one: (one.share * request.resident_bytes + one.kept + one.beside, one.share),
+        _ranks(spoken, [schedule.own(rank, shape) for rank in range(degree)], held, known, messages),
+        key=lambda one: one.total(request),
     )
     return StrategyCost(
         exposed_seconds=max(0.0, spoken.seconds - silent.seconds),
         parameters=fullest.share,
         gradients=fullest.share,
         optimizer=fullest.share,
-        activations=fullest.kept / found.kept,
+        activations=fullest.peak.kept / found.kept,
         collectives=tuple(messages),
         compute=silent.seconds / whole,
         idle=(silent.seconds - max(silent.busy)) / whole,
         stages=tuple(one.seconds / whole for one in loads),
         forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in loads),
         holds=fullest.holds,
-        beside=fullest.beside,
+        peak=fullest.moment(request),
         fields={
             "pipeline": {
                 "stages": stages,
@@ -179,30 +177,47 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
 
 
 @dataclass(frozen=True)
-class Fullest:
-    """The rank that holds most: names and part of its parameters, what autograd keeps on it, and what is beside that."""
+class _Rank:
+    """What one rank holds: names and part of the parameters, and the moment at which it holds most."""
 
     holds: frozenset[str]
     share: float
-    kept: float
-    beside: float
+    peak: Fullest
+
+    def total(self, request: SearchRequest) -> tuple[float, float]:
+        """Bytes at its peak, or when the optimizer steps, whichever is more."""
+        lasting = self.share * request.resident_bytes
+        return max(lasting, lasting - self.share * request.gradient_bytes + self.peak.total), self.share
+
+    def moment(self, request: SearchRequest) -> Peak:
+        """As the planner takes it."""
+        own = self.share * request.gradient_bytes
+        return Peak(min(1.0, self.peak.gradients / own) if own else 1.0, self.peak.over)
 
 
 def _ranks(
+    step: Prediction,
     owned: Sequence[Sequence[int]],
     held: Sequence[frozenset[str]],
     known: Surveyed,
-    moving: Sequence[tuple[float, float]],
-) -> Iterator[Fullest]:
+    messages: Sequence[CollectiveUse],
+) -> Iterator[_Rank]:
+    nothing: frozenset[str] = frozenset()
     total = sum(known.sizes.values()) or 1
-    for own, (kept, beside) in zip(owned, moving, strict=True):
-        nothing: frozenset[str] = frozenset()
+    for own, peak in zip(owned, step.fullest, strict=True):
         holds = nothing.union(*(held[i] for i in own))
-        yield Fullest(holds, sum(known.sizes[name] for name in holds) / total, kept, beside)
+        passing = _passing(messages, own)
+        share = sum(known.sizes[name] for name in holds) / total
+        yield _Rank(holds, share, replace(peak, over=peak.over + passing))
 
 
 def _stage_costs(
-    loads: Sequence[Run], messages: Sequence[CollectiveUse], link: Link, shape: Shape
+    loads: Sequence[Run],
+    shares: Sequence[float],
+    messages: Sequence[CollectiveUse],
+    link: Link,
+    request: SearchRequest,
+    shape: Shape,
 ) -> StageCosts:
     """What a microbatch costs on each stage. What a stage sends it keeps until that has gone backward."""
     sent = [use.nbytes for use in messages if use.phase == "forward"]
@@ -212,6 +227,10 @@ def _stage_costs(
         tuple((one.seconds - one.forward) / count for one in loads),
         tuple(one.kept / count + out for one, out in zip(loads, [*sent, 0], strict=True)),
         tuple(link.seconds("send_recv", size, shape.ranks) for size in sent),
+        tuple(one.over / count for one in loads),
+        # the first stage has no inputs: all of its backward is left to the second half
+        tuple((one.waiting if i else 0.0) / count for i, one in enumerate(loads)),
+        tuple(share * request.gradient_bytes for share in shares),
     )
 
 

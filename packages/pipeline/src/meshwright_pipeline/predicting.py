@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright_pipeline.actions import Schedule, Shape, needs, require, timetable
 
@@ -19,16 +19,36 @@ class StageCosts:
         forward, backward: seconds; the two halves of a split backward take half of it each.
         saved: bytes that are kept from its forward to the end of its backward.
         sending: seconds of a message over each cut, one fewer than stages; () where they cost nothing.
+        over: the most bytes that are alive while it runs backward, beyond what was kept of it; () for none.
+        waiting: bytes that the first half of a split backward leaves for the second; () for none.
+        gradients: bytes of the gradients of its parameters, there from the end of its first backward on; () for none.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     saved: tuple[float, ...]
     sending: tuple[float, ...] = ()
+    over: tuple[float, ...] = ()
+    waiting: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
 
     def silent(self) -> StageCosts:
         """The same without messages."""
-        return StageCosts(self.forward, self.backward, self.saved)
+        return replace(self, sending=())
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """Bytes at the moment at which a rank holds most: kept, alive beside that, and of gradients."""
+
+    kept: float = 0.0
+    over: float = 0.0
+    gradients: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.kept + self.over + self.gradients
 
 
 @dataclass(frozen=True)
@@ -39,11 +59,13 @@ class Prediction:
         seconds: from its begin to the end of its last action.
         busy: per rank, the seconds in which it computes.
         held: per rank, the most bytes of activations that it holds at once.
+        fullest: per rank, when it holds most, with all that there is beside activations.
     """
 
     seconds: float
     busy: tuple[float, ...]
     held: tuple[float, ...]
+    fullest: tuple[Fullest, ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -72,6 +94,10 @@ def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
         drawn(short.seconds, longer.seconds),
         tuple(map(drawn, short.busy, longer.busy)),
         tuple(map(drawn, short.held, longer.held)),
+        tuple(
+            Fullest(drawn(a.kept, b.kept), drawn(a.over, b.over), drawn(a.gradients, b.gradients))
+            for a, b in zip(short.fullest, longer.fullest, strict=True)
+        ),
     )
 
 
@@ -89,6 +115,15 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     ends: list[float] = []
     clock, busy = [0.0] * shape.ranks, [0.0] * shape.ranks
     held, most = [0.0] * shape.ranks, [0.0] * shape.ranks
+    fullest = [Fullest()] * shape.ranks
+    made = [0.0] * shape.ranks
+    nothing = (0.0,) * shape.stages
+    over, waiting, left = costs.over or nothing, costs.waiting or nothing, list(costs.gradients or nothing)
+
+    def look(rank: int, kept: float, beside: float) -> None:
+        if kept + beside + made[rank] > fullest[rank].total:
+            fullest[rank] = Fullest(kept, beside, made[rank])
+
     lengths = {
         "F": costs.forward,
         "B": costs.backward,
@@ -104,12 +139,21 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
         busy[rank] += length
         clock[rank] = start + length
         ends.append(clock[rank])
+        stage = step.stage
         if step.kind == "F":
-            held[rank] += costs.saved[step.stage]
+            held[rank] += costs.saved[stage]
             most[rank] = max(most[rank], held[rank])
-        elif step.kind != "I":
-            held[rank] -= costs.saved[step.stage]
-    return Prediction(max(clock), tuple(busy), tuple(most))
+            look(rank, held[rank], 0.0)
+            continue
+        if step.kind != "W":
+            look(rank, held[rank], over[stage])
+        if step.kind == "I":
+            held[rank] += waiting[stage]
+            look(rank, held[rank], 0.0)
+        else:
+            held[rank] -= costs.saved[stage] + (waiting[stage] if step.kind == "W" else 0.0)
+            made[rank], left[stage] = made[rank] + left[stage], 0.0
+    return Prediction(max(clock), tuple(busy), tuple(most), tuple(fullest))
 
 
 @functools.lru_cache(maxsize=256)

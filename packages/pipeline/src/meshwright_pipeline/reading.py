@@ -33,6 +33,7 @@ class Run:
         saved_bytes: what autograd keeps of it alone.
         shared: what it keeps of it and of others.
         over: the most bytes that are alive while it runs backward, beyond all that it keeps itself.
+        waiting: bytes that lie between the halves of a split backward.
         entering: (number of a value, module that made it, bytes).
     """
 
@@ -42,13 +43,16 @@ class Run:
     saved_bytes: float = 0.0
     shared: Shared = frozenset()
     over: float = 0.0
+    waiting: float = 0.0
     entering: frozenset[tuple[int, str, int]] = frozenset()
 
     @staticmethod
     def of(unit: str, part: ModuleWork) -> Run:
         """The work of one module."""
         ahead = part.seconds * part.forward
-        return Run(unit, part.seconds, ahead, part.saved_bytes, part.shared, part.beside, part.entering)
+        return Run(
+            unit, part.seconds, ahead, part.saved_bytes, part.shared, part.beside, part.waiting, part.entering
+        )
 
     @property
     def kept(self) -> float:
@@ -66,6 +70,7 @@ class Run:
             self.saved_bytes + other.saved_bytes,
             shared,
             max(self.over - later, other.over),
+            self.waiting + other.waiting,
             self.entering | other.entering,
         )
 

@@ -68,6 +68,7 @@ def module_work(replay: Replay, runs: Sequence[ModuleRun] | None = None) -> tupl
     seconds = {k: option.seconds for k, option in placement.options.items()}
     ahead = {k: s / (1 + BACKWARD + placement.again.get(k, 0.0)) for k, s in seconds.items()}
     beside = {k: replay.alive[n] + replay.gradient.get(n, 0.0) for k, n in replay.place.items()}
+    waiting = {k: _waiting(problem, placement, k) for k in replay.place}
     states: dict[int, State] = {}
     found = []
     for number, run in enumerate(runs):
@@ -84,6 +85,7 @@ def module_work(replay: Replay, runs: Sequence[ModuleRun] | None = None) -> tupl
                 ),
                 frozenset(common[number].items()),
                 max(beside[k] for _, k in run.nodes),
+                sum(waiting[k] for _, k in run.nodes),
                 sum(ahead[k] for _, k in run.nodes) / whole if whole else 1 / (1 + BACKWARD),
             )
         )
@@ -91,6 +93,15 @@ def module_work(replay: Replay, runs: Sequence[ModuleRun] | None = None) -> tupl
             for ref, state in zip(tape.nodes[index].outs, placement.options[k].outs):
                 states[quotient.value(ref.i)] = state
     return tuple(found)
+
+
+def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
+    """Bytes of the gradients of the results of a node, where it computes with a parameter that is trained."""
+    tape, node = problem.tape, problem.tape.nodes[k]
+    if not any(tape.grad[r.i] and (tape.values[r.i].name or "").startswith("param:") for r in node.ins):
+        return 0.0
+    outs = zip(node.outs, placement.options[k].outs, strict=True)
+    return sum(tape.values[r.i].nbytes * problem.costs.share(s) for r, s in outs if tape.grad[r.i])
 
 
 def _kept(

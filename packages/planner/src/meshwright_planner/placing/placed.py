@@ -116,6 +116,7 @@ class Placed:
                     saved_bytes=part.saved_bytes * times,
                     shared=frozenset((key, size * times) for key, size in part.shared),
                     beside=part.beside * times,
+                    waiting=part.waiting * times,
                     entering=frozenset((i, name, size * times) for i, name, size in part.entering),
                 )
                 for part in self._work[1]

@@ -135,10 +135,10 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     if axis is not None:
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
     bucket = float(BUCKET_BYTES) if summed or (shards > 1 and point.stage == 1) else 0.0
-    if divided.beside is None:
+    if divided.peak is None:
         memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
-    else:  # the first microbatches have left gradients of everything by the time that most is kept
-        memory = at_peak(memory, (Moment(1.0, 1.0, divided.beside), placed.update))
+    else:
+        memory = at_peak(memory, (Moment(1.0, divided.peak.gradients, divided.peak.beside), placed.update))
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
         stage=point.stage if shards > 1 else 0,
