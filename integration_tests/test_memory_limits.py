@@ -90,9 +90,12 @@ def test_what_was_called_feasible_fits(rank_pool: RankPool, case: str) -> None:
 
 
 def test_what_does_not_fit_is_counted_and_refused(rank_pool: RankPool) -> None:
-    """The negative control: replicas do hold more than sharing takes, and planning for that much refuses them."""
-    shared = planned("zero", None).predicted
-    assert shared is not None
-    assert max(rank_pool.run(2, peak, planned("dp", None).to_json())) > shared.total_bytes
+    """The negative control: replicas do hold more than sharing takes; planned for that much they recompute, or are refused."""
+    free, shared = planned("dp", None), planned("zero", None).predicted
+    assert shared is not None and not free.recompute
+    limit = shared.total_bytes
+    assert max(rank_pool.run(2, peak, free.to_json())) > limit
+    tight = planned("dp", limit)
+    assert tight.recompute and max(rank_pool.run(2, peak, tight.to_json())) <= limit
     with pytest.raises(InfeasibleError):
-        planned("dp", shared.total_bytes)
+        planned("dp", limit // 2)

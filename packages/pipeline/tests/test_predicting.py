@@ -10,7 +10,7 @@ import pytest
 from pipe_models import Chain
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest
+from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Action, Schedule, Shape, timetable
 from meshwright_pipeline.division import schedule_named
 from meshwright_pipeline.predicting import WALKED, StageCosts, predict
@@ -90,9 +90,47 @@ def cost(count: int, schedule: str, degree: int = 2) -> tuple[float, float]:
 def test_what_a_way_costs() -> None:
     """Stages of 3 and 4 modules: fill and drain, and what is in flight."""
     compute, kept = cost(4, "1f1b")
-    assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * 3 / 7 / 4)
-    assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 / 7)
+    # what a stage sends it keeps too: 512 bytes, beside 64 for each module
+    first = (3 * 64 + 512) / 4 / (7 * 64)
+    assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * first)
+    assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 * first)
     assert cost(4, "interleaved")[0] < compute
+
+
+def test_each_rank_is_full_at_a_moment_of_its_own() -> None:
+    """When all of gpipe's microbatches are kept there are no gradients yet; a split backward leaves some behind."""
+    costs = StageCosts((1.0, 1.0), (2.0, 2.0), (10.0, 10.0), (), (3.0, 3.0), (5.0, 5.0), (7.0, 7.0))
+
+    def fullest(name: str) -> list[tuple[float, float, float]]:
+        found = predict(schedule_named(name), Shape(2, 2, 4), costs).fullest
+        return [(one.kept, one.over, one.gradients) for one in found]
+
+    assert fullest("gpipe") == [(40.0, 3.0, 0.0)] * 2
+    assert fullest("1f1b") == [(20.0, 3.0, 7.0), (10.0, 3.0, 7.0)]
+    split = predict(schedule_named("zero-bubble"), Shape(2, 2, 4), replace(costs, waiting=(0.0, 0.0))).fullest
+    assert all(a.total < one[0] + one[1] + one[2] for a, one in zip(split, fullest("zero-bubble")))
+
+
+def test_what_lies_between_units_is_kept_where_gradients_come_by() -> None:
+    """A mask that all layers keep is kept once on every stage; the loss is the last stage's."""
+    asked = request(microbatches=4, schedule="gpipe")
+    shared = frozenset({(99, 640.0)})
+    layers = [replace(w, shared=shared) if "layers" in w.module else w for w in asked.work]
+    loss = ModuleWork("", 2.0, 6400.0, beside=800.0)
+    plain, masked, whole = (
+        Pipeline().cost(replace(asked, work=tuple(work)), 2, LINK)
+        for work in (asked.work, layers, [*layers, loss])
+    )
+    sent = 4 * (7 * 64 + 640)
+
+    def kept(cost: StrategyCost, total: float) -> float:
+        return cost.activations * total
+
+    assert kept(masked, 7 * 64 + 640) == pytest.approx(kept(plain, 7 * 64) + 640)
+    assert kept(whole, 7 * 64 + 640 + 6400) > 6400 > kept(masked, sent)
+    assert whole.peak is not None and whole.peak.beside >= 200.0
+    # the loss weighs on the last stage alone: modules move to the first
+    assert len(whole.fields["pipeline"]["stages"][0]) > len(masked.fields["pipeline"]["stages"][0])
 
 
 def test_stages_are_the_best_that_exhaustive_search_finds() -> None:

@@ -107,7 +107,7 @@ def test_latency_is_equation_2() -> None:
         exposed={"tp": 0.0},
         searched="tp",
         compute_seconds=busiest * count,
-        stages=parts,
+        stages=[(p / 3, 2 * p / 3) for p in parts],
         exposed_seconds=0.0,
     )
     assert latency(candidate) == pytest.approx(sum(whole * p for p in parts) + (count - 1) * busiest)
