@@ -20,9 +20,14 @@ from meshwright_dtensor.commlog import communication
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel.engine import DataReduction
+from meshwright_parallel.engine import buckets as bucketing
+from meshwright_parallel.engine.buckets import Filling
 
 ROWS = 12
 SMALL = 300  # bytes: several buckets in a small model
+SINGLES = Filling(
+    2**20, single=200
+)  # every weight is summed where it lies, one of them without a gradient at times
 
 
 class Net(nn.Module):
@@ -83,7 +88,9 @@ def assert_same(found: dict[str, torch.Tensor | None], expected: dict[str, torch
             assert got.stride() == want.stride(), name
 
 
-def train(rank: int, world_size: int, axes: tuple[str, ...], bucket_bytes: int, engine: bool) -> list[Any]:
+def train(
+    rank: int, world_size: int, axes: tuple[str, ...], bucket_bytes: int | Filling, engine: bool
+) -> list[Any]:
     """Three steps with accumulation, unused and newly used parameters; the gradients after each backward."""
     model, x = build()
     if world_size > 1 and engine:
@@ -100,14 +107,14 @@ def train(rank: int, world_size: int, axes: tuple[str, ...], bucket_bytes: int, 
         else:
             model.zero_grad()
     if world_size > 1 and engine:
-        assert len(attached.buckets()) == (1 if bucket_bytes > SMALL else 4)
+        assert len(attached.buckets()) == {SMALL: 4, 2**20: 1, SINGLES: 5}[bucket_bytes]
     return seen
 
 
 @pytest.mark.parametrize(("world_size", "axes"), [(2, ("dp",)), (4, ("dp",)), (4, ("outer", "inner"))])
-@pytest.mark.parametrize("bucket_bytes", [SMALL, 2**20])
+@pytest.mark.parametrize("bucket_bytes", [SMALL, 2**20, SINGLES])
 def test_sums_equal_one_device(
-    rank_pool: RankPool, world_size: int, axes: tuple[str, ...], bucket_bytes: int
+    rank_pool: RankPool, world_size: int, axes: tuple[str, ...], bucket_bytes: int | Filling
 ) -> None:
     (expected,) = rank_pool.run(1, train, axes, bucket_bytes, True)
     for found in rank_pool.run(world_size, train, axes, bucket_bytes, True):
@@ -191,10 +198,10 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
-def broken_pass(rank: int, world_size: int, where: str) -> Any:
+def broken_pass(rank: int, world_size: int, where: str, filling: int | Filling) -> Any:
     model, x = build()
     x = rows(x, rank, world_size)
-    engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SMALL)
+    engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=filling)
     if where == "first":
         earlier = gradients(model)
     else:
@@ -215,12 +222,15 @@ def broken_pass(rank: int, world_size: int, where: str) -> Any:
     return earlier, kept, gradients(model)
 
 
+@pytest.mark.parametrize("filling", [SMALL, SINGLES])
 @pytest.mark.parametrize("where", ["first", "later", "hook"])
-def test_a_backward_that_raises_leaves_gradients_as_they_were(rank_pool: RankPool, where: str) -> None:
+def test_a_backward_that_raises_leaves_gradients_as_they_were(
+    rank_pool: RankPool, where: str, filling: int | Filling
+) -> None:
     model, x = build()
     for _ in range(1 if where == "first" else 2):
         loss(model, x).backward()
-    for earlier, kept, after in rank_pool.run(2, broken_pass, where):
+    for earlier, kept, after in rank_pool.run(2, broken_pass, where, filling):
         assert_same(kept, earlier)
         assert_same(after, gradients(model))
 
@@ -284,17 +294,65 @@ def test_freezing_and_thawing(rank_pool: RankPool) -> None:
         assert_same(found, expected)
 
 
-def used_on_one_rank(rank: int, world_size: int) -> Any:
+def used_on_one_rank(rank: int, world_size: int, filling: int | Filling) -> Any:
     model, x = build()
-    engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SMALL)
+    engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=filling)
     loss(model, rows(x, rank, world_size), use=rank == 1).backward()
     return gradients(model)["unused.weight"]
 
 
-def test_ranks_never_disagree_on_what_has_a_gradient(rank_pool: RankPool) -> None:
-    a, b = rank_pool.run(2, used_on_one_rank)
+@pytest.mark.parametrize("filling", [SMALL, SINGLES])
+def test_ranks_never_disagree_on_what_has_a_gradient(rank_pool: RankPool, filling: int | Filling) -> None:
+    a, b = rank_pool.run(2, used_on_one_rank, filling)
     assert a is not None
     assert torch.equal(a, b)
+
+
+def shared_memory(rank: int, world_size: int, trusting: bool) -> list[Any]:
+    """Gradients that autograd hands over as views of one memory: of each other's, and of one that it still needs."""
+    torch.manual_seed(5)
+    a, b, c = (nn.Parameter(torch.randn(6, 5, dtype=torch.float64)) for _ in range(3))
+    x = torch.randn(ROWS, 30, dtype=torch.float64)
+    DataReduction(
+        mesh_of(world_size, "dp"), [(n, p, ("dp",)) for n, p in (("a", a), ("b", b), ("c", c))], SINGLES
+    )
+    known = bucketing.just_accumulated
+    if trusting:
+        bucketing.just_accumulated = lambda gradient: True
+    try:
+        factor = rows(x, rank, world_size).sum(0)
+        hidden = torch.tanh(c.view(-1)) ** 2 * a.detach().view(-1)
+        ((a.view(-1) + hidden + b.view(-1)) * factor).sum().backward()
+    finally:
+        bucketing.just_accumulated = known
+    return [p.grad for p in (a, b, c)]
+
+
+def test_gradients_in_shared_memory(rank_pool: RankPool) -> None:
+    (expected,) = rank_pool.run(1, shared_memory, False)
+    for found in rank_pool.run(2, shared_memory, False):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(AssertionError):  # unless it is looked for
+        torch.testing.assert_close(rank_pool.run(2, shared_memory, True)[0], expected)
+
+
+def answers(rank: int, world_size: int) -> list[bool]:
+    """What is found of the large gradients of an ordinary model, in two passes."""
+    model, x = build()
+    engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SINGLES)
+    known, found = bucketing.just_accumulated, []
+    try:
+        bucketing.just_accumulated = lambda gradient: found.append(known(gradient)) or found[-1]
+        for _ in range(2):
+            loss(model, rows(x, rank, world_size)).backward()
+    finally:
+        bucketing.just_accumulated = known
+    return found
+
+
+def test_ordinary_gradients_are_not_copied(rank_pool: RankPool) -> None:
+    for found in rank_pool.run(2, answers):
+        assert found == [True] * 6
 
 
 def dtensors(rank: int, world_size: int) -> Any:

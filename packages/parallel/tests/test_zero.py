@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from meshwright_dtensor.errors import PlanError, UnsupportedError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
-from meshwright_parallel.engine import gathering_of, reduction_of
+from meshwright_parallel.engine import gathering_of, reduction_of, shards
 
 STAGES = (1, 2, 3)
 CASES = [
@@ -38,16 +39,30 @@ def zero_plan(stage: int, **degrees: int) -> ParallelPlan:
     return plan_of(degrees=degrees, zero={"stage": stage})
 
 
-def trained(rank: int, world_size: int, plan: ParallelPlan, dropout: float) -> Any:
+@contextlib.contextmanager
+def moved_alone(nbytes: int) -> Iterator[None]:
+    """Inside, tensors of so many bytes are gathered and summed from where they lie."""
+    known, shards.SINGLE_BYTES = shards.SINGLE_BYTES, nbytes
+    try:
+        yield
+    finally:
+        shards.SINGLE_BYTES = known
+
+
+def trained(rank: int, world_size: int, plan: ParallelPlan, dropout: float, alone: int) -> Any:
     dtype = torch.float64
     expected = loop(make(dropout, dtype), torch.nn.utils.clip_grad_norm_)
-    return expected, loop(parallelize(make(dropout, dtype), plan), clip_grad_norm_)
+    with moved_alone(alone):
+        return expected, loop(parallelize(make(dropout, dtype), plan), clip_grad_norm_)
 
 
+@pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize(("stage", "degrees"), CASES)
-def test_training_is_that_of_one_device(rank_pool: RankPool, stage: int, degrees: dict[str, int]) -> None:
+def test_training_is_that_of_one_device(
+    rank_pool: RankPool, stage: int, degrees: dict[str, int], alone: int
+) -> None:
     world_size = 2 if degrees == {"zero": 2} else 4
-    for expected, found in rank_pool.run(world_size, trained, zero_plan(stage, **degrees), 0.3):
+    for expected, found in rank_pool.run(world_size, trained, zero_plan(stage, **degrees), 0.3, alone):
         same(found, expected)
 
 
@@ -200,8 +215,13 @@ SCENARIOS: tuple[Callable[[Language], Any], ...] = (
 )  # fmt: skip
 
 
-def scenarios(rank: int, world_size: int, stage: int) -> Any:
-    model = parallelize(make(), zero_plan(stage, zero=2))
+def scenarios(rank: int, world_size: int, stage: int, alone: int) -> Any:
+    with moved_alone(alone):
+        model = parallelize(make(), zero_plan(stage, zero=2))
+        return each_scenario(model)
+
+
+def each_scenario(model: Language) -> Any:
     found = []
     for scenario in SCENARIOS:
         one = make()
@@ -217,9 +237,10 @@ def flat(tree: Any) -> list[Any]:
     return [x for item in tree for x in flat(item)] if isinstance(tree, (list, tuple)) else [tree]
 
 
+@pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize("stage", STAGES)
-def test_everything_else_is_that_of_one_device(rank_pool: RankPool, stage: int) -> None:
-    for results in rank_pool.run(2, scenarios, stage):
+def test_everything_else_is_that_of_one_device(rank_pool: RankPool, stage: int, alone: int) -> None:
+    for results in rank_pool.run(2, scenarios, stage, alone):
         for name, expected, found in results:
             for want, got in zip(flat(expected), flat(found), strict=True):
                 assert (want is None) == (got is None), name
@@ -248,7 +269,12 @@ class Stack(nn.Module):
         return self.head(x).square().mean()
 
 
-def measured(rank: int, world_size: int, stage: int) -> Any:
+def measured(rank: int, world_size: int, stage: int, alone: int) -> Any:
+    with moved_alone(alone):
+        return measured_stack(stage)
+
+
+def measured_stack(stage: int) -> Any:
     torch.manual_seed(0)
     model = parallelize(Stack(), ParallelPlan(world_size=2, degrees={"zero": 2}, zero={"stage": stage}))
     engine = gathering_of(model)
@@ -275,8 +301,21 @@ def measured(rank: int, world_size: int, stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", (2, 3))
+def test_large_parts_move_alone(rank_pool: RankPool, stage: int) -> None:
+    matrix = 12 * WIDTH * 4 // 2  # bytes of what a rank holds of it
+    for local, states, grads, total, peak, unit, counts in rank_pool.run(2, measured, stage, matrix):
+        assert local == states == grads == total / 2
+        if stage == 3:
+            assert peak <= 3 * unit  # the one that is gathered ahead counts
+        assert (
+            counts["zero", "forward", "all_gather"] == 6 * 3 + 1
+        )  # each block's two matrices, and what is left
+        assert counts["zero", "backward", "reduce_scatter"] == 6 * 3 + 1
+
+
+@pytest.mark.parametrize("stage", (2, 3))
 def test_memory_is_shared_and_bounded(rank_pool: RankPool, stage: int) -> None:
-    for local, states, grads, total, peak, unit, counts in rank_pool.run(2, measured, stage):
+    for local, states, grads, total, peak, unit, counts in rank_pool.run(2, measured, stage, 2**19):
         assert local == states == grads == total / 2
         head = 2 * (WIDTH + 1) * 4
         if stage == 3:

@@ -97,6 +97,24 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def just_accumulated(gradient: torch.Tensor) -> bool:
+    """In the hook behind accumulation: whether nobody but `.grad` sees the memory of this gradient from now on.
+
+    Autograd takes a gradient over as it is where it holds it alone, but what it holds may be a view of what others use.
+    """
+    return (
+        _storage_uses(gradient) <= _ALONE + 1
+    )  # the tensor that autograd has taken it from still stands there
+
+
+def _storage_uses(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _storage_uses(torch.empty(1))
+"""The tensor's own use, and that of the object with which the question is asked."""
+
+
 def backward_is_running() -> bool:
     """Whether this code is called from a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -5,23 +5,29 @@ the sum, a flag above zero says that SOME rank had one, so ranks can never disag
 
 Gradients of parameters that are stored in shards lie in the buffer as one row per rank of the sharing axis; a
 reduce-scatter leaves each rank the sum of its row, which is then summed over the axes of replicas.
+
+A large gradient is summed where it lies, by a collective of its own (`Single`), instead of being copied; its flag travels
+with a bucket of the same kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.commlog import record
 from meshwright_dtensor.mesh import group_over
-from meshwright_parallel._torch import local_of
-from meshwright_parallel.engine.shards import Shards
+from meshwright_parallel._torch import just_accumulated, local_of
+from meshwright_parallel.engine.shards import Shards, single_bytes
 
 Axes = tuple[str, ...]
+_Kind = TypeVar("_Kind", bound="Bucket")
 
 
 @dataclass
@@ -58,6 +64,21 @@ class Slot:
         return local_of(self.leaf).numel() if self.shards is None else self.shards.size
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of a fresh gradient of the leaf: those of the parameter where that is dense."""
+        if self.shards is not None:
+            return self.shards.strides
+        local = local_of(self.holder)
+        return local.stride() if local.is_contiguous() else torch.empty_like(local, device="meta").stride()
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether a gradient of the leaf is in memory what is summed: the parts of the ranks one after the other."""
+        if self.leaf.dtype != self.holder.dtype or isinstance(self.leaf, DTensor):
+            return False
+        return self.shards is None or self.shards.in_rows
+
+    @property
     def copied(self) -> bool:
         """Whether the gradient goes to another tensor than the one at which it arrives."""
         return self.holder is not self.leaf
@@ -77,6 +98,7 @@ class Bucket:
         shared, count: axis of the reduce-scatter and its ranks; "" and 1 where there is none.
         dtype: of the sums, which is that of the holders.
         keep: the buffer outlives the pass (whole gradients are not freed as soon as they are shared).
+        guests: by its index, where among the flags lies that of a slot that is summed alone.
     """
 
     axes: Axes
@@ -86,6 +108,7 @@ class Bucket:
     device: torch.device
     keep: bool = False
     slots: list[Slot] = field(default_factory=list)
+    guests: dict[int, int] = field(default_factory=dict)
     numel: int = 0
     arrived: set[int] = field(default_factory=set)
     rows: torch.Tensor | None = None
@@ -95,12 +118,12 @@ class Bucket:
     @property
     def complete(self) -> bool:
         """Whether every parameter has delivered its gradient on this rank."""
-        return len(self.arrived) == len(self.slots)
+        return len(self.arrived) == len(self.slots) + len(self.guests)
 
     @property
     def width(self) -> int:
-        """Elements of a row: gradients, then one flag per slot."""
-        return self.numel + len(self.slots)
+        """Elements of a row: gradients, then one flag per slot and guest."""
+        return self.numel + len(self.slots) + len(self.guests)
 
     def add(self, slot: Slot) -> None:
         """Give a slot its place."""
@@ -116,14 +139,11 @@ class Bucket:
 
     def view(self, slot: Slot) -> torch.Tensor:
         """Where the sum of a slot's gradient lies in the end, with the strides a fresh gradient would have."""
-        row = self.buffer()[0] if self.result is None else self.result
+        row = (self.buffer()[0] if self.result is None else self.result)[slot.offset :]
         if slot.shards is not None:
-            return slot.shards.in_row(row[slot.offset :])
-        local = local_of(slot.holder)
-        if local.is_contiguous():
-            return row[slot.offset : slot.offset + slot.numel].view(local.shape)
-        strides = torch.empty_like(local, device="meta").stride()  # dense, in the parameter's order of dims
-        return row.as_strided(local.shape, strides, slot.offset)
+            return slot.shards.in_row(row)
+        # dense, in the parameter's order of dims
+        return row.as_strided(local_of(slot.holder).shape, slot.strides, row.storage_offset())
 
     def put(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Take this rank's part of a gradient in."""
@@ -137,15 +157,9 @@ class Bucket:
 
     def launch(self, mesh: DeviceMesh) -> None:
         """Start the sum and return at once; what has not arrived counts as zero."""
-        rows = self.buffer()
-        flags = rows[:, self.numel :]
-        flags.fill_(1)
-        for slot in self.slots:
-            if slot.position not in self.arrived:
-                rows[:, slot.offset : slot.offset + slot.numel].zero_()
-                flags[:, slot.position] = 0
+        rows = self._filled()
         if self.shared:
-            self.result = torch.empty(self.width, dtype=self.dtype, device=self.device)
+            self.result = torch.empty(rows.shape[1], dtype=self.dtype, device=self.device)
             nbytes = rows.numel() * rows.element_size()
             record("reduce_scatter", self.shared, nbytes, "backward", function="zero", why="X->S")
             group = mesh.get_group(self.shared)
@@ -165,13 +179,17 @@ class Bucket:
 
     def finish(self) -> list[Slot]:
         """Wait for the sum; returns the slots of which any rank had a gradient."""
+        flags = self.flags()
+        return self.slots if flags is None else [slot for slot in self.slots if flags[slot.position] > 0]
+
+    def flags(self) -> list[float] | None:
+        """How many ranks had a gradient of each slot and guest; None where this rank had them all."""
         if self.work is not None:
             self.work.wait()
         if self.complete:  # reading the flags would make an accelerator's host wait
-            return self.slots
+            return None
         row = self.buffer()[0] if self.result is None else self.result
-        flags = row[self.numel :].tolist()
-        return [slot for slot in self.slots if flags[slot.position] > 0]
+        return row[self.numel :].tolist()  # type: ignore[no-any-return]
 
     def reset(self) -> None:
         """Forget the pass; a sum still in flight ends first, since its buffer goes."""
@@ -182,12 +200,65 @@ class Bucket:
         self.result, self.work = None, None
         self.arrived.clear()
 
+    def _filled(self) -> torch.Tensor:
+        """The buffer, zero where nothing has arrived, with the flags behind."""
+        rows = self.buffer()
+        flags = rows[:, self.numel :]
+        flags.fill_(1)
+        for slot in self.slots:
+            if slot.position not in self.arrived:
+                rows[:, slot.offset : slot.offset + slot.numel].zero_()
+                flags[:, slot.position] = 0
+        for place in self.guests.values():
+            if place not in self.arrived:
+                flags[:, place] = 0
+        return rows
+
     def _sum(self, row: torch.Tensor, mesh: DeviceMesh) -> dist.Work | None:
         if not self.axes:
             return None
         nbytes = row.numel() * row.element_size()
         record("all_reduce", "+".join(self.axes), nbytes, "backward", function="data", why="X->I")
         return dist.all_reduce(row, group=group_over(mesh, self.axes), async_op=True)
+
+
+@dataclass
+class Single(Bucket):
+    """One large gradient, summed where autograd has left it; copied only where someone else sees that memory too.
+
+    Attributes:
+        host: the bucket with which its flag travels.
+    """
+
+    host: Bucket | None = None
+
+    def put(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """See Bucket."""
+        assert self.host is not None
+        count = gradient.numel()
+        if gradient.stride() == slot.strides and just_accumulated(gradient):
+            flat = gradient.as_strided((count,), (1,), gradient.storage_offset())
+        else:
+            flat = torch.empty(count, dtype=self.dtype, device=self.device)
+            flat.as_strided(gradient.shape, slot.strides).copy_(gradient)
+        self.rows = flat.view(self.count, -1)
+        self.arrived.add(0)
+        self.host.arrived.add(self.host.guests[slot.index])
+
+    def finish(self) -> list[Slot]:
+        """See Bucket."""
+        if self.work is not None:
+            self.work.wait()
+        if self.arrived:
+            return self.slots
+        assert self.host is not None
+        flags = self.host.flags()
+        return self.slots if flags is None or flags[self.host.guests[self.slots[0].index]] > 0 else []
+
+    def _filled(self) -> torch.Tensor:
+        if self.rows is None:
+            self.rows = torch.zeros(self.count, self.numel, dtype=self.dtype, device=self.device)
+        return self.rows
 
 
 @dataclass(frozen=True)
@@ -197,10 +268,17 @@ class Filling:
     Attributes:
         nbytes: bytes of gradients at which a bucket is launched, where they are not shared: those have one per unit.
         keep: see Bucket.
+        single: bytes from which a gradient is summed alone; None: see `single_bytes`.
     """
 
     nbytes: int
     keep: bool = False
+    single: int | None = None
+
+    def alone(self, slot: Slot) -> bool:
+        """Whether a slot has a collective of its own."""
+        least = single_bytes(slot.holder.device) if self.single is None else self.single
+        return slot.in_rows and slot.numel * slot.holder.dtype.itemsize >= least
 
 
 def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
@@ -214,23 +292,41 @@ def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
         left[_key(slot)] = left.get(_key(slot), 0) + 1
     closed: list[Bucket] = []
     opened: dict[tuple[object, ...], Bucket] = {}
+    singles: dict[tuple[object, ...], list[Single]] = {}
     for slot in slots:
         key = _key(slot)
-        bucket = opened.get(key)
-        if bucket is None:
-            count = 1 if slot.shards is None else slot.shards.count
-            holder = slot.holder
-            bucket = Bucket(slot.axes, slot.shared, count, holder.dtype, holder.device, filling.keep)
-            opened[key] = bucket
-        bucket.add(slot)
         left[key] -= 1
+        if filling.alone(slot):
+            single = _bucket(Single, slot, filling)
+            single.add(slot)
+            closed.append(single)
+            singles.setdefault(key, []).append(single)
+        else:
+            if key not in opened:
+                opened[key] = _bucket(Bucket, slot, filling)
+            opened[key].add(slot)
+        bucket = opened.get(key)
+        if not left[key] and key in singles:  # the last one takes the flags of all that go alone
+            bucket = bucket or _bucket(Bucket, slot, filling)
+            for single in singles[key]:
+                single.host = bucket
+                bucket.guests[single.slots[0].index] = len(bucket.slots) + len(bucket.guests)
+        if bucket is None:
+            continue
         full = not bucket.shared and bucket.numel * bucket.dtype.itemsize >= filling.nbytes
         if full or not left[key]:
-            closed.append(opened.pop(key))
+            closed.append(bucket)
+            opened.pop(key, None)
     for number, bucket in enumerate(closed):
         for slot in bucket.slots:
             slot.bucket = number
     return closed
+
+
+def _bucket(kind: type[_Kind], slot: Slot, filling: Filling) -> _Kind:
+    """An empty one for a slot and its like."""
+    count = 1 if slot.shards is None else slot.shards.count
+    return kind(slot.axes, slot.shared, count, slot.holder.dtype, slot.holder.device, filling.keep)
 
 
 def _key(slot: Slot) -> tuple[object, ...]:

@@ -5,6 +5,9 @@ it. Gathering takes one collective: the stored parts are cast into a row, rows a
 
     stored parts --cast--> row [width] --all-gather--> rows [n, width] --copy--> buffer, of which the leaves are views
 
+A large part that needs no cast, and lies in the whole as it is stored, is gathered straight into the buffer by a
+collective of its own.
+
 A buffer that is given up is dropped, never resized: whoever still holds a view of it reads what was there.
 """
 
@@ -24,7 +27,7 @@ from meshwright_dtensor.copies import ComputeCopy
 from meshwright_dtensor.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_parallel._torch import copy_all, count_write, local_of, storage_key, versions
-from meshwright_parallel.engine.shards import Shards
+from meshwright_parallel.engine.shards import Shards, single_bytes
 
 if TYPE_CHECKING:
     from meshwright_parallel.engine.gathering import Gathering
@@ -47,9 +50,10 @@ class Copy(ComputeCopy):
         shards: how.
         unit: the unit that it is gathered with.
         offset: its first element in the buffer of the unit.
+        direct: it is gathered alone, without copies.
     """
 
-    __slots__ = ("_leaf", "_nothing", "axis", "offset", "parameter", "seen", "shards", "unit")
+    __slots__ = ("_leaf", "_nothing", "axis", "direct", "offset", "parameter", "seen", "shards", "unit")
 
     unit: Unit
 
@@ -58,11 +62,16 @@ class Copy(ComputeCopy):
         self.parameter, self.axis, self.shards = parameter, axis, shards
         self.offset = 0
         self.seen: int | None = None  # what versions() said when it was last gathered
+        stored = local_of(parameter)
+        self.direct = (
+            shards is not None
+            and shards.in_rows
+            and stored.dtype == layout.dtype
+            and stored.numel() * stored.element_size() >= single_bytes(stored.device)
+        )
         shape = layout.local_shape
         # outside of forward and backward: no memory, the right shape, and nothing that could pass for a value
-        self._nothing = (
-            local_of(parameter).new_full((1,), math.nan, dtype=layout.dtype).detach().expand(shape)
-        )
+        self._nothing = stored.new_full((1,), math.nan, dtype=layout.dtype).detach().expand(shape)
         self._leaf = torch.empty(0, dtype=layout.dtype, device=self._nothing.device)
         self._leaf.data = self._nothing
         self._leaf.requires_grad_(parameter.requires_grad)
@@ -146,14 +155,14 @@ class Unit:
             copy.unit, copy.offset = self, self.numel
             self.numel += math.prod(copy.layout.local_shape)
             self._rows.append(self.width)
-            self.width += 0 if copy.shards is None else copy.shards.size
+            self.width += 0 if copy.shards is None or copy.direct else copy.shards.size
         first = self.copies[0]
         self.dtype, self.device = first.layout.dtype, first.leaf().device
         shared = [copy for copy in self.copies if copy.shards is not None]
         self.axis = shared[0].axis if shared else ""
         self.count = shared[0].shards.count if shared and shared[0].shards else 1
         self._gathered: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._works: list[dist.Work] = []
         self._changed: list[Copy] = []
 
     @property
@@ -170,35 +179,60 @@ class Unit:
         """Start gathering."""
         with torch.inference_mode(False), torch.no_grad():
             self._note_changes()
-            if self.axis:
+            for copy in self.copies:
+                if copy.direct:
+                    self._allocate()
+                    whole = copy.leaf().data
+                    self._gather(_flat(whole, copy.strides), _flat(local_of(copy.parameter), copy.strides))
+            if self.width:
                 row = torch.empty(self.width, dtype=self.dtype, device=self.device)
                 pairs = [
                     (copy.shards.in_row(row[start:]), local_of(copy.parameter))
                     for copy, start in zip(self.copies, self._rows, strict=True)
-                    if copy.shards is not None
+                    if copy.shards is not None and not copy.direct
                 ]
                 copy_all(pairs)
-                rows = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
-                nbytes = rows.numel() * rows.element_size()
-                record("all_gather", self.axis, nbytes, self.engine.phase, self.name, "zero", "S->X")
-                group = self.engine.mesh.get_group(self.axis)
-                self._work = dist.all_gather_single(rows.view(-1), row, group=group, async_op=True)
-                self._gathered = rows
+                self._gathered = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
+                self._gather(self._gathered.view(-1), row)
+            count_write([copy.leaf() for copy in self._changed if copy.direct])
         self.state = State.FLYING
+
+    def _gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
+        record(
+            "all_gather",
+            self.axis,
+            rows.numel() * rows.element_size(),
+            self.engine.phase,
+            self.name,
+            "zero",
+            "S->X",
+        )
+        group = self.engine.mesh.get_group(self.axis)
+        self._works.append(dist.all_gather_single(rows, row, group=group, async_op=True))
+
+    def _allocate(self) -> None:
+        if self.buffer is None:
+            self.buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            for copy in self.copies:
+                copy.show(self.buffer)
+            self.engine.storages[storage_key(self.buffer)] = self
+
+    def _wait(self) -> torch.Tensor | None:
+        """End what was launched; the rows that were gathered."""
+        for work in self._works:
+            work.wait()
+        rows, self._gathered, self._works = self._gathered, None, []
+        return rows
 
     def finish(self) -> None:
         """Wait for what was launched and lay it out."""
-        if self._work is not None:
-            self._work.wait()
-        rows, self._gathered, self._work = self._gathered, None, None
+        rows = self._wait()
         with torch.inference_mode(False), torch.no_grad():
-            if self.buffer is None:
-                self.buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-                for copy in self.copies:
-                    copy.show(self.buffer)
-                self.engine.storages[storage_key(self.buffer)] = self
+            self._allocate()
             pairs = []
             for copy, start in zip(self.copies, self._rows, strict=True):
+                if copy.direct:
+                    continue
                 whole = copy.leaf().data  # whose version count is its own: only real changes count
                 if copy.shards is None:
                     pairs.append((whole, local_of(copy.parameter)))
@@ -207,14 +241,12 @@ class Unit:
                     part = rows[:, start : start + copy.shards.size]
                     pairs += [(out, value) for value, out in copy.shards.pairs(part, whole)]
             copy_all(pairs)
-            count_write([copy.leaf() for copy in self._changed])
+            count_write([copy.leaf() for copy in self._changed if not copy.direct])
         self.state = State.READY
 
     def drop(self, keep_memory: bool = False) -> None:
         """Give up what is gathered. `keep_memory`: only its values count as stale."""
-        if self._work is not None:
-            self._work.wait()
-        self._gathered, self._work = None, None
+        self._wait()
         if not keep_memory and self.buffer is not None:
             for copy in self.copies:
                 copy.show(None)
@@ -239,3 +271,9 @@ class Unit:
         self.version += bool(self._changed)
         for copy, version in zip(self.copies, now, strict=True):
             copy.seen = version
+
+
+def _flat(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The elements of `value` in the order in which `strides` have their dims in memory; no copy where they lie so."""
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    return value.permute(order).reshape(-1)

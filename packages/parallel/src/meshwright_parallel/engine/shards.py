@@ -14,6 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_dtensor.boxes import dense_strides, dim_order_of
+from meshwright_parallel.strategies.data import BUCKET_BYTES
+
+SINGLE_BYTES = 2**19
+"""From here on, on a CPU, a collective of its own costs less than copying a tensor next to others."""
+
+
+def single_bytes(device: torch.device) -> int:
+    """Size of the tensors that are moved alone, from where they lie: on accelerators copies are cheap."""
+    return SINGLE_BYTES if device.type == "cpu" else BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,11 @@ class Shards:
     def even(self) -> bool:
         """Whether all shards are equal."""
         return self.chunk * self.count == self.shape[self.dim]
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether the whole is in memory the shards of the ranks, one after the other."""
+        return self.even and self.order[0] == self.dim
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard of the rank at this place."""
