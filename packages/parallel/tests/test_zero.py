@@ -24,6 +24,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.engine import gathering_of, reduction_of, shards
+from meshwright_parallel.engine.buckets import Single
 
 STAGES = (1, 2, 3)
 CASES = [
@@ -296,11 +297,14 @@ def measured_stack(stage: int) -> Any:
         states = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
         grads = sum(p.grad.to_local().numel() for p in parameters)
     unit = engine.units[0].nbytes
+    reduction = reduction_of(model)
+    assert reduction is not None
+    assert not any(isinstance(b, Single) and b.rows is not None for b in reduction._buckets)
     log.events = [event for event in log.events if event.function == "zero"]
     return local, states, grads, sum(p.numel() for p in parameters), max(peak), unit, log.counts()
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", STAGES)
 def test_large_parts_move_alone(rank_pool: RankPool, stage: int) -> None:
     matrix = 12 * WIDTH * 4 // 2  # bytes of what a rank holds of it
     for local, states, grads, total, peak, unit, counts in rank_pool.run(2, measured, stage, matrix):

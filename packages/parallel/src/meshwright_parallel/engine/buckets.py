@@ -13,7 +13,7 @@ with a bucket of the same kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -297,7 +297,7 @@ def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
         key = _key(slot)
         left[key] -= 1
         if filling.alone(slot):
-            single = _bucket(Single, slot, filling)
+            single = _bucket(Single, slot, replace(filling, keep=False))
             single.add(slot)
             closed.append(single)
             singles.setdefault(key, []).append(single)
