@@ -147,6 +147,8 @@ class SearchRequest:
         microbatches: how often a step runs the model, forward and backward, before gradients are handed over.
         resident_bytes: bytes of parameters, gradients and optimizer states that a rank would hold of the whole model; for
             strategies that divide one, to tell which rank holds most.
+        call_seconds: what one operation costs the host and compute does not hide; 0 where the host runs ahead of the device.
+        byte_seconds: what moving one byte between memory and cores takes.
     """
 
     world_size: int
@@ -172,6 +174,8 @@ class SearchRequest:
     work: tuple[ModuleWork, ...] = ()
     microbatches: int = 1
     resident_bytes: int = 0
+    call_seconds: float = 0.0
+    byte_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

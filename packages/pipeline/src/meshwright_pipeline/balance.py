@@ -28,6 +28,10 @@ from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, pred
 from meshwright_pipeline.reading import Read, Run, read
 from meshwright_pipeline.units import find_units
 
+ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
+"""What the runtime costs the host, in operations: of each forward, of each unit in it, and of each parameter whose gradient a
+split backward puts off (measured; thread time of actions less that of the same modules run plainly)."""
+
 PER_STAGE = 4
 """Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
 
@@ -147,6 +151,8 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     total = sum(known.sizes.values()) or 1
     shares = [sum(known.sizes[name] for name in names) / total for names in held]
     costs = _stage_costs(loads, shares, messages, link, request, shape)
+    sizes = [(len(stage), len(names), part * total) for stage, names, part in zip(stages, held, shares)]
+    costs = _with_host(costs, sizes, request, shape)
     spoken, silent = _predicted(schedule, shape, costs), _predicted(schedule, shape, costs.silent())
     fullest = max(
         _ranks(spoken, [schedule.own(rank, shape) for rank in range(degree)], held, known, messages),
@@ -238,6 +244,26 @@ def _passing(messages: Sequence[CollectiveUse], own: Sequence[int]) -> float:
     """Bytes of messages that a rank has beside what its stages keep: one that comes, one that goes, and one ahead."""
     sizes = [0, *(use.nbytes for use in messages if use.phase == "forward"), 0]
     return max(sizes[i] + sizes[i + 1] + max(sizes[i], sizes[i + 1]) for i in own)
+
+
+def _with_host(
+    costs: StageCosts, held: Sequence[tuple[int, int, float]], request: SearchRequest, shape: Shape
+) -> StageCosts:
+    """The same with what the host does; `held`: units, parameters and bytes of parameters of each stage.
+
+    Gradients of a microbatch are added to those before: two reads and a write.
+    """
+    call = request.call_seconds
+    added = 3 * request.byte_seconds if shape.microbatches > 1 else 0.0
+    return replace(
+        costs,
+        forward=tuple(
+            s + call * (ACTION_CALLS + UNIT_CALLS * units)
+            for s, (units, _, _) in zip(costs.forward, held, strict=True)
+        ),
+        backward=tuple(s + added * nbytes for s, (_, _, nbytes) in zip(costs.backward, held, strict=True)),
+        halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights, _ in held),
+    )
 
 
 def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,22 @@ Calls = Callable[..., Any]
 Handler = Callable[[Key, Calls, tuple[Any, ...], dict[str, Any]], Any]
 
 
+def _signature(forward: Calls) -> inspect.Signature | None:
+    try:  # methods belong to classes, which live as long as the process; anything else is not kept
+        if inspect.ismethod(forward):
+            return _without_self(forward.__func__)
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_self(function: Calls) -> inspect.Signature:
+    """Kept, since every microbatch asks for the same."""
+    found = inspect.signature(function)
+    return found.replace(parameters=list(found.parameters.values())[1:])
+
+
 @contextlib.contextmanager
 def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Iterator[None]:
     """Inside, a call of a unit runs `handler((unit, call), its own forward, args, kwargs)` in the place of its forward.
@@ -35,8 +52,9 @@ def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Ite
             counts[unit] += 1
             return handler(key, forward, args, kwargs)
 
-        with contextlib.suppress(TypeError, ValueError):  # models look at the parameters of forward
-            run.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        found = _signature(forward)
+        if found is not None:  # models look at the parameters of forward
+            run.__signature__ = found  # type: ignore[attr-defined]
         return run
 
     for unit in units:

@@ -22,6 +22,7 @@ class StageCosts:
         over: the most bytes that are alive while it runs backward, beyond what was kept of it; () for none.
         waiting: bytes that the first half of a split backward leaves for the second; () for none.
         gradients: bytes of the gradients of its parameters, there from the end of its first backward on; () for none.
+        halving: seconds that each half of a split backward takes longer than half of a whole one; () for none.
     """
 
     forward: tuple[float, ...]
@@ -31,6 +32,7 @@ class StageCosts:
     over: tuple[float, ...] = ()
     waiting: tuple[float, ...] = ()
     gradients: tuple[float, ...] = ()
+    halving: tuple[float, ...] = ()
 
     def silent(self) -> StageCosts:
         """The same without messages."""
@@ -124,12 +126,9 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
         if kept + beside + made[rank] > fullest[rank].total:
             fullest[rank] = Fullest(kept, beside, made[rank])
 
-    lengths = {
-        "F": costs.forward,
-        "B": costs.backward,
-        "I": tuple(b / 2 for b in costs.backward),
-        "W": tuple(b / 2 for b in costs.backward),
-    }
+    more = costs.halving or (0.0,) * shape.stages
+    half = tuple(b / 2 + longer for b, longer in zip(costs.backward, more, strict=True))
+    lengths = {"F": costs.forward, "B": costs.backward, "I": half, "W": half}
     sending = costs.sending or (0.0,) * shape.stages
     for step in _steps(schedule, shape):
         rank, start = step.rank, clock[step.rank]

@@ -35,9 +35,9 @@ def crowding() -> tuple[float, float]:
     return together, solo
 
 
-def _step() -> Callable[[], object]:
+def _step(rows: int = 256) -> Callable[[], object]:
     """Products and what streams, in the proportion of a small transformer."""
-    x = torch.randn(256, 128, device=device(), requires_grad=True)
+    x = torch.randn(rows, 128, device=device(), requires_grad=True)
     up, down = (torch.randn(*s, device=device(), requires_grad=True) for s in ((512, 128), (128, 512)))
 
     def step() -> object:
@@ -61,56 +61,78 @@ def _fastest(step: Callable[[], object], count: int, typical: bool = False) -> f
 
 
 def dispatch(mesh_size: int) -> float:
-    """Seconds that an operation on global tensors takes longer than on plain ones, forward."""
+    """Seconds that an operation on global tensors takes longer than on plain ones, forward; over those of a small block."""
     mesh = init_device_mesh(device().type, (mesh_size,), mesh_dim_names=("tp",))
-    plain, other = (torch.randn(8, 8, device=device()) for _ in range(2))
-    laid = distribute(plain, mesh, ["I"])
+    plain = torch.randn(8, 16, 32, device=device())
+    up, down = (torch.randn(32, 32, device=device()) for _ in range(2))
+    laid = [distribute(x, mesh, ["I"]) for x in (plain, up, down)]
 
-    def chain(x: Tensor) -> Callable[[], object]:
+    def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """As a layer does it: a norm, a product, heads and back, an activation, a product, a residual."""
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        heads = F.linear(y, up).view(8, 16, 4, 8).transpose(1, 2)
+        y = heads.transpose(1, 2).reshape(8, 16, 32)
+        return x + F.linear(F.silu(y), down)
+
+    calls, repeats = 13, 10
+
+    def chain(*given: Tensor) -> Callable[[], object]:
         def run() -> object:
-            out = x
-            for _ in range(50):
-                out = out * other
-            return out
+            x = given[0]
+            for _ in range(repeats):
+                x = block(x, *given[1:])
+            return x
 
         return run
 
-    chain(laid)()
-    mine, bare = (min(_timed(chain(x)) for _ in range(20)) for x in (laid, plain))
-    return max(0.0, (mine - bare) / 50)
+    every = [chain(*laid), chain(plain, up, down)]
+    for run in every:
+        run()
+    mine, bare = (sorted(_timed(run) for _ in range(20))[10] for run in every)
+    return max(0.0, (mine - bare) / (calls * repeats))
 
 
 def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iterator[MeasuredCollective]:
     """Every kind over every group size that divides `ranks`, all groups of that size at once.
 
-    `budget`: seconds for each size of each.
+    Where ranks compute on cores that communication takes too, a collective in the midst of compute takes several times as
+    long as one after the other: threads wait for their turn, and ranks for each other. There each stands behind a little
+    compute, and counts with what it adds. `budget`: seconds for each size of each.
     """
+    beside = _step(64) if device().type == "cpu" else None
     for degree in (d for d in range(2, ranks + 1) if ranks % d == 0):
         groups = [dist.new_group(list(range(low, low + degree))) for low in range(0, ranks, degree)]
         group = groups[dist.get_rank() // degree]
         assert group is not None
         for kind in KINDS:
-            points = []
+            points, ways = [], 2.0 if kind == "send_recv" else 1.0  # there and back
             for nbytes in sizes:
-                points.append((float(nbytes), _collective(kind, nbytes, degree, group, budget)))
+                points.append(
+                    (float(nbytes), _collective(_call(kind, nbytes, degree, group), budget, beside) / ways)
+                )
             rising = [points[0]]
             for size, seconds in points[1:]:
                 rising.append((size, max(seconds, rising[-1][1])))
             yield MeasuredCollective(kind, degree, tuple(rising), ranks)
 
 
-def _collective(kind: str, nbytes: int, degree: int, group: Any, budget: float) -> float:
-    run = _call(kind, nbytes, degree, group)
+def _collective(run: Callable[[], None], budget: float, beside: Callable[[], object] | None) -> float:
+    """Seconds that `run` takes, or adds to what it stands behind: the mean over ranks of their medians."""
     run()
     dist.barrier()
     count = max(3, min(100, int(budget / max(_agreed(_timed(run)), 1e-6))))
-    times = []
-    for _ in range(count):
+    alone = _agreed(sorted(_timed(run) for _ in range(count))[count // 2])
+    if beside is None:
+        return alone
+    bare = []
+    both = []
+    for _ in range(max(10, count // 4)):
+        bare.append(_timed(beside))
         start = time.perf_counter()
+        beside()
         run()
-        sync()
-        times.append(time.perf_counter() - start)
-    return _agreed(sorted(times)[count // 2]) / (2.0 if kind == "send_recv" else 1.0)  # there and back
+        both.append(time.perf_counter() - start)
+    return max(alone, _agreed(sorted(both)[len(both) // 2] - sorted(bare)[len(bare) // 2]))
 
 
 def _call(kind: str, nbytes: int, degree: int, group: Any) -> Callable[[], None]:
