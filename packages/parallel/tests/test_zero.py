@@ -255,6 +255,53 @@ def test_everything_else_is_that_of_one_device(rank_pool: RankPool, stage: int, 
                     )
 
 
+class Clamped(nn.Module):
+    """Its forward writes to a parameter, after another of the same block was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(0.0) for _ in range(3))
+        self.data = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            h = block.norm(x)
+            if self.data:
+                block.up.weight.data.clamp_(-0.2, 0.2)
+            else:
+                with torch.no_grad():
+                    block.up.weight.mul_(0.9)
+            x = x + block.down(F.gelu(block.up(h)))
+        return x.square().mean()
+
+
+def clamped(rank: int, world_size: int, stage: int, alone: int) -> Any:
+    losses = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model: Any = Clamped().double()
+        with moved_alone(alone):
+            model = parallelize(model, zero_plan(stage, zero=2)) if parallel else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(4):
+            model.data = step % 2 == 0
+            loss = model(torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH))
+            loss.backward()
+            losses.append((full(loss.detach()), gradients(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("alone", [1, 2**19])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_that_writes_to_its_parameters(rank_pool: RankPool, stage: int, alone: int) -> None:
+    for results in rank_pool.run(2, clamped, stage, alone):
+        for (want, expected), (got, found) in zip(results[:4], results[4:], strict=True):
+            torch.testing.assert_close(got, want)
+            torch.testing.assert_close(found, expected)
+
+
 # ---------------------------------------------------------------------------- memory, communication, errors
 class Stack(nn.Module):
     """Six equal blocks and a head."""

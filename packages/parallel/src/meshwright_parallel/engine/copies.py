@@ -14,6 +14,7 @@ A buffer that is given up is dropped, never resized: whoever still holds a view 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -51,16 +52,28 @@ class Copy(ComputeCopy):
         unit: the unit that it is gathered with.
         offset: its first element in the buffer of the unit.
         direct: it is gathered alone, without copies.
+        version: how often its value has changed, as far as torch counts that.
     """
 
-    __slots__ = ("_leaf", "_nothing", "axis", "direct", "offset", "parameter", "seen", "shards", "unit")
+    __slots__ = (
+        "_leaf",
+        "_nothing",
+        "axis",
+        "direct",
+        "offset",
+        "parameter",
+        "seen",
+        "shards",
+        "unit",
+        "version",
+    )
 
     unit: Unit
 
     def __init__(self, parameter: MeshParameter, layout: Layout, axis: str, shards: Shards | None) -> None:
         super().__init__(layout)
         self.parameter, self.axis, self.shards = parameter, axis, shards
-        self.offset = 0
+        self.offset = self.version = 0
         self.seen: int | None = None  # what versions() said when it was last gathered
         stored = local_of(parameter)
         self.direct = (
@@ -82,6 +95,16 @@ class Copy(ComputeCopy):
         return self.unit.engine.depth > 0
 
     @property
+    def now(self) -> int:
+        """A number that grows whenever the parameter is written to, as far as torch counts writes."""
+        return versions([self.parameter])[0] + self.touched
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the parameter has been written to since it was last gathered."""
+        return self.seen != self.now
+
+    @property
     def strides(self) -> tuple[int, ...]:
         """Strides of the copy, whose dims lie in memory as those of the stored part."""
         if self.shards is not None:
@@ -93,7 +116,9 @@ class Copy(ComputeCopy):
         """See ComputeCopy."""
         unit = self.unit
         engine = unit.engine
-        if unit.state is not State.READY or (not engine.depth and engine.changed(unit)):
+        if unit.state is not State.READY:
+            engine.need(unit)
+        if self.outdated if engine.depth else engine.changed(unit):  # a forward may write to its parameters
             engine.need(unit)
         # a leaf is saved by autograd as itself, and would lose its memory where no hook sees that
         return self._leaf if engine.leaves_are_safe else self._leaf.view_as(self._leaf)
@@ -137,7 +162,6 @@ class Unit:
         index: its place among the units of the engine.
         name: of the module, for messages.
         outside: holds what lies outside of blocks.
-        version: how often its values have changed, as far as torch counts that.
         fired: copies whose gradient of this pass has arrived.
     """
 
@@ -147,7 +171,7 @@ class Unit:
         self.engine, self.index, self.name, self.outside = engine, index, name, outside
         self.copies = tuple(copies)
         self.state = State.STALE
-        self.version = self.fired = 0
+        self.fired = 0
         self.buffer: torch.Tensor | None = None
         self.width = self.numel = 0
         self._rows: list[int] = []  # where each copy's part begins in a row
@@ -257,20 +281,20 @@ class Unit:
 
     def changed(self) -> bool:
         """Whether a parameter has been written to since it was last gathered, as far as torch counts writes."""
-        return any(copy.seen != now for copy, now in zip(self.copies, self._versions(), strict=True))
+        return any(copy.outdated for copy in self.copies)
 
-    def _versions(self) -> list[int]:
-        counted = versions([copy.parameter for copy in self.copies])
-        return [number + copy.touched for number, copy in zip(counted, self.copies, strict=True)]
+    def copy_at(self, offset: int) -> Copy:
+        """The copy that holds this element of the buffer."""
+        return self.copies[bisect_right(self.copies, offset, key=lambda copy: copy.offset) - 1]
 
     def _note_changes(self) -> None:
-        now = self._versions()
-        self._changed = [
-            copy for copy, version in zip(self.copies, now, strict=True) if copy.seen not in (None, version)
-        ]
-        self.version += bool(self._changed)
-        for copy, version in zip(self.copies, now, strict=True):
-            copy.seen = version
+        self._changed = []
+        for copy in self.copies:
+            now = copy.now
+            if copy.seen not in (None, now):
+                self._changed.append(copy)
+                copy.version += 1
+            copy.seen = now
 
 
 def _flat(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -14,15 +14,15 @@ import torch
 from meshwright_parallel._torch import storage_key
 
 if TYPE_CHECKING:
-    from meshwright_parallel.engine.copies import Unit
+    from meshwright_parallel.engine.copies import Copy
     from meshwright_parallel.engine.gathering import Gathering
 
 
 @dataclass(slots=True)
 class SavedView:
-    """A view into the buffer of a unit, without the memory."""
+    """A view of a compute copy in the buffer of its unit, without the memory."""
 
-    unit: Unit
+    copy: Copy
     version: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -43,7 +43,9 @@ class SavedTensors:
         unit = self.engine.storages.get(storage_key(tensor))
         if unit is None or tensor.dtype != unit.dtype:
             return tensor, tensor._version  # torch checks versions only where there are no hooks
-        return SavedView(unit, unit.version, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        offset = int(tensor.storage_offset())
+        copy = unit.copy_at(offset)
+        return SavedView(copy, copy.version, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """What was saved."""
@@ -55,9 +57,9 @@ class SavedTensors:
                     f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
                 )
             return tensor  # type: ignore[no-any-return]
-        unit = kept.unit
+        unit = kept.copy.unit
         self.engine.backward_reaches(unit)
-        if unit.version != kept.version:
+        if kept.copy.version != kept.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a parameter of {unit.name or 'the model'!r} was changed between forward and backward"
