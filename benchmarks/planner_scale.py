@@ -4,11 +4,15 @@ Each case is planned in a process of its own; the time is the CPU time of `plan`
 
     python benchmarks/planner_scale.py                 # all of them
     python benchmarks/planner_scale.py llama-8b-64     # one
+    python benchmarks/planner_scale.py --growth        # 8B on 8 to 16,384 ranks: how the time grows with them
+
+Exit code 4 where a goal is missed; for the growth, where the time grows faster than ranks x log(ranks).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -70,11 +74,23 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], int, int, float]] = {
 MEMORY = 4 * 2**30
 
 
+GROWTH = (8, 64, 512, 4096, 16384)
+"""Ranks for which the growth is measured; the batch has four rows for each."""
+
+
+def case(name: str) -> tuple[Callable[[], torch.nn.Module], int, int, float]:
+    """One of CASES, or "growth-N": 8B on N ranks."""
+    if name.startswith("growth-"):
+        ranks = int(name.removeprefix("growth-"))
+        return llama_8b, ranks, 4 * ranks, math.inf
+    return CASES[name]
+
+
 def measure(name: str) -> dict[str, Any]:
     """Plan one case in this process."""
     import meshwright_planner
 
-    make, ranks, rows, goal = CASES[name]
+    make, ranks, rows, goal = case(name)
     with torch.device("meta"):
         model = make()
     ids = torch.empty(rows, TOKENS, dtype=torch.long, device="meta")
@@ -99,20 +115,41 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def apart(name: str) -> dict[str, Any] | None:
+    """Measure one case in a process of its own; None where that failed."""
+    command = [sys.executable, __file__, "--here", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{name}: {done.stderr[-400:]}", flush=True)
+        return None
+    print(done.stdout.splitlines()[-1], flush=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def growth() -> bool:
+    """Print the seconds for more and more ranks; whether they grow no faster than ranks x log(ranks)."""
+    found = [(ranks, apart(f"growth-{ranks}")) for ranks in GROWTH]
+    seconds = [(ranks, result["cpu_seconds"]) for ranks, result in found if result is not None]
+    pairs = zip(seconds, seconds[1:], strict=False)
+    slopes = [math.log(b / a) / math.log(n * math.log(n) / (m * math.log(m))) for (m, a), (n, b) in pairs]
+    print(
+        f"seconds grow with (ranks x log ranks) to the power of {max(slopes):.2f} at most, from {seconds[0][1]} s on "
+        f"{seconds[0][0]} ranks to {seconds[-1][1]} s on {seconds[-1][0]}"
+    )
+    return len(seconds) == len(GROWTH) and max(slopes) <= 1
+
+
+def main() -> int:
     """Measure the named cases, each in a process of its own."""
     if len(sys.argv) == 3 and sys.argv[1] == "--here":
         print(json.dumps(measure(sys.argv[2])))
-        return
-    for name in sys.argv[1:] or CASES:
-        done = subprocess.run(
-            [sys.executable, __file__, "--here", name], capture_output=True, text=True, check=False
-        )
-        print(
-            done.stdout.splitlines()[-1] if done.returncode == 0 else f"{name}: {done.stderr[-400:]}",
-            flush=True,
-        )
+        return 0
+    if sys.argv[1:] == ["--growth"]:
+        return 0 if growth() else 4
+    results = [apart(name) for name in sys.argv[1:] or CASES]
+    return 0 if all(result is not None and result["met"] for result in results) else 4
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,6 +23,15 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {}),
+    "opt": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "neox": ("gpt_neox", {}),
+    "falcon": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "alibi": False}),
+    "phi3": ("phi3", {"num_key_value_heads": 4, "pad_token_id": 0}),
+}
+"""Family and what differs from the common sizes."""
+
 
 def build(name: str) -> torch.nn.Module:
     """A small model of a family, with weights from a fixed seed."""
@@ -51,6 +60,12 @@ def build(name: str) -> torch.nn.Module:
         )
     elif name == "mixtral":
         model = tf.MixtralForCausalLM(tf.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+    elif name in OTHERS:
+        family, changes = OTHERS[name]
+        sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+        config = tf.AutoConfig.for_model(family, **{**sizes, **changes})
+        masked = family == "bert"
+        model = (tf.AutoModelForMaskedLM if masked else tf.AutoModelForCausalLM).from_config(config)
     else:
         raise ValueError(name)
     model.config.use_cache = False
@@ -95,7 +110,7 @@ def step(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> tupl
     return float(expected), float(loss.full_tensor()), worst, dict(planned), dict(executed)
 
 
-@pytest.mark.parametrize("name", ["llama", "one-kv-head", "gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "one-kv-head", "gpt2", "t5", "mixtral", *OTHERS])
 def test_what_is_planned_is_executed(rank_pool: RankPool, name: str) -> None:
     expected, loss, worst, planned, executed = rank_pool.run(2, step, name, {"tp": 2})[0]
     assert loss == pytest.approx(expected, rel=1e-6)

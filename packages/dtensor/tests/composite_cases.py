@@ -87,6 +87,11 @@ CASES: dict[str, tuple[Call, Make]] = {
     ),
     "embedding": (F.embedding, lambda: [torch.randint(0, 8, (4, 6)), *floats((8, 12))]),
     "embedding odd": (F.embedding, lambda: [torch.randint(0, 11, (5,)), *floats((11, 3))]),
+    "embedding bag": (
+        lambda i, w: F.embedding_bag(i, w, mode="sum"),
+        lambda: [torch.randint(0, 8, (4, 6)), *floats((8, 12))],
+    ),
+    "embedding bag mean": (F.embedding_bag, lambda: [torch.randint(0, 11, (4, 3)), *floats((11, 6))]),
     "embedding padding": (
         lambda i, w: F.embedding(i, w, padding_idx=-1),
         lambda: [torch.randint(4, 8, (4, 6)), *floats((8, 12))],

@@ -235,6 +235,18 @@ def test_plan_compare(run: Callable[..., tuple[int, str, str]], tmp_path: Path) 
     assert code == 2 and "--output does nothing beside --compare" in error
 
 
+def test_plan_recompute(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    asked = ("plan", "--model", f"{tmp_path / 'model.py'}:make", "--world-size", "1", "--json")
+    code, out, error = run(*asked, "--recompute", "up")
+    assert code == 0, error
+    assert [rule["pattern"] for rule in json.loads(out)["recompute"]] == ["up"]
+    code, _, error = run(*asked, "--recompute", "full")
+    assert code == 2 and "no repeated blocks" in error
+    code, out, _ = run(*asked)
+    assert code == 0 and not json.loads(out).get("recompute")
+
+
 def test_files_are_checked_before_the_work(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     nowhere = tmp_path / "missing" / "file"
     for asked in (

@@ -143,15 +143,24 @@ def first_party_rules() -> dict[str, RuleEntry]:
 
 
 def first_party_composites() -> list[Composite]:
-    """linear, sdpa, embedding, cross_entropy, dropout, batch_norm."""
+    """linear, sdpa, embedding, embedding_bag, cross_entropy, dropout, batch_norm."""
     from meshwright_dtensor.rules.composites.batch_norm import BatchNorm
     from meshwright_dtensor.rules.composites.cross_entropy import CrossEntropy
     from meshwright_dtensor.rules.composites.dropout import Dropout
     from meshwright_dtensor.rules.composites.embedding import Embedding
+    from meshwright_dtensor.rules.composites.embedding_bag import EmbeddingBag
     from meshwright_dtensor.rules.composites.linear import Linear
     from meshwright_dtensor.rules.composites.sdpa import ScaledDotProductAttention
 
-    return [Linear(), ScaledDotProductAttention(), Embedding(), CrossEntropy(), Dropout(), BatchNorm()]
+    return [
+        Linear(),
+        ScaledDotProductAttention(),
+        Embedding(),
+        EmbeddingBag(),
+        CrossEntropy(),
+        Dropout(),
+        BatchNorm(),
+    ]
 
 
 def _parts(target: Any) -> Iterator[Any]:

@@ -89,10 +89,16 @@ def sharing_options(function: F) -> F:
 
 def plan_options(function: F) -> F:
     """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --context-attention, --memory-limit,
-    and those of `sharing_options`.
+    --recompute, and those of `sharing_options`.
     """
     for option in (
         sharing_options,
+        click.option(
+            "--recompute",
+            default=None,
+            metavar="WHAT",
+            help="full or selective for repeated blocks, or a pattern of module names. [default: what memory asks for]",
+        ),
         click.option(
             "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB or 512MiB."
         ),
@@ -167,6 +173,7 @@ def plan_request(
     zero: int | None = None,
     zero_degree: int | None = None,
     precision: str | None = None,
+    recompute: str | None = None,
 ) -> PlanRequest:
     """What the options of `plan_options` ask for."""
     pins = parse_degrees((*degrees, *(() if cp is None else (f"cp={cp}",))), host)
@@ -180,6 +187,7 @@ def plan_request(
         context_attention=context_attention,
         zero=zero,
         precision=precision,
+        recompute=recompute,
         **{"zero_degree": zero_degree, **pinning(pins)},
     )
 
@@ -212,6 +220,7 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
         zero=request.zero,
         zero_degree=request.zero_degree,
         precision=request.precision,
+        recompute=request.recompute,
     )
     plan: Any = applied.parallel_plan
     return applied, plan

@@ -66,6 +66,7 @@ def command(
     zero: int | None,
     zero_degree: int | None,
     precision: str | None,
+    recompute: str | None,
     memory_limit: str | None,
     world_size: int | None,
     top_k: int,
@@ -90,6 +91,7 @@ def command(
         zero=zero,
         zero_degree=zero_degree,
         precision=precision,
+        recompute=recompute,
         world_size=ranks.world_size() if world_size is None else world_size,
         top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,  # refused below 1
     )

@@ -78,6 +78,7 @@ def command(
     zero: int | None,
     zero_degree: int | None,
     precision: str | None,
+    recompute: str | None,
     memory_limit: str | None,
     plan_file: Path | None,
     world_size: int | None,
@@ -92,11 +93,11 @@ def command(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
-    pinned = (cp, context_attention, zero, zero_degree, precision)
+    pinned = (cp, context_attention, zero, zero_degree, precision, recompute)
     if plan_file is not None and (degrees or any(value is not None for value in pinned)):
         raise UsageError(
             f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp, --context-attention, --zero, "
-            "--zero-degree and --precision, or the plan"
+            "--zero-degree, --precision and --recompute, or the plan"
         )
     plan = None
     if plan_file is not None:
@@ -119,6 +120,7 @@ def command(
         zero=zero,
         zero_degree=zero_degree,
         precision=precision,
+        recompute=recompute,
         world_size=size,
     )
     if size > 1 and not ranks.is_rank():

@@ -16,6 +16,7 @@ VIEWS = frozenset(
 _BY_NAME = MappingProxyType(
     {
         "embedding": "embedding",
+        "embedding_bag": "embedding",
         "dropout": "dropout",
         "native_dropout": "dropout",
         "bernoulli": "dropout",

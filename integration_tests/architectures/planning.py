@@ -1,0 +1,112 @@
+"""Every tiny architecture is planned, with nothing pinned: python -m integration_tests.architectures.planning [--only NAME].
+
+No ranks are started: a model is built, its training batch is an example, and the planner is asked for the best plan on a
+cluster that exists only as a name. Printed: how many there are, what could not be planned and why, seconds of one core, memory.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import meshwright as mw
+from meshwright_dtensor.plan import ParallelPlan
+
+from .batches import batch_of
+from .catalogue import Architecture, NotBuildable, architectures, build
+from .run_one import SEED, _quiet, loss_of
+
+CLUSTER, RANKS = "dgx-h100", 8
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One architecture: "planned", "failed", "not built" or "not trained", what there is to say, and the planner's seconds."""
+
+    architecture: Architecture
+    kind: str
+    text: str
+    seconds: float = 0.0
+
+
+def plan_architecture(architecture: Architecture, ranks: int = RANKS, cluster: str = CLUSTER) -> Planned:
+    """The best plan of a tiny model, or why there is none."""
+    _quiet()
+    torch.manual_seed(SEED)
+    try:
+        model = build(architecture)
+        batch = batch_of(architecture, model)
+    except NotBuildable as error:
+        return Planned(architecture, "not built", str(error)[:160])
+    begin = time.process_time()
+    try:
+        plan = mw.plan(model, batch, world_size=ranks, cluster=cluster)
+        assert isinstance(plan, ParallelPlan) and plan.world_size == ranks
+    except Exception as error:  # whatever planning raises is the verdict
+        took = time.process_time() - begin
+        trains = _trains(architecture)
+        if trains:
+            return Planned(architecture, "not trained", trains, took)
+        return Planned(architecture, "failed", _line(error), took)
+    degrees = " ".join(f"{axis}{n}" for axis, n in plan.degrees.items() if n > 1)
+    return Planned(architecture, "planned", degrees, time.process_time() - begin)
+
+
+def _trains(architecture: Architecture) -> str:
+    """Why it does not train on one device either; nothing where it does."""
+    torch.manual_seed(SEED)
+    model = build(architecture)
+    batch = batch_of(architecture, model)
+    try:
+        loss_of(model(**batch), batch).backward()
+    except Exception as error:  # whatever it is, there is nothing to plan
+        return _line(error)
+    return ""
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:260]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 when everything that can be built and trained was planned."""
+    parser = argparse.ArgumentParser(prog="python -m integration_tests.architectures.planning")
+    parser.add_argument(
+        "--only", action="append", default=[], help="classes whose name contains this; repeatable"
+    )
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--cluster", default=CLUSTER)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    chosen = [a for a in architectures() if not options.only or any(part in a.name for part in options.only)]
+    begin, found = time.monotonic(), list[Planned]()
+    for architecture in chosen:
+        one = plan_architecture(architecture, options.ranks, options.cluster)
+        found.append(one)
+        place = f"{len(found):3}/{len(chosen)}"
+        print(f"{place} {one.kind:11} {architecture.name} {one.seconds:.2f} s {one.text}", flush=True)
+    tally = {
+        kind: sum(one.kind == kind for one in found) for kind in dict.fromkeys(one.kind for one in found)
+    }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(
+        f"{tally}; {sum(one.seconds for one in found):.0f} s of processor time in planning, "
+        f"{time.monotonic() - begin:.0f} s in all, slowest {max(found, key=lambda one: one.seconds).architecture.name} "
+        f"{max(one.seconds for one in found):.1f} s; peak memory {peak / 2**30:.2f} GiB"
+    )
+    return 1 if tally.get("failed") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

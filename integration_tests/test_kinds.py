@@ -1,0 +1,72 @@
+"""Other kinds of models: planned with nothing pinned, applied, verified against one device; and planned for clusters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from kinds import KINDS
+
+import meshwright as mw
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import verify
+
+ROWS = 8
+
+
+def planned(name: str, **options: object) -> ParallelPlan:
+    """The best plan of the small form; its values are never made."""
+    with mw.deferred_init():
+        model = KINDS[name].small()
+    found = mw.plan(model, KINDS[name].batch(ROWS, False), cluster="laptop-cpu", **options)  # type: ignore[arg-type]
+    assert isinstance(found, ParallelPlan)
+    return found
+
+
+def check(rank: int, size: int, name: str, text: str) -> list[str]:
+    """Two steps under a plan against one device: what differs."""
+    kind = KINDS[name]
+    report = verify(kind.small, kind.batch(ROWS, False), ParallelPlan.from_json(text), steps=2)
+    return [f"{f.kind} {f.name} {f.relative:.1e} {f.note}" for f in report.failures]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_is_planned_applied_and_that_of_one_device(rank_pool: RankPool, name: str) -> None:
+    plan = planned(name, world_size=4)
+    assert plan.world_size == 4 and any(degree > 1 for degree in plan.degrees.values())
+    for wrong in rank_pool.run(4, check, name, plan.to_json()):
+        assert not wrong
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_is_that_of_one_device_on_a_searched_axis(rank_pool: RankPool, name: str) -> None:
+    plan = planned(name, world_size=2, tp=2)
+    for wrong in rank_pool.run(2, check, name, plan.to_json()):
+        assert not wrong
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_of_real_size_is_planned_for_a_cluster(name: str) -> None:
+    kind, ranks = KINDS[name], 64
+    with torch.device("meta"):
+        model = kind.large()
+    batch = {key: value.to("meta") for key, value in kind.batch(4, True).items()}
+    plan = mw.plan(model, batch, cluster="dgx-h100", world_size=ranks, global_batch_size=16 * ranks)
+    assert isinstance(plan, ParallelPlan) and plan.predicted is not None
+    assert plan.predicted.total_bytes < 80e9
+
+
+def test_tables_that_do_not_fit_are_divided(rank_pool: RankPool) -> None:
+    """Where memory asks for it, the large table lies in parts, and training is still that of one device."""
+    free = planned("recommender", world_size=4)
+    assert free.predicted is not None
+    table = 2048 * 16 * 4
+    plan = planned("recommender", world_size=4, memory_limit=3 * table)
+    states = Counter(
+        axis for axis, s in plan.parameter_states("tables.2.weight").items() if isinstance(s, int)
+    )
+    print(plan.degrees, states, free.degrees)
+    for wrong in rank_pool.run(4, check, "recommender", plan.to_json()):
+        assert not wrong
