@@ -11,6 +11,7 @@ Exit code 4 where a goal is missed; for the growth, where the time grows faster 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import resource
@@ -131,7 +132,7 @@ def growth() -> bool:
     """Print the seconds for more and more ranks; whether they grow no faster than ranks x log(ranks)."""
     found = [(ranks, apart(f"growth-{ranks}")) for ranks in GROWTH]
     seconds = [(ranks, result["cpu_seconds"]) for ranks, result in found if result is not None]
-    pairs = zip(seconds, seconds[1:], strict=False)
+    pairs = itertools.pairwise(seconds)
     slopes = [math.log(b / a) / math.log(n * math.log(n) / (m * math.log(m))) for (m, a), (n, b) in pairs]
     print(
         f"seconds grow with (ranks x log ranks) to the power of {max(slopes):.2f} at most, from {seconds[0][1]} s on "
