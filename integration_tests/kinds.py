@@ -206,9 +206,9 @@ class UNet(nn.Module):
         self.entry = nn.Conv2d(channels, width, 3, padding=1)
         sizes = [width * factor for factor in growth]
         self.down = nn.ModuleList(Step(a, b, time) for a, b in zip([width, *sizes], sizes))
-        self.halve = nn.ModuleList(nn.Conv2d(size, size, 3, 2, 1) for size in sizes)
+        self.shrink = nn.ModuleList(nn.Conv2d(size, size, 3, 2, 1) for size in sizes)
         self.middle, self.attention = Step(sizes[-1], sizes[-1], time), Attention(sizes[-1], heads)
-        self.double = nn.ModuleList(nn.Conv2d(size, size, 3, padding=1) for size in sizes)
+        self.grow = nn.ModuleList(nn.Conv2d(size, size, 3, padding=1) for size in sizes)
         self.up = nn.ModuleList(Step(2 * b, a, time) for a, b in zip([width, *sizes], sizes))
         self.norm, self.out = nn.GroupNorm(4, width), nn.Conv2d(width, channels, 3, padding=1)
 
@@ -216,14 +216,14 @@ class UNet(nn.Module):
         mixed = torch.cos(times)[:, None, None, None] * images + torch.sin(times)[:, None, None, None] * noise
         time = self.time(waves(times, self.width))
         x, beside = self.entry(mixed), []
-        for step, halve in zip(self.down, self.halve):
+        for step, shrink in zip(self.down, self.shrink):
             x = step(x, time)
             beside.append(x)
-            x = halve(x)
+            x = shrink(x)
         x = self.middle(x, time)
         x = x + self.attention(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
-        for step, double in zip(reversed(self.up), reversed(self.double)):
-            x = double(F.interpolate(x, scale_factor=2, mode="nearest"))
+        for step, grow in zip(reversed(self.up), reversed(self.grow)):
+            x = grow(F.interpolate(x, scale_factor=2, mode="nearest"))
             x = step(torch.cat([x, beside.pop()], dim=1), time)
         return F.mse_loss(self.out(F.silu(self.norm(x))), noise)
 

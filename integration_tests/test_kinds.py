@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from kinds import KINDS
@@ -60,13 +58,24 @@ def test_a_kind_of_real_size_is_planned_for_a_cluster(name: str) -> None:
 
 def test_tables_that_do_not_fit_are_divided(rank_pool: RankPool) -> None:
     """Where memory asks for it, the large table lies in parts, and training is still that of one device."""
-    free = planned("recommender", world_size=4)
-    assert free.predicted is not None
-    table = 2048 * 16 * 4
-    plan = planned("recommender", world_size=4, memory_limit=3 * table)
-    states = Counter(
-        axis for axis, s in plan.parameter_states("tables.2.weight").items() if isinstance(s, int)
-    )
-    print(plan.degrees, states, free.degrees)
+    size, free = 2048 * 16 * 4, planned("recommender", world_size=4)
+    plan = planned(
+        "recommender", world_size=4, memory_limit=3 * size
+    )  # whole, with Adam's state, it needs four times
+    assert free.predicted is not None and plan.predicted is not None
+    assert free.predicted.total_bytes > 4 * size > 3 * size >= plan.predicted.total_bytes
+    cut = {axis for axis, s in plan.parameter_states("tables.2.weight").items() if isinstance(s, int)}
+    assert cut or plan.zero is not None
     for wrong in rank_pool.run(4, check, "recommender", plan.to_json()):
         assert not wrong
+
+
+def test_tables_that_no_device_holds_are_divided() -> None:
+    """64 million rows of 128, with their state, are four times what a device has."""
+    with torch.device("meta"):
+        model = KINDS["recommender"].large()
+    batch = {key: value.to("meta") for key, value in KINDS["recommender"].batch(4, True).items()}
+    plan = mw.plan(model, batch, cluster="dgx-a100-40gb", world_size=16, global_batch_size=4096)
+    assert isinstance(plan, ParallelPlan) and plan.predicted is not None
+    assert plan.predicted.total_bytes < 40e9
+    assert all(isinstance(plan.parameter_states(f"tables.{n}.weight").get("tp"), int) for n in (0, 1))

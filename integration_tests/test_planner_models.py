@@ -24,8 +24,8 @@ SIZES: dict[str, Any] = {
 }
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("bert", {}),
-    "opt": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "bloom": ("bloom", {}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 4, "head_dim": 16}),
     "neox": ("gpt_neox", {}),
     "falcon": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "alibi": False}),
     "phi3": ("phi3", {"num_key_value_heads": 4, "pad_token_id": 0}),
@@ -64,8 +64,7 @@ def build(name: str) -> torch.nn.Module:
         family, changes = OTHERS[name]
         sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
         config = tf.AutoConfig.for_model(family, **{**sizes, **changes})
-        masked = family == "bert"
-        model = (tf.AutoModelForMaskedLM if masked else tf.AutoModelForCausalLM).from_config(config)
+        model = tf.AutoModelForCausalLM.from_config(config)
     else:
         raise ValueError(name)
     model.config.use_cache = False

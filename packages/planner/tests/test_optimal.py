@@ -66,7 +66,7 @@ def test_no_placement_costs_less(seed: int) -> None:
         for k, options in chosen.items()
     }
     best = brute_force(problem)
-    solved = problem.solve(FREE, divide=False)
+    solved = problem.solve(FREE)
     if best == float("inf"):
         assert solved is None
         return

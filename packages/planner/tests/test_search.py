@@ -48,7 +48,7 @@ def test_the_program_finds_what_brute_force_finds(seed: int) -> None:
         problem.options[k] = [
             replace(o, seconds=dice.choice([0, 1, 2, 5]) * 1e-4 * dice.random()) for o in some
         ]
-    solved = problem.solve(FREE, divide=False)
+    solved = problem.solve(FREE)
     best = brute_force(problem)
     assert solved is not None and best < float("inf")
     assert solved.compute_seconds + solved.communication_seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
@@ -64,12 +64,12 @@ def test_brute_force_would_notice_a_wrong_answer() -> None:
 
 def test_a_memory_limit_is_kept_or_nothing_is_found() -> None:
     problem = problem_of(Mlp(), Batch.of(torch.randn(3, 64)))
-    free = problem.solve(FREE, divide=False)
+    free = problem.solve(FREE)
     weights = 4 * sum(p.numel() * 4 for p in Mlp().parameters())
-    tight = problem.solve(replace(FREE, limit=0.6 * weights), divide=False)
+    tight = problem.solve(replace(FREE, limit=0.6 * weights))
     assert free is not None and tight is not None
     assert free.stored != tight.stored  # on this model communication costs more than it saves
-    assert problem.solve(replace(FREE, limit=0.1 * weights), divide=False) is None
+    assert problem.solve(replace(FREE, limit=0.1 * weights)) is None
 
 
 def test_repeated_blocks_merge_and_give_the_same_answer() -> None:
@@ -78,7 +78,7 @@ def test_repeated_blocks_merge_and_give_the_same_answer() -> None:
     assert merged.quotient.groups == [[f"layers.{i}" for i in range(4)]]
     assert len(merged.quotient.nodes) < len(whole.quotient.nodes) / 2
     assert sum(merged.quotient.node_count.values()) == len(whole.quotient.nodes)
-    first, second = merged.solve(FREE), whole.solve(FREE)
+    first, second = (p.solve(FREE, divided=p.weights()) for p in (merged, whole))
     assert first is not None and second is not None
     assert first.compute_seconds == pytest.approx(second.compute_seconds, rel=1e-6)
     assert first.communication_seconds == pytest.approx(second.communication_seconds, rel=1e-6)

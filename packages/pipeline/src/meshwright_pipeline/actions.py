@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from meshwright_dtensor.errors import UsageError
 
@@ -20,8 +20,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One forward ("F") or backward ("B") of one microbatch on one stage.
 
     A backward may be split: into gradients of what the stage received ("I"), for which the stage before it waits, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,30 +133,17 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
     found = known.read(request.work)
-    shared, runs, blocks, whole = found.shared, found.runs, found.blocks, found.whole
-    here = len({run.unit for block in blocks for run in block} & known.holding)
-    if here < shape.stages:
-        text = (
-            f"{shape.stages} stages need as many modules that can be given to one, and the model has {here}"
-        )
-        raise PlanError("degrees.pp", degree, text, str(max(1, here // schedule.stages_each)))
-    costs_of = [sum(run.seconds for run in block) for block in blocks]
-    costs_of[-1] += found.tail.seconds
-    places = balanced(costs_of, shape.stages)
-    cuts = [sum(map(len, blocks[:place])) for place in places]
-    ends = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
-    stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], known, shared)
-    messages = _messages(runs, cuts, known, shape.microbatches)
-    loads = [found.load(a, b) for a, b in ends]
-    held = [_held(stage, known, shared) for stage in stages]
-    total = sum(known.sizes.values()) or 1
-    shares = [sum(known.sizes[name] for name in names) / total for names in held]
-    costs = _stage_costs(loads, shares, messages, link, request, shape)
-    sizes = [(len(stage), len(names), part * total) for stage, names, part in zip(stages, held, shares)]
-    costs = _with_host(costs, sizes, request, shape)
-    spoken, silent = _predicted(schedule, shape, costs), _predicted(schedule, shape, costs.silent())
+    parts = found.once(
+        ("divided", shape.stages, shape.microbatches), lambda: _divided(found, known, schedule, shape)
+    )
+    costs = _stage_costs(parts.loads, parts.shares, parts.messages, link, request, shape)
+    costs = _with_host(costs, parts.sizes, request, shape)
+    spoken, silent = (
+        found.once((schedule.name, shape, one), functools.partial(_predicted, schedule, shape, one))
+        for one in (costs, costs.silent())
+    )
     fullest = max(
-        _ranks(spoken, [schedule.own(rank, shape) for rank in range(degree)], held, known, messages),
+        _ranks(spoken, [schedule.own(rank, shape) for rank in range(degree)], parts, known),
         key=lambda one: one.total(request),
     )
     return StrategyCost(
@@ -164,21 +152,62 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         gradients=fullest.share,
         optimizer=fullest.share,
         activations=fullest.peak.kept / found.kept,
-        collectives=tuple(messages),
-        compute=silent.seconds / whole,
-        idle=(silent.seconds - max(silent.busy)) / whole,
-        stages=tuple(one.seconds / whole for one in loads),
-        forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in loads),
+        collectives=tuple(parts.messages),
+        compute=silent.seconds / found.whole,
+        idle=(silent.seconds - max(silent.busy)) / found.whole,
+        stages=tuple(one.seconds / found.whole for one in parts.loads),
+        forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in parts.loads),
         holds=fullest.holds,
         peak=fullest.moment(request),
         fields={
             "pipeline": {
-                "stages": stages,
+                "stages": parts.stages,
                 "microbatches": shape.microbatches,
                 "schedule": schedule.name,
-                "shared": shared,
+                "shared": found.shared,
             }
         },
+    )
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """Stages: their units, their work, the names of the parameters that each holds and their part of all; sizes as for
+    `_with_host`; and messages.
+    """
+
+    stages: list[list[str]]
+    loads: list[Run]
+    held: list[frozenset[str]]
+    shares: list[float]
+    sizes: list[tuple[int, int, float]]
+    messages: list[CollectiveUse]
+
+
+def _divided(found: Read, known: Surveyed, schedule: Schedule, shape: Shape) -> _Divided:
+    """Cut where the slowest stage is fastest."""
+    shared, runs, blocks = found.shared, found.runs, found.blocks
+    here = len({run.unit for block in blocks for run in block} & known.holding)
+    if here < shape.stages:
+        text = (
+            f"{shape.stages} stages need as many modules that can be given to one, and the model has {here}"
+        )
+        raise PlanError("degrees.pp", shape.ranks, text, str(max(1, here // schedule.stages_each)))
+    seconds = [sum(run.seconds for run in block) for block in blocks]
+    seconds[-1] += found.tail.seconds
+    cuts = [sum(map(len, blocks[:place])) for place in balanced(seconds, shape.stages)]
+    ends = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
+    stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], known, shared)
+    held = [_held(stage, known, shared) for stage in stages]
+    total = sum(known.sizes.values()) or 1
+    shares = [sum(known.sizes[name] for name in names) / total for names in held]
+    return _Divided(
+        stages,
+        [found.load(a, b) for a, b in ends],
+        held,
+        shares,
+        [(len(stage), len(names), part * total) for stage, names, part in zip(stages, held, shares)],
+        _messages(found, cuts, shape.microbatches),
     )
 
 
@@ -202,17 +231,13 @@ class _Rank:
 
 
 def _ranks(
-    step: Prediction,
-    owned: Sequence[Sequence[int]],
-    held: Sequence[frozenset[str]],
-    known: Surveyed,
-    messages: Sequence[CollectiveUse],
+    step: Prediction, owned: Sequence[Sequence[int]], parts: _Divided, known: Surveyed
 ) -> Iterator[_Rank]:
     nothing: frozenset[str] = frozenset()
     total = sum(known.sizes.values()) or 1
     for own, peak in zip(owned, step.fullest, strict=True):
-        holds = nothing.union(*(held[i] for i in own))
-        passing = _passing(messages, own)
+        holds = nothing.union(*(parts.held[i] for i in own))
+        passing = _passing(parts.messages, own)
         share = sum(known.sizes[name] for name in holds) / total
         yield _Rank(holds, share, replace(peak, over=peak.over + passing))
 
@@ -356,16 +381,14 @@ def _checked(count: int, rows: int) -> int:
     return count
 
 
-def _messages(runs: Sequence[Run], cuts: Sequence[int], known: Surveyed, count: int) -> list[CollectiveUse]:
+def _messages(found: Read, cuts: Sequence[int], count: int) -> list[CollectiveUse]:
     """What crosses the cuts in a step: what units behind one take from units before it."""
-    found = []
+    uses = []
     for index, place in enumerate(cuts):
-        before = {run.unit for run in runs[:place]}
-        behind = {item for run in runs[place:] for item in run.entering if known.unit(item[1]) in before}
-        nbytes = sum(size for _, _, size in behind) // count
+        nbytes = sum(size for made, taken, size in found.crossing if made < place <= taken) // count
         for phase in ("forward", "backward"):
             why = (
                 f"from stage {index} to {index + 1}" if phase == "forward" else f"gradients to stage {index}"
             )
-            found.append(CollectiveUse("send_recv", nbytes, count, phase, why))  # type: ignore[arg-type]
-    return found
+            uses.append(CollectiveUse("send_recv", nbytes, count, phase, why))  # type: ignore[arg-type]
+    return uses

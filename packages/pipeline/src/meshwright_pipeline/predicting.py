@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from meshwright_pipeline.actions import Schedule, Shape, needs, require, timetable
 
@@ -17,7 +19,7 @@ class StageCosts:
 
     Args:
         forward, backward: seconds; the two halves of a split backward take half of it each.
-        saved: bytes that are kept from its forward to the end of its backward.
+        saved: bytes that are kept from its forward to the end of its backward; () where nobody asks for bytes.
         sending: seconds of a message over each cut, one fewer than stages; () where they cost nothing.
         over: the most bytes that are alive while it runs backward, beyond what was kept of it; () for none.
         waiting: bytes that the first half of a split backward leaves for the second; () for none.
@@ -27,7 +29,7 @@ class StageCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    saved: tuple[float, ...]
+    saved: tuple[float, ...] = ()
     sending: tuple[float, ...] = ()
     over: tuple[float, ...] = ()
     waiting: tuple[float, ...] = ()
@@ -35,8 +37,8 @@ class StageCosts:
     halving: tuple[float, ...] = ()
 
     def silent(self) -> StageCosts:
-        """The same without messages."""
-        return replace(self, sending=())
+        """The same seconds without messages; nothing is kept."""
+        return StageCosts(self.forward, self.backward, halving=self.halving)
 
 
 @dataclass(frozen=True)
@@ -103,56 +105,64 @@ def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     )
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One action: its rank, kind and stage, and (place in the order, cut that a message crosses or -1) of what it waits for."""
-
-    rank: int
-    kind: str
-    stage: int
-    waits: tuple[tuple[int, int], ...]
+_Step: TypeAlias = tuple[int, str, int, tuple[tuple[int, int], ...]]
+"""One action: its rank, kind and stage, and (place in the order, cut that a message crosses or -1) of what it waits for."""
 
 
 def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
+    steps = _steps(schedule, shape)
     ends: list[float] = []
     clock, busy = [0.0] * shape.ranks, [0.0] * shape.ranks
-    held, most = [0.0] * shape.ranks, [0.0] * shape.ranks
-    fullest = [Fullest()] * shape.ranks
-    made = [0.0] * shape.ranks
-    nothing = (0.0,) * shape.stages
-    over, waiting, left = costs.over or nothing, costs.waiting or nothing, list(costs.gradients or nothing)
-
-    def look(rank: int, kept: float, beside: float) -> None:
-        if kept + beside + made[rank] > fullest[rank].total:
-            fullest[rank] = Fullest(kept, beside, made[rank])
-
     more = costs.halving or (0.0,) * shape.stages
     half = tuple(b / 2 + longer for b, longer in zip(costs.backward, more, strict=True))
     lengths = {"F": costs.forward, "B": costs.backward, "I": half, "W": half}
-    sending = costs.sending or (0.0,) * shape.stages
-    for step in _steps(schedule, shape):
-        rank, start = step.rank, clock[step.rank]
-        for place, cut in step.waits:
-            start = max(start, ends[place] + (sending[cut] if cut >= 0 else 0.0))
-        length = lengths[step.kind][step.stage]
+    sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last one is that of no message, -1
+    for rank, kind, stage, waits in steps:
+        start = clock[rank]
+        for place, cut in waits:
+            arrival = ends[place] + sending[cut]
+            if arrival > start:
+                start = arrival
+        length = lengths[kind][stage]
         busy[rank] += length
-        clock[rank] = start + length
-        ends.append(clock[rank])
-        stage = step.stage
-        if step.kind == "F":
-            held[rank] += costs.saved[stage]
-            most[rank] = max(most[rank], held[rank])
-            look(rank, held[rank], 0.0)
-            continue
-        if step.kind != "W":
-            look(rank, held[rank], over[stage])
-        if step.kind == "I":
-            held[rank] += waiting[stage]
-            look(rank, held[rank], 0.0)
-        else:
-            held[rank] -= costs.saved[stage] + (waiting[stage] if step.kind == "W" else 0.0)
+        clock[rank] = end = start + length
+        ends.append(end)
+    held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
+    return Prediction(max(clock), tuple(busy), held, fullest)
+
+
+def _held(
+    steps: Iterable[_Step], shape: Shape, costs: StageCosts
+) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
+    """What ranks hold, from action to action, as in Prediction."""
+    held, most, made = ([0.0] * shape.ranks for _ in range(3))
+    fullest = [(0.0, 0.0, 0.0, 0.0)] * shape.ranks  # of all, then as in Fullest
+    nothing = (0.0,) * shape.stages
+    saved, over, waiting = costs.saved, costs.over or nothing, costs.waiting or nothing
+    left = list(costs.gradients or nothing)
+    for rank, kind, stage, _ in steps:
+        now, beside = held[rank], 0.0
+        if kind == "F":
+            held[rank] = now = now + saved[stage]
+            if now > most[rank]:
+                most[rank] = now
+        elif kind == "W":
+            held[rank] = now - (saved[stage] + waiting[stage])
             made[rank], left[stage] = made[rank] + left[stage], 0.0
-    return Prediction(max(clock), tuple(busy), tuple(most), tuple(fullest))
+            continue
+        else:
+            beside = over[stage]
+        total = now + beside + made[rank]
+        if total > fullest[rank][0]:
+            fullest[rank] = (total, now, beside, made[rank])
+        if kind == "B":
+            held[rank] = now - saved[stage]
+            made[rank], left[stage] = made[rank] + left[stage], 0.0
+        elif kind == "I":
+            held[rank] = now = now + waiting[stage]
+            if now + made[rank] > fullest[rank][0]:
+                fullest[rank] = (now + made[rank], now, 0.0, made[rank])
+    return tuple(most), tuple(Fullest(*parts) for _, *parts in fullest)
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,7 +176,7 @@ def _steps(schedule: Schedule, shape: Shape) -> tuple[_Step, ...]:
         return -1 if schedule.owner(other, shape) == rank else min(stage, other)
 
     return tuple(
-        _Step(
+        (
             rank,
             action.kind,
             action.stage,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from meshwright_dtensor.strategy import ModuleWork
 
+T = TypeVar("T")
 Shared = frozenset[tuple[int, float]]
 """(number of a tensor, bytes) of what autograd keeps for several units, once on each stage."""
 
@@ -91,6 +92,8 @@ class Read:
         blocks: runs that stay together.
         whole: seconds in all.
         kept: bytes that autograd keeps in all.
+        crossing: what crosses cuts: the run before which none is behind it, the last run that takes it, its bytes.
+        found: what was asked of it before, and the answer.
     """
 
     work: tuple[ModuleWork, ...]
@@ -101,6 +104,15 @@ class Read:
     blocks: list[list[Run]]
     whole: float
     kept: float
+    crossing: list[tuple[int, int, int]]
+    found: dict[object, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for a key; what the other axes do with the same work changes nothing."""
+        if key not in self.found:
+            self.found[key] = make()
+        answer: T = self.found[key]
+        return answer
 
     def load(self, start: int, end: int) -> Run:
         """What the stage with the runs from `start` to `end` does.
@@ -142,7 +154,8 @@ def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) ->
     runs, between = both[: len(runs)], both[len(runs) :]
     kept = sum(run.saved_bytes for run in (*both, tail)) + _bytes(*(run.shared for run in (*both, tail)))
     whole = sum(part.seconds for part in work) or 1.0
-    return Read(work, shared, runs, between, tail, _blocks(runs, holding), whole, kept or 1.0)
+    blocks = _blocks(runs, holding)
+    return Read(work, shared, runs, between, tail, blocks, whole, kept or 1.0, _crossing(runs, known))
 
 
 def read_outside(work: Sequence[ModuleWork], known: Units) -> list[str]:
@@ -155,6 +168,16 @@ def read_outside(work: Sequence[ModuleWork], known: Units) -> list[str]:
             if here not in owners:
                 found |= owners - {""}
     return [unit for unit in known.units if unit in found]
+
+
+def _crossing(runs: Sequence[Run], known: Units) -> list[tuple[int, int, int]]:
+    first: dict[str, int] = {}
+    last: dict[tuple[int, str, int], int] = {}
+    for place, run in enumerate(runs):
+        first.setdefault(run.unit, place)
+        last.update(dict.fromkeys(run.entering, place))
+    made = {item: first.get(known.unit(item[1])) for item in last}
+    return [(begin, last[item], item[2]) for item, begin in made.items() if begin is not None]
 
 
 def _bytes(*shared: Shared) -> float:

@@ -9,6 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -80,7 +81,7 @@ class Zero(Strategy):
         Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks; in a pipeline it
         gathers all blocks for every microbatch, and gradients are whole, and shared after the last one.
         """
-        units = [_Unit.of(unit, degree) for unit in request.units]
+        units = [_Unit.of(tuple(unit), degree) for unit in request.units]
         blocks, whole = units[:-1], sum(unit.stored for unit in units)
         if degree <= 1 or not whole:
             return StrategyCost()
@@ -149,7 +150,8 @@ class _Unit:
     left: int
 
     @staticmethod
-    def of(unit: Sequence[ParameterSize], degree: int) -> _Unit:
+    @functools.lru_cache(maxsize=4096)  # blocks are alike, and are asked about for every configuration
+    def of(unit: tuple[ParameterSize, ...], degree: int) -> _Unit:
         stored = kept = computed = trained = trained_kept = gathered = shared = left = 0
         for p in unit:
             state = _state(p.shape, set(p.taken), degree)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -126,27 +126,36 @@ class PlacementProblem:
         return replace(found, saved_bytes=kept_bytes(self, found))
 
     def solve(
-        self, memory: MemoryTerms, *, divide: bool = True, time_limit: float = 60.0
+        self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float = 60.0
     ) -> Placement | None:
         """The best placement, or None when there is none (`memory.limit` cannot be met, say).
 
         Args:
             memory: price and limit of memory.
-            divide: store every weight of some size sharded, where its readers can use it so (see `weights`).
+            divided: weights that are to be stored sharded (see `weights`).
             time_limit: seconds for the solver.
         """
         start = time.perf_counter()
-        build = _Build(self, memory, self.weights() if divide else frozenset())
+        build = _Build(self, memory, divided)
         answer = build.program.solve(time_limit)
         if answer.x is None:
             return None
         return build.read(answer, time.perf_counter() - start)
 
-    def weights(self) -> frozenset[int]:
-        """Parameters of two dims or more with a noticeable part of all their bytes that can be used as shards."""
+    def weights(self, alone: bool = False) -> frozenset[int]:
+        """Parameters of two dims or more with a noticeable part of all their bytes that can be used as shards.
+
+        `alone`: only where one operation is all of the call that reads them: nothing is converted inside of a call, so that
+        what one operation could use need not suit the next (a whole LSTM is one call).
+        """
         quotient, values = self.quotient, self.tape.values
         usable: dict[int, set[State]] = {}
+        calls = Counter((n.call, n.call_inputs) for n in map(self.tape.nodes.__getitem__, quotient.nodes))
         for value, node, position in quotient.edges:
+            reader = self.tape.nodes[node]
+            if alone and calls[reader.call, reader.call_inputs] > 1:
+                usable[value] = set()
+                continue
             if len(values[value].shape) > 1 and self.legality.parameter_choices(value):
                 wanted = {option.ins[position] for option in self.options[node]}
                 ways = {s for s in self.legality.parameter_states(value) if is_shard(s)}

@@ -31,8 +31,7 @@ class ChoosingPlanner(EagerPlanner):
             UsageError, PlanError: no configuration is legal.
         """
 
-    def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
-        """See Planner.plan."""
+    def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         host = self._host or discover()
         setting = self._setting(model, batch, request, host)
         search = Search(setting, self._rules or default_rules())

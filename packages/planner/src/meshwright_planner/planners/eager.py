@@ -41,11 +41,14 @@ class EagerPlanner(Planner):
 
     def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         """See Planner.plan."""
+        with uninterrupted():
+            return self._plan(model, batch, request)
+
+    def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         host = self._host or discover()
         setting = self._setting(model, batch, request, host)
         search = Search(setting, self._rules or default_rules())
-        with uninterrupted():
-            explored = explore(search, request.top_k)
+        explored = explore(search, request.top_k)
         fitting = [c for c in explored.ranked if not c.excess_bytes]
         if not fitting and _may_share(
             setting, request

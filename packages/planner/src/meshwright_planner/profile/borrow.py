@@ -34,7 +34,7 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
     def once(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memo:
             new = swap(tensor)
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
             memo[id(tensor)] = new
         return memo[id(tensor)]

@@ -8,11 +8,11 @@ boundary a fixed point.  Parallel siblings (k_proj and v_proj) are never merged:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright_dtensor.trace import Node, Ref, is_ref
-from meshwright_planner._torch import pytree
+from meshwright_dtensor.trace import Node, Ref
 from meshwright_planner.profile.tape import Tape
 
 Edge = tuple[int, int, int]
@@ -138,9 +138,7 @@ class _Merger:
         outside: dict[int, int] = {}
         parts: list[Any] = []
 
-        def label(x: Any) -> str:
-            if not isinstance(x, Ref):
-                return repr(x)
+        def label(x: Ref) -> str:
             value = values[x.i]
             if x.i in inside:
                 return f"in{inside[x.i]}"
@@ -151,9 +149,9 @@ class _Merger:
 
         for position, index in enumerate(self.span[name]):
             node = self.tape.nodes[index]
-            leaves, spec = pytree.tree_flatten((node.args, node.kwargs), is_leaf=is_ref)
             call = node.call and (node.call.module[len(name) :], node.call.function, node.call.occurrence)
-            parts.append((node.name, node.module[len(name) :], call, tuple(map(label, leaves)), str(spec)))
+            said = _described(node.args, label), _described(node.kwargs, label)
+            parts.append((node.name, node.module[len(name) :], call, *said))
             for k, ref in enumerate(node.outs):
                 inside[ref.i] = (position, k)
         return tuple(parts), _Block(name, list(outside), set(inside))
@@ -183,6 +181,17 @@ class _Merger:
                         and _is_own(values[x.i].name, base.name)
                     ):
                         self.result._value_of[y.i] = x.i
+
+
+def _described(tree: Any, label: Callable[[Ref], str]) -> Any:
+    """Recorded arguments, in the order in which they stand, in a form that can be compared and hashed."""
+    if isinstance(tree, Ref):
+        return label(tree)
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, *[_described(x, label) for x in tree])
+    if isinstance(tree, dict):
+        return ("dict", *[(key, _described(x, label)) for key, x in tree.items()])
+    return repr(tree)
 
 
 def _is_own(name: str | None, module: str) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,27 @@ from meshwright_planner.profile.watching import REAL_ELEMENTS, Watcher
 REAL_RUN_LIMIT_BYTES = 4 * 2**30
 
 
+@dataclass
+class Known:
+    """What recordings of one model in one dtype share.
+
+    Args:
+        mode: under which its parameters are fake.
+        parameters: id of a parameter -> itself, and its stand-in.
+        trusted: repeated blocks, by the first of each family, that were seen to do the same.
+    """
+
+    mode: Any = field(default_factory=_torch.fake_mode)
+    parameters: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    trusted: set[str] = field(default_factory=set)
+
+
 def record(
     model: nn.Module,
     batch: Batch,
     composites: Mapping[Callable[..., Any], Any],
     dtype: torch.dtype | None = None,
+    known: Known | None = None,
 ) -> Tape:
     """Run `model` once on tensors of `batch`'s shapes and return the tape; the model is left as it was.
 
@@ -44,6 +60,7 @@ def record(
         batch: the arguments, real, fake or meta tensors; their values are not read unless the model looks at data.
         composites: torch function -> Composite, as in RuleBook.composites.
         dtype: what floating parameters, persistent buffers and batch tensors are computed in; None leaves them.
+        known: what earlier recordings of the same model in the same dtype have found; this one adds to it.
 
     Raises:
         UsageError: the model does not take the batch.
@@ -51,11 +68,12 @@ def record(
     """
     check_signature(model, batch)
     start = time.perf_counter()
+    known = Known() if known is None else known
     try:
         try:
-            tape = _run_mixed(model, batch, composites, dtype, replay=True)
+            tape = _run_mixed(model, batch, composites, dtype, known, replay=True)
         except (UsageError, UnlikeError):  # blocks that need each other's traces: run them all
-            tape = _run_mixed(model, batch, composites, dtype, replay=False)
+            tape = _run_mixed(model, batch, composites, dtype, known, replay=False)
     except _torch.LOOKS_AT_DATA as error:
         tape = _run_real(model, batch, composites, error, dtype)
     tape.seconds = time.perf_counter() - start
@@ -79,14 +97,25 @@ def _run_mixed(
     batch: Batch,
     composites: Mapping[Callable[..., Any], Any],
     dtype: torch.dtype | None,
+    known: Known,
     replay: bool,
 ) -> Tape:
-    mode, device, computed = _torch.fake_mode(), _device_of(model), _dtypes(model, dtype)
+    mode, device, computed = known.mode, _device_of(model), _dtypes(model, dtype)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if _readable(tensor):
             return tensor.detach().clone()
         return _torch.fake_like(mode, tensor, device, computed(tensor))
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        """As `fake`; the stand-in of a parameter is made once."""
+        if not isinstance(tensor, nn.Parameter):
+            return fake(tensor)
+        found = known.parameters.get(id(tensor))
+        if found is None or found[0] is not tensor:
+            new = nn.Parameter(fake(tensor), tensor.requires_grad)
+            found = known.parameters[id(tensor)] = tensor, new
+        return found[1]
 
     def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if _readable(tensor):
@@ -96,11 +125,13 @@ def _run_mixed(
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
         return fake(tensor).requires_grad_(tensor.requires_grad)
 
-    with borrowed(model, fake):
+    with borrowed(model, own):
         watcher = Watcher(composites, mode)
-        if replay:
-            replay_blocks(model, watcher)
-        return _watch(model, batch.map(given), watcher)
+        blocks = replay_blocks(model, watcher, known.trusted) if replay else None
+        tape = _watch(model, batch.map(given), watcher)
+    if blocks is not None:
+        known.trusted |= blocks.proven()
+    return tape
 
 
 def _readable(tensor: torch.Tensor) -> bool:

@@ -5,8 +5,10 @@ How it is made is in `recording.py`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright_dtensor.trace import Node, Value
 
@@ -75,10 +77,23 @@ class Tape:
     origin: Tape | None = None
     copied: dict[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Operations of the forward pass."""
         return sum(n.flops for n in self.nodes)
+
+    @cached_property
+    def _inside(self) -> dict[str, list[int]]:
+        """Module -> the nodes that it and the modules in it run, in order; not for nodes of the model itself."""
+        found: dict[str, list[int]] = defaultdict(list)
+        above: dict[str, list[str]] = {}
+        for index, node in enumerate(self.nodes):
+            if node.module not in above:
+                parts = node.module.split(".")
+                above[node.module] = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+            for name in above[node.module]:
+                found[name].append(index)
+        return dict(found)
 
     @property
     def activation_bytes(self) -> int:
@@ -98,10 +113,10 @@ class Tape:
         """(shape, bytes) of every floating-point tensor that goes into a module and is no parameter, in order."""
         made: set[int] = set()
         found: dict[int, None] = {}
-        for node in self.nodes:
-            if node.module == module or node.module.startswith(f"{module}."):
-                found.update(dict.fromkeys(r.i for r in node.ins if r.i not in made))
-                made.update(r.i for r in node.outs)
+        for index in self._inside.get(module, ()):
+            node = self.nodes[index]
+            found.update(dict.fromkeys(r.i for r in node.ins if r.i not in made))
+            made.update(r.i for r in node.outs)
         values = (self.values[i] for i in found)
         return tuple(
             (tuple(v.shape), v.nbytes)

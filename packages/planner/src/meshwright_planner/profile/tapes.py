@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch
-from meshwright_planner.profile.recording import record
+from meshwright_planner.profile.recording import Known, record
 from meshwright_planner.profile.scaling import Family
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.search.basis import Basis
@@ -26,6 +27,7 @@ class Tapes:
     def __init__(self) -> None:
         self._tapes: dict[object, Tape] = {}
         self._families: dict[object, Family | None] = {}
+        self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
 
     def of(self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1) -> Tape:
         """The tape of what one rank computes at once: a microbatch of its part of the batch."""
@@ -46,7 +48,8 @@ class Tapes:
 
     def _recorded(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
         local = batch.map(lambda name, t: _part(t, shapes[name]))
-        return record(basis.setting.model, local, rules.composites, basis.setting.dtype)
+        dtype = basis.setting.dtype
+        return record(basis.setting.model, local, rules.composites, dtype, self._known[dtype])
 
     def _scaled(
         self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]
@@ -75,6 +78,7 @@ class Tapes:
             if not any(tape.real for tape in tapes) and [tape.rows for tape in tapes] == list(LEARNT):
                 with contextlib.suppress(ValueError):
                     self._families[key] = Family(*tapes)
+                    tapes[1].origin = tapes[0]
         family = self._families[key]
         return None if family is None else family.at(one)
 

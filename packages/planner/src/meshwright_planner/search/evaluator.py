@@ -96,11 +96,11 @@ class Search:
             factor = parameter_factor(self.setting.optimizer)
             own = placed.with_recompute(self.recompute(point))
             problem = own.problem
-            tight = None if hopeless else problem.solve(self._tight(candidate, own), divide=False)
+            tight = None if hopeless else problem.solve(self._tight(candidate, own))
             if tight is not None:
                 return self._costed(point, self._new(placed.problem, tight), axis)
             # nothing fits: show the placement that comes closest
-            least = problem.solve(MemoryTerms(1e-6, factor), divide=False)
+            least = problem.solve(MemoryTerms(1e-6, factor))
             if least is not None:
                 closest = self._costed(point, self._new(placed.problem, least), axis)
                 return min(candidate, closest, key=lambda c: c.total_bytes)
@@ -225,18 +225,18 @@ class Search:
         On a tiny model any communication costs more than replicated compute, and the fastest placement would be to
         shard nothing; but a degree is there to divide the model.
         """
-        factor = parameter_factor(self.setting.optimizer)
+        terms = MemoryTerms(PRICE, parameter_factor(self.setting.optimizer))
         if problem.costs.degree == 1:
             return problem.replicated()
-        placement = problem.solve(MemoryTerms(PRICE, factor)) or problem.solve(
-            MemoryTerms(PRICE, factor), divide=False
+        # all of them, else those that nothing stands in the way of, else what is fastest
+        for divided in dict.fromkeys((problem.weights(), problem.weights(alone=True), frozenset[int]())):
+            placement = problem.solve(terms, divided=divided)
+            if placement is not None:
+                return placement
+        raise UsageError(
+            "the placement search found no legal placement; check the pinned parameter placements"
+            + sequence.needs(self.setting)
         )
-        if placement is None:
-            raise UsageError(
-                "the placement search found no legal placement; check the pinned parameter placements"
-                + sequence.needs(self.setting)
-            )
-        return placement
 
     def _tight(self, candidate: Candidate, placed: Placed) -> MemoryTerms:
         """The room there is, in bytes of what the problem sees: one microbatch of the whole model."""
