@@ -13,7 +13,7 @@ from torch import nn
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.machines.known import LAPTOP_CPU
 from meshwright_planner.profile.batch import Batch
-from meshwright_planner.profile.recording import record
+from meshwright_planner.profile.recording import Known, record
 from meshwright_planner.profile.scaling import Family
 from meshwright_planner.profile.tape import Tape
 
@@ -91,11 +91,21 @@ def test_blocks_that_are_not_run_are_as_if_they_were(monkeypatch: pytest.MonkeyP
     ran: list[str] = []
     short = record(model, batch, BOOK.composites)
     monkeypatch.setattr(
-        "meshwright_planner.profile.recording.replay_blocks", lambda model, watcher: ran.append("all")
+        "meshwright_planner.profile.recording.replay_blocks",
+        lambda model, watcher, trusted: ran.append("all"),
     )
     whole = record(model, batch, BOOK.composites)
     assert ran == ["all"] and set(short.copied) == {f"layers.{i}" for i in (2, 3, 4)}
     assert not whole.copied and facts(short) == facts(whole)
+
+
+def test_blocks_that_were_alike_once_are_run_once_in_other_sizes() -> None:
+    model, known = Transformer(layers=6), Known()
+    record(model, Batch.of(tokens(rows=2)), BOOK.composites, known=known)
+    assert known.trusted == {"layers.0"}
+    again = record(model, Batch.of(tokens(rows=4)), BOOK.composites, known=known)
+    assert set(again.copied) == {f"layers.{i}" for i in (1, 2, 3, 4, 5)}
+    assert facts(again) == facts(record(model, Batch.of(tokens(rows=4)), BOOK.composites))
 
 
 def test_a_block_that_is_not_like_the_others_is_run() -> None:
@@ -111,7 +121,9 @@ def test_a_block_that_is_not_like_the_others_is_run() -> None:
             return self.b(x) if self.layer_idx < 5 else self.b(x).tanh()
 
     model = nn.Sequential(*(Block(i) for i in range(6)))
-    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites)
+    known = Known()
+    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites, known=known)
+    assert not known.trusted
     assert not tape.copied and sum(n.name == "aten.tanh.default" for n in tape.nodes) == 1
 
 
