@@ -107,7 +107,7 @@ def ways(ranks: int) -> Iterator[Way]:
                     pins: dict[str, Any] = {"dp": data, "tp": tensor, "zero": stage}
                     if sequence is not None:
                         pins["sequence_parallel"] = sequence
-                    told = f"{'fsdp' if stage == 3 else f'zero{stage}' if stage else 'dp'}{data} x tp{tensor}"
+                    told = f"{'fsdp ' if stage == 3 else f'zero-{stage} ' if stage else 'dp '}{data} x tp {tensor}"
                     told += {None: "", False: "", True: " sp"}[sequence]
                     told += {None: "", 0: " vocabulary", 1: " features"}[embedding]
                     yield Way(told, embedding, pins)

@@ -117,8 +117,11 @@ def require(schedule: Schedule, shape: Shape) -> None:
         raise UsageError(f"schedule {schedule.name!r}: {refused}")
 
 
-def timetable(schedule: Schedule, shape: Shape) -> Timetable:
-    """Run a schedule in thought.
+def ordered(
+    schedule: Schedule, shape: Shape
+) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[int, Action], ...], set[tuple[int, int]]]:
+    """The actions of a schedule: per rank; every one with its rank, behind what it waits for; and (stage, microbatch) whose
+    backward is split.
 
     Raises:
         UsageError: the schedule refuses the pipeline, or its actions are not complete or wait for each other.
@@ -126,14 +129,19 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
     require(schedule, shape)
     ranks = tuple(tuple(schedule.actions(rank, shape)) for rank in range(shape.ranks))
     _check_complete(schedule, shape, ranks)
-    order = _order(schedule, shape, ranks)
+    split = {(action.stage, action.microbatch) for own in ranks for action in own if action.kind == "I"}
+    return ranks, _order(schedule, shape, ranks, split), split
+
+
+def timetable(schedule: Schedule, shape: Shape) -> Timetable:
+    """Run a schedule in thought.
+
+    Raises:
+        UsageError: as `ordered`.
+    """
+    ranks, order, split = ordered(schedule, shape)
     ends: dict[Action, float] = {}
     clock, held, most = [0.0] * shape.ranks, [0] * shape.ranks, [0] * shape.ranks
-    split = {
-        (action.stage, action.microbatch)
-        for action in (a for own in ranks for a in own)
-        if action.kind == "I"
-    }
     for rank, action in order:
         start = max([clock[rank], *(ends[one] for one in needs(action, shape, split))])
         clock[rank] = ends[action] = start + DURATION[action.kind]
@@ -201,11 +209,8 @@ def needs(action: Action, shape: Shape, split: set[tuple[int, int]]) -> list[Act
 
 
 def _order(
-    schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]]
+    schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]], split: set[tuple[int, int]]
 ) -> tuple[tuple[int, Action], ...]:
-    split = {
-        (action.stage, action.microbatch) for actions in ranks for action in actions if action.kind == "I"
-    }
     found: list[tuple[int, Action]] = []
     done: set[Action] = set()
     place = [0] * shape.ranks

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from meshwright_pipeline.actions import Schedule, Shape, needs, require, timetable
+from meshwright_pipeline.actions import Schedule, Shape, needs, ordered, require
 
 WALKED = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
@@ -168,9 +168,8 @@ def _held(
 @functools.lru_cache(maxsize=256)
 def _steps(schedule: Schedule, shape: Shape) -> tuple[_Step, ...]:
     """The actions of a checked schedule; kept, since a search asks for the same ones again and again."""
-    table = timetable(schedule, shape)
-    split = {(action.stage, action.microbatch) for _, action in table.order if action.kind == "I"}
-    places = {action: place for place, (_, action) in enumerate(table.order)}
+    _, order, split = ordered(schedule, shape)
+    places = {action: place for place, (_, action) in enumerate(order)}
 
     def cut(rank: int, stage: int, other: int) -> int:
         return -1 if schedule.owner(other, shape) == rank else min(stage, other)
@@ -182,5 +181,5 @@ def _steps(schedule: Schedule, shape: Shape) -> tuple[_Step, ...]:
             action.stage,
             tuple((places[one], cut(rank, action.stage, one.stage)) for one in needs(action, shape, split)),
         )
-        for rank, action in table.order
+        for rank, action in order
     )

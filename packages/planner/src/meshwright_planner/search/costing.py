@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -192,7 +193,10 @@ def _stages(placement: Placement, divided: StrategyCost) -> tuple[tuple[float, f
 
 def _held(modules: Iterable[str], holds: frozenset[str] | None) -> list[str]:
     """Those that have a parameter which the rank holds."""
-    if holds is None:
-        return list(modules)
-    above = {name[:end] for name in holds for end, sign in enumerate(name) if sign == "."}
-    return [module for module in modules if module in above]
+    return list(modules) if holds is None else [module for module in modules if module in _above(holds)]
+
+
+@functools.lru_cache(maxsize=256)
+def _above(names: frozenset[str]) -> frozenset[str]:
+    """The modules that hold something of these names."""
+    return frozenset(name[:end] for name in names for end, sign in enumerate(name) if sign == ".")
