@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from typing import Any
 
 import pytest
 from planner_models import DGX_H100, HOST, LAPTOP_CPU, Transformer, tokens
 
-from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.marks import mark_sharding
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
@@ -123,3 +124,17 @@ def test_metropolis() -> None:
     tries = 4000
     taken = sum(_accepted((0.0, 1.0), (0.0, 1.0 + 1 / BETA), generator) for _ in range(tries))
     assert taken / tries == pytest.approx(math.exp(-1), abs=0.03)
+
+
+@pytest.mark.parametrize("planner", [Alpa, Mcmc, Eager])
+def test_a_time_budget_ends_the_search(model: Transformer, planner: type[EagerPlanner]) -> None:
+    batch = tokens(rows=8, vocab=1024)
+    notes = [
+        " ".join(planner().plan(model, batch, request(time_budget=budget))[0].provenance.notes)
+        for budget in (None, 1e-6, 1e6)
+    ]
+    counts = [re.findall(r"(\d+) (?:configurations|stage counts)", text) for text in notes]
+    assert counts[0] == counts[2] and int(counts[1][0]) < int(counts[0][0])
+    assert planner is not Eager or ("time budget of 1e-06 s" in notes[1] and "budget" not in notes[2])
+    with pytest.raises(UsageError, match=r"time_budget=0 .*greater than 0"):
+        planner().plan(model, batch, request(time_budget=0))

@@ -51,6 +51,7 @@ class PlanRequest:
         global_batch_size: rows of the global batch when the example batch has another number, else None.
         top_k: how many plans to return, best first.
         memory_limit: bytes per rank that a plan may use, or None for what the cluster has.
+        time_budget: seconds that the search may take, or None for as long as it takes.
         tp, pp, cp, ep: degrees pinned by the user; None is searched.
         dp: pins the data ranks: the product of the axes dp and zero.
         degrees: axis -> degree, pinned by the user, for axes that have no keyword of their own (those of plugins).
@@ -77,6 +78,7 @@ class PlanRequest:
     precision: str | None = None
     top_k: int = 1
     memory_limit: int | None = None
+    time_budget: float | None = None
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None
@@ -134,6 +136,11 @@ class PlanRequest:
         numbers = ("world_size", "global_batch_size", "top_k", "memory_limit", "zero_degree", "microbatches")
         for name in (*numbers, *DEGREES):
             _check_count(name, getattr(self, name))
+        budget = self.time_budget
+        if budget is not None and (isinstance(budget, bool) or not budget > 0):
+            raise UsageError(
+                f"time_budget={budget!r} is no time; give seconds greater than 0, or leave it out"
+            )
         self._check_degrees(axes)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

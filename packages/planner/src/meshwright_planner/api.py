@@ -26,6 +26,7 @@ def plan(
     precision: str | None = None,
     top_k: int = 1,
     memory_limit: int | None = None,
+    time_budget: float | None = None,
     tp: int | None = None,
     pp: int | None = None,
     dp: int | None = None,
@@ -55,6 +56,8 @@ def plan(
         global_batch_size: rows of the global batch, when the example has another number.
         top_k: return a list of at most this many plans, best first, when greater than 1.
         memory_limit: bytes that a plan may use on one rank; None takes what the cluster has.
+        time_budget: seconds after which no further configuration is looked at, once one is known that fits; then equal
+            requests need not give equal plans. None searches to the end.
         tp, pp, cp, ep: degrees to keep as given; None is searched.
         dp: data ranks to keep as given (the product of the axes dp and zero).
         degrees: axis -> degree to keep as given, for axes of installed strategies that have no keyword here.
@@ -89,6 +92,7 @@ def plan(
         precision=precision,
         top_k=top_k,
         memory_limit=memory_limit,
+        time_budget=time_budget,
         tp=tp,
         pp=pp,
         dp=dp,

@@ -89,10 +89,17 @@ def sharing_options(function: F) -> F:
 
 def plan_options(function: F) -> F:
     """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --context-attention, --memory-limit,
-    --recompute, and those of `sharing_options`.
+    --time-budget, --recompute, and those of `sharing_options`.
     """
     for option in (
         sharing_options,
+        click.option(
+            "--time-budget",
+            type=float,
+            default=None,
+            metavar="SECONDS",
+            help="Take the best that is known by then. [default: search to the end]",
+        ),
         click.option(
             "--recompute",
             default=None,
@@ -174,6 +181,7 @@ def plan_request(
     zero_degree: int | None = None,
     precision: str | None = None,
     recompute: str | None = None,
+    time_budget: float | None = None,
 ) -> PlanRequest:
     """What the options of `plan_options` ask for."""
     pins = parse_degrees((*degrees, *(() if cp is None else (f"cp={cp}",))), host)
@@ -188,6 +196,7 @@ def plan_request(
         zero=zero,
         precision=precision,
         recompute=recompute,
+        time_budget=time_budget,
         **{"zero_degree": zero_degree, **pinning(pins)},
     )
 
@@ -209,6 +218,7 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
         planner=request.planner,
         optimizer=request.optimizer,
         memory_limit=request.memory_limit,
+        time_budget=request.time_budget,
         dp=request.dp,
         tp=request.tp,
         pp=request.pp,

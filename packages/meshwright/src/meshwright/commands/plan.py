@@ -67,6 +67,7 @@ def command(
     zero_degree: int | None,
     precision: str | None,
     recompute: str | None,
+    time_budget: float | None,
     memory_limit: str | None,
     world_size: int | None,
     top_k: int,
@@ -92,6 +93,7 @@ def command(
         zero_degree=zero_degree,
         precision=precision,
         recompute=recompute,
+        time_budget=time_budget,
         world_size=ranks.world_size() if world_size is None else world_size,
         top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,  # refused below 1
     )

@@ -79,6 +79,7 @@ def command(
     zero_degree: int | None,
     precision: str | None,
     recompute: str | None,
+    time_budget: float | None,
     memory_limit: str | None,
     plan_file: Path | None,
     world_size: int | None,
@@ -93,11 +94,11 @@ def command(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
-    pinned = (cp, context_attention, zero, zero_degree, precision, recompute)
+    pinned = (cp, context_attention, zero, zero_degree, precision, recompute, time_budget)
     if plan_file is not None and (degrees or any(value is not None for value in pinned)):
         raise UsageError(
             f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp, --context-attention, --zero, "
-            "--zero-degree, --precision and --recompute, or the plan"
+            "--zero-degree, --precision, --recompute and --time-budget, or the plan"
         )
     plan = None
     if plan_file is not None:
@@ -121,6 +122,7 @@ def command(
         zero_degree=zero_degree,
         precision=precision,
         recompute=recompute,
+        time_budget=time_budget,
         world_size=size,
     )
     if size > 1 and not ranks.is_rank():

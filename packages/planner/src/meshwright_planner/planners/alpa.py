@@ -19,6 +19,7 @@ The step of the plan that it picks is predicted by the costs that all planners s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -51,6 +52,8 @@ class AlpaPlanner(ChoosingPlanner):
                 continue
             if degrees.get(SHARED, 1) > 1 and degrees.get("dp", 1) > 1 and SHARED not in pinned:
                 continue  # what is scattered is scattered over all data ranks
+            if found and time.monotonic() > search.end:
+                break
             candidate = self._logical_mesh(costs, degrees)
             if candidate is not None:
                 found.append(candidate)

@@ -109,6 +109,7 @@ class EagerPlanner(Planner):
             precision=request.precision,
             recompute=request.recompute,
             sequence_parallel=request.sequence_parallel,
+            time_budget=request.time_budget,
         )
 
 

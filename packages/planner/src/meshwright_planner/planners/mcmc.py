@@ -41,13 +41,12 @@ EXACT = 3
 
 
 class McmcPlanner(ChoosingPlanner):
-    """Metropolis over configurations. Deterministic for a seed, unless `seconds` ends it.
+    """Metropolis over configurations. Deterministic for a seed, unless the request's time budget ends it.
 
     Args:
         host, rules: as for the default planner.
         seed: of the chain.
         proposals: of each chain at most.
-        seconds: after which no further proposal is made; None for no limit.
     """
 
     name: ClassVar[str] = "mcmc"
@@ -59,19 +58,17 @@ class McmcPlanner(ChoosingPlanner):
         *,
         seed: int = 0,
         proposals: int = PROPOSALS,
-        seconds: float | None = None,
     ) -> None:
         super().__init__(host, rules)
-        self.seed, self.proposals, self.seconds = seed, proposals, seconds
+        self.seed, self.proposals = seed, proposals
 
     def choose(self, search: Search, request: PlanRequest) -> tuple[Sequence[Candidate], str]:
         """See ChoosingPlanner."""
         costs, generator = Costs(search), random.Random(self.seed)
         every = search.combinations()
-        end = None if self.seconds is None else time.monotonic() + self.seconds
         made = 0
         for start in (_most_data(every), generator.choice(every)):
-            made += self._chain(costs, every, _configured(search, start), generator, end)
+            made += self._chain(costs, every, _configured(search, start), generator)
         known = sorted((c for c in costs.estimates.values() if c is not None), key=_cost)
         if not known:
             raise costs.refused or UsageError("planner='mcmc': no configuration is legal; change the pins")
@@ -86,13 +83,12 @@ class McmcPlanner(ChoosingPlanner):
         every: Sequence[dict[str, int]],
         now: Point,
         generator: random.Random,
-        end: float | None,
     ) -> int:
         """One chain; how many proposals it made."""
         here = _cost(costs.estimate(now))
         best, improved, made = here, 0, 0
         while made < self.proposals and (made < FEWEST or made < 2 * improved):
-            if end is not None and time.monotonic() > end:
+            if time.monotonic() > costs.search.end:
                 break
             made += 1
             point = _proposal(costs.search, every, now, generator)

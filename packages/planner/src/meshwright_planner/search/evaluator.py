@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -47,6 +49,7 @@ class Search:
         self.basis = Basis(setting, self.shared.surveys)
         self.surveys = self.basis.surveys
         self.evaluated = 0
+        self.end = math.inf if setting.time_budget is None else time.monotonic() + setting.time_budget
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
 

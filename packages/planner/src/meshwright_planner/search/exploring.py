@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,7 @@ class Explored:
         seen: those that were looked at.
         estimates: configurations that were costed.
         complete: every combination was looked at.
+        budget: seconds that ended the search before its time, None where nothing did.
     """
 
     ranked: list[Candidate]
@@ -67,6 +69,7 @@ class Explored:
     seen: int
     estimates: int
     complete: bool
+    budget: float | None = None
 
     @property
     def note(self) -> str:
@@ -78,6 +81,7 @@ class Explored:
         return (
             f"searched {share} {self.combinations} combinations of degrees{how}, {self.estimates} configurations in all; "
             f"placements of the best {len(self.ranked)} solved exactly"
+            + ("" if self.budget is None else f"; the time budget of {self.budget:g} s ended the search")
         )
 
 
@@ -89,11 +93,21 @@ class _Explorer:
     estimates: int = 0
     refused: PlanError | None = None
     steps: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def late(self) -> bool:
+        """Whether the time budget is spent, and there is something to show for it."""
+        over = bool(self.steps) and time.monotonic() > self.search.end
+        self.ended |= over
+        return over
 
     def look(self, degrees: Mapping[str, int]) -> Candidate | None:
         """The best estimate for these degrees in their first way; None where a strategy refuses all."""
         key = tuple(degrees.items())
         if key not in self.found:
+            if self.late:
+                return None
             ways = self.search.ways(degrees) or [{}]
             few = ways if len(ways) <= 3 else [_middle(ways)]
             self.found[key] = [c for way in few for c in [self.relieved(degrees, way)] if c is not None]
@@ -118,7 +132,7 @@ class _Explorer:
     def _try(self, key: Degrees, ways: Iterable[Mapping[str, Any]], known: set[Any]) -> None:
         for way in ways:
             chosen = tuple(sorted(way.items()))
-            if chosen not in known:
+            if chosen not in known and not self.late:
                 known.add(chosen)
                 candidate = self.relieved(dict(key), way)
                 if candidate is not None:
@@ -214,6 +228,7 @@ def _explored(
     if complete:
         for degrees in legal.values():
             explorer.look(degrees)
+        complete = not explorer.ended
     else:
         for start in _starts(search, list(legal.values())):
             explorer.climb(start, legal)
@@ -223,20 +238,25 @@ def _explored(
     if not estimates:
         assert explorer.refused is not None
         raise explorer.refused
-    exact = _exactly(search, estimates, wanted, len(legal))
+    exact = _exactly(search, estimates, wanted, len(legal), explorer.ended)
     return Explored(
         sorted(exact, key=rank),
         len(every),
         len(explorer.found),
         explorer.estimates,
         complete and len(legal) == len(every),
+        search.setting.time_budget if explorer.ended else None,
     )
 
 
 def _exactly(
-    search: Search, estimates: Sequence[Candidate], wanted: int, combinations: int
+    search: Search, estimates: Sequence[Candidate], wanted: int, combinations: int, late: bool
 ) -> list[Candidate]:
-    """The best of the estimates, evaluated."""
+    """The best of the estimates, evaluated; `late`: no more than are wanted."""
+    if late:
+        found = [search.evaluate(estimate.point) for estimate in estimates[:wanted]]
+        if any(not c.excess_bytes for c in found):
+            return found
     chosen = list(_first_of_each(estimates)) if combinations <= EXACT else []
     least = estimates[0].step_seconds * (1 + CLOSE)
     close = [c for c in estimates[: 2 * (wanted + SPARE)] if not c.excess_bytes and c.step_seconds <= least]

@@ -38,6 +38,7 @@ class Setting:
         precision: in which the model is computed, a name of plan.PrecisionRule; None is its own.
         recompute: a policy or a pattern (see plan), fixed by the user; None is searched.
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
+        time_budget: seconds that the search may take; None for as long as it takes.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Setting:
     precision: str | None = None
     sequence_parallel: bool | None = None
     recompute: str | None = None
+    time_budget: float | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
