@@ -266,3 +266,15 @@ def test_dropout_inside_experts_is_told_and_replicated() -> None:
     )
     with pytest.raises(PlanError, match="random numbers while training"):
         mw.plan(model, batch(), world_size=2, ep=2)
+
+
+def test_states_of_experts_are_shared_once() -> None:
+    """What ranks of ep have of the experts' states, ranks of zero divide: no part of it is forgotten."""
+
+    def states(**pins: int) -> int:
+        found = mw.plan(make("mixtral"), batch(8), cluster="laptop-cpu", planner="manual", **pins)
+        assert not isinstance(found, list) and found.predicted is not None
+        return found.predicted.memory_bytes["optimizer"]
+
+    whole = states(world_size=2, dp=1, ep=2)
+    assert states(world_size=4, dp=2, ep=2, zero=2) == pytest.approx(whole / 2, rel=0.02)

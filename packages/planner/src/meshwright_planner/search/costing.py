@@ -105,12 +105,13 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         survey = basis.surveys.get(name)
         mine, mine_trained = own.get(name, (0.0, 0.0))
         others = sum((1 - 1 / degrees[a]) * trained for a, (_, trained) in own.items() if a != name)
+        parts = 1 if strategy.gathers else shards  # as in `parted`
         asked = replace(
             request,
             survey=survey,
             own_bytes=math.ceil(mine),
-            own_gradient_bytes=math.ceil(mine_trained),
-            gradient_bytes=max(0, request.gradient_bytes - math.ceil(others)),
+            own_gradient_bytes=math.ceil(mine_trained / parts),
+            gradient_bytes=max(0, request.gradient_bytes - math.ceil(others / parts)),
             entering={} if survey is None else placed.entering(_held(survey.modules, holds), times),
         )
         found = divided if name == outer else strategy.cost(asked, degree, link)
