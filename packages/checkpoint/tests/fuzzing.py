@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of all that reads what others have written: only errors of this package may come, in little memory.
 
-python fuzzing.py [-max_total_time=60] [libFuzzer's options].  Needs atheris (`pip install atheris`), which no test depends on.
+python fuzzing.py [-max_total_time=60] [libFuzzer's options].  Needs atheris (`pip install atheris`); the tests run it for a minute.
 Takes turns: a manifest with a right digest, raw bytes of a manifest, the header of a safetensors file, a pickle of
 torch.distributed.checkpoint, a value of the user's.
 """

@@ -14,7 +14,8 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CorruptError
-from meshwright_checkpoint.reading import CHUNK, THREADS, Fragment, Source, Wanted, read
+from meshwright_checkpoint.filling import CHUNK
+from meshwright_checkpoint.reading import Fragment, Source, Wanted, read, threads_of
 from meshwright_dtensor.boxes import Box, box_shape, whole_box
 
 STEP_NBYTES = 64 << 20
@@ -58,7 +59,7 @@ def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbyt
             problems.append(str(error))
     if problems:
         return problems
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads_of(1)) as pool:
         waiting = [
             pool.submit(check, key, source, fragment)
             for key, source in checkpoint.tensors.items()

@@ -18,7 +18,9 @@ from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.encode import decode
 from meshwright_checkpoint.errors import MismatchError
+from meshwright_checkpoint.filling import memory_of
 from meshwright_checkpoint.holding import Held, held
+from meshwright_checkpoint.neighbours import meet
 from meshwright_checkpoint.optimizers import OptimizerTargets
 from meshwright_checkpoint.places import DEFAULT, ForeignPlace, any_place_of, local_path
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
@@ -76,8 +78,15 @@ def load(
             states = ranks.together(lambda: OptimizerTargets.of(checkpoint, optimizer, names, fit.mismatched))
         _check(ranks, store, fit, names, states, strict, patterns)
 
+        what = f"{store.where} {checkpoint.manifest.id if checkpoint else ''}"
+        neighbours = meet(ranks, what, memory_of)
+
         def fill() -> Any:
-            read(store, [*wanted, *(states.wanted if states else ())], ranks.rank / ranks.size)
+            try:
+                read(store, [*wanted, *(states.wanted if states else ())], neighbours)
+            finally:
+                if neighbours is not None:
+                    neighbours.close()
             touch(list(names.tensors.values()))
             if checkpoint is None:
                 return None

@@ -85,17 +85,38 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+BEHIND = 8 << 20
+"""Bytes after which the system is told to begin to write them to the disk."""
+
+
+def start_writing(fd: int, start: int, nbytes: int) -> None:
+    """Let the system begin to write these bytes to the disk now, not when it has to; it does not wait for them.
+
+    "Not needed any more" says so: what has been written leaves the cache, what has not is sent to the disk (and stays). Without it
+    Linux keeps up to a tenth of all memory back until fsync, and then the disk works alone.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # a file system that has no such advice
+            os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
 class Writer:
     """A file that is written in order and is durable once closed."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._written = self._begun = 0
 
     def write(self, data: memoryview | bytes) -> None:
         """Append."""
         view = memoryview(data)
         while len(view):
-            view = view[os.write(self._fd, view) :]
+            count = os.write(self._fd, view)
+            view = view[count:]
+            self._written += count
+        if self._written - self._begun >= BEHIND:
+            start_writing(self._fd, self._begun, self._written - self._begun)
+            self._begun = self._written
 
     def close(self, durable: bool = True) -> None:
         """Close; `durable`: once the system has it on the disk."""

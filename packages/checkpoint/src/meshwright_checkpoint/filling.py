@@ -1,0 +1,339 @@
+"""Fill what the ranks of one machine want from what is stored: each portion is read and checked by one of them, and handed on.
+
+A rank reads its portions into slots of its memory, takes from there what it wants itself, and tells the others which portion lies
+where; they take theirs and give the slot back.  Taking waits for nothing, so slots always come back, and nothing can lock up.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright_checkpoint._torch import bytes_of_tensor
+from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
+from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.neighbours import BYE, FAILED, FREE, OVER, READY, WANTS, Line, Message, Neighbours
+from meshwright_checkpoint.portions import Portion, Runs, Stored, ends, portions, runs, within
+from meshwright_dtensor.boxes import Box, box_shape, intersect, relative_to, slice_of, whole_box
+from meshwright_dtensor.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright_checkpoint.reading import Store, Wanted
+
+CHUNK = 16 * BLOCK
+"""Most bytes read at a time."""
+SLOTS = 6
+"""Portions of one rank that are in memory at a time."""
+
+
+def step_of(members: int) -> int:
+    """Most bytes of a portion where so many ranks share a machine: all slots together are as large as those of one alone."""
+    return max(CHUNK // members // BLOCK, 1) * BLOCK
+
+
+def memory_of(members: int) -> int:
+    """Bytes of all slots of one rank."""
+    return SLOTS * step_of(members)
+
+
+class StoppedError(CheckpointError):
+    """Something else has failed, and been noted, already."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What of a part goes where: `box` of its row-major array of `shape` into `target`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+    target: torch.Tensor
+
+
+@dataclass
+class _Part:
+    """A part of a tensor of which this rank wants something."""
+
+    key: str
+    sums: str
+    targets: list[_Target]
+
+
+class Filling:
+    """One load of one rank.
+
+    Args:
+        store: what is read.
+        wanted: what this rank wants of it.
+        neighbours: the ranks of this machine that fill theirs at the same time; None reads alone.
+        threads: that read at a time.
+    """
+
+    def __init__(
+        self, store: Store, wanted: Sequence[Wanted], neighbours: Neighbours | None, threads: int
+    ) -> None:
+        self._store = store
+        self._me = neighbours.me if neighbours else 0
+        self._ranks = neighbours.ranks if neighbours else [0]
+        self._lines: dict[int, Line] = neighbours.lines if neighbours else {}
+        self._threads = min(threads, SLOTS)
+        self._step = step_of(len(self._ranks))
+        self._memories = dict(neighbours.memories) if neighbours else {}
+        self._parts = _parts(store, wanted)
+        self._wants: dict[int, Runs] = {}
+        self._plan: list[Portion] | None = None
+        self._left: list[int] = []
+        self._using: list[set[int]] = [set() for _ in range(SLOTS)]
+        self._change = threading.Condition()
+        self._over: set[int] = set()
+        self._error: Exception | None = None
+        self._culprit, self._blame = 0, b""
+
+    def run(self) -> None:
+        """Fill all targets. Raises CorruptError, and CheckpointError where another rank of this machine has failed."""
+        hearing = [
+            threading.Thread(target=self._guarded, args=(self._hear, *both), name="meshwright-take")
+            for both in self._lines.items()
+        ]
+        for thread in hearing:
+            thread.start()
+        try:
+            self._guarded(self._work)
+        finally:
+            if self._error is not None:
+                self._give_up()
+            for thread in hearing:
+                thread.join()
+            if self._error is not None:  # it may have come from a line, after the work
+                self._give_up()
+        if self._error is not None:
+            raise self._error
+
+    # --- failing ------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[..., None], *args: object) -> None:
+        """`work`; the first error of all threads is kept, and ends the work of all."""
+        try:
+            work(*args)
+        except StoppedError:
+            pass
+        except (MeshwrightError, OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+            self._fail(error, self._ranks[self._me], f"{type(error).__name__}: {error}".encode())
+        except BaseException as error:
+            self._fail(StoppedError("loading was interrupted"), self._ranks[self._me], repr(error).encode())
+            raise
+
+    def _fail(self, error: Exception, rank: int, text: bytes) -> None:
+        with self._change:
+            if self._error is None:
+                self._error, self._culprit, self._blame = error, rank, text
+            self._change.notify_all()
+
+    def _give_up(self) -> None:
+        for line in self._lines.values():
+            with suppress(OSError):  # who is gone need not be told
+                line.send(FAILED, self._culprit, data=self._blame)
+            line.hang_up()
+
+    def _until(self, there: Callable[[], bool]) -> None:
+        """With the condition held: wait. Raises StoppedError once something has failed."""
+        self._change.wait_for(lambda: self._error is not None or there())
+        if self._error is not None:
+            raise StoppedError("stopped")
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        mine = {stored: self._runs_of(stored, part) for stored, part in self._parts.items()}
+        data = json.dumps([[s.file, s.offset, s.nbytes, pieces] for s, pieces in mine.items()]).encode()
+        for line in self._lines.values():
+            line.send(WANTS, data=data)
+        with self._change:
+            self._wants[self._me] = mine
+            self._until(lambda: len(self._wants) == len(self._ranks))
+            plan = portions([self._wants[member] for member in range(len(self._ranks))], self._step)
+            self._left = [number for number, p in enumerate(plan) if p.reader == self._me][::-1]
+            self._plan = plan
+            self._change.notify_all()
+        for number in self._left:
+            self._store.file(plan[number].stored.file)  # opened, and its header checked, by one thread
+        if self._me not in self._memories:
+            self._memories[self._me] = _alone(SLOTS * self._step)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="meshwright-load") as pool:
+            for _ in range(min(self._threads, len(self._left))):
+                pool.submit(self._guarded, self._read)
+        with self._change:
+            self._until(lambda: not any(self._using))
+        for line in self._lines.values():
+            line.send(OVER)
+        with self._change:
+            self._until(lambda: len(self._over) == len(self._lines))
+        for line in self._lines.values():  # both have used all, so nothing more can come
+            line.send(BYE)
+
+    def _runs_of(self, stored: Stored, part: _Part) -> list[tuple[int, int]]:
+        found: set[tuple[int, int]] = set()
+        for one in part.targets:
+            found.update(runs(one.shape, one.dtype.itemsize, one.box, self._step))
+        return sorted(found)
+
+    def _read(self) -> None:
+        """Read what is left, one portion after the other."""
+        assert self._plan is not None
+        while True:
+            with self._change:
+                if self._error is not None or not self._left:
+                    return
+                number = self._left.pop()
+                portion = self._plan[number]
+            straight = self._straight(portion)
+            if straight is not None:
+                self._fetch(portion, straight)
+                continue
+            with self._change:
+                self._until(lambda: set() in self._using)
+                slot = self._using.index(set())
+                self._using[slot] = set(portion.takers)
+            start = slot * self._step
+            data = self._memories[self._me][start : start + portion.nbytes]
+            self._fetch(portion, data)
+            for member in portion.takers:
+                if member != self._me:
+                    self._lines[member].send(READY, number, slot)
+            self._take(portion, data)
+            self._used(slot, self._me)
+
+    def _straight(self, portion: Portion) -> torch.Tensor | None:
+        """The memory that a portion may be read right into: only one target wants it, all of it, as it is stored."""
+        targets = self._parts[portion.stored].targets
+        if len(targets) > 1 or portion.takers != (self._me,):
+            return None
+        (one,) = targets
+        low = portion.start // one.dtype.itemsize
+        boxes = within(one.shape, one.box, low, low + portion.nbytes // one.dtype.itemsize)
+        if len(boxes) > 1 or one.target.dtype != one.dtype or one.target.is_cuda:
+            return None
+        there = slice_of(one.target, relative_to(boxes[0], one.box))
+        if there.numel() * one.dtype.itemsize != portion.nbytes or not there.is_contiguous():
+            return None
+        return there
+
+    def _fetch(self, portion: Portion, data: torch.Tensor) -> None:
+        """Read a portion, and check it."""
+        part = self._parts[portion.stored]
+        file = self._store.file(portion.stored.file)
+        view = bytes_of_tensor(data)
+        file.read_into(view, portion.stored.offset + portion.start)
+        if part.sums:
+            first = portion.start // BLOCK * DIGITS
+            if block_sums(view) != part.sums[first : first + -(-portion.nbytes // BLOCK) * DIGITS]:
+                raise CorruptError(
+                    f"{file.where}: the stored values of {part.key} are damaged (checksum differs at byte "
+                    f"{portion.stored.offset + portion.start} or up to {portion.nbytes} bytes later)"
+                )
+
+    def _take(self, portion: Portion, data: torch.Tensor) -> None:
+        """Copy what is wanted here out of the bytes of a portion."""
+        for one in self._parts[portion.stored].targets:
+            values = data.view(one.dtype)
+            low = portion.start // one.dtype.itemsize
+            strides = [prod(one.shape[d + 1 :]) for d in range(len(one.shape))]
+            for box in within(one.shape, one.box, low, low + values.numel()):
+                first, _ = ends(one.shape, box)
+                source = values[first - low :].as_strided(box_shape(box), strides)
+                with torch.no_grad():
+                    slice_of(one.target, relative_to(box, one.box)).copy_(source)
+
+    def _used(self, slot: int, member: int) -> None:
+        with self._change:
+            self._using[slot].discard(member)
+            self._change.notify_all()
+
+    # --- others -------------------------------------------------------------------------------------------------------
+
+    def _hear(self, member: int, line: Line) -> None:
+        """What another rank of this machine says, until it needs nothing more."""
+        while True:
+            message = line.receive()
+            if message is None:
+                text = b"it died while it loaded"
+                self._fail(_failed(self._ranks[member], text), self._ranks[member], text)
+                return
+            if message.kind == BYE:
+                return
+            if message.kind == OVER:
+                with self._change:
+                    self._over.add(member)
+                    self._change.notify_all()
+            elif message.kind == FREE:
+                self._used(message.second, member)
+            elif message.kind == READY:
+                self._taken(member, line, message)
+            elif message.kind == WANTS:
+                told = {Stored(*where): pieces for *where, pieces in json.loads(message.data)}
+                with self._change:
+                    self._wants[member] = told
+                    self._change.notify_all()
+            elif message.kind == FAILED:
+                self._fail(_failed(message.first, message.data), message.first, message.data)
+                return
+
+    def _taken(self, member: int, line: Line, message: Message) -> None:
+        with self._change:
+            self._until(lambda: self._plan is not None)
+        assert self._plan is not None
+        portion = self._plan[message.first]
+        start = message.second * self._step
+        self._take(portion, self._memories[member][start : start + portion.nbytes])
+        line.send(FREE, 0, message.second)
+
+
+def _failed(rank: int, text: bytes) -> CheckpointError:
+    return CheckpointError(f"rank {rank} failed: {text.decode(errors='replace')}")
+
+
+def _alone(nbytes: int) -> torch.Tensor:
+    """Memory for a rank that reads for itself; what it does not touch costs nothing."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def _parts(store: Store, wanted: Sequence[Wanted]) -> dict[Stored, _Part]:
+    """What is wanted, by where it is stored. Raises CorruptError where the same bytes shall have two checksums."""
+    found: dict[Stored, _Part] = {}
+    by_key: dict[str, list[Wanted]] = defaultdict(list)
+    for want in wanted:
+        by_key[want.key].append(want)
+    for key, wants in by_key.items():
+        source = store.tensors[key]
+        for fragment in source.fragments:
+            shape = box_shape(fragment.box)
+            stored = Stored(fragment.file, fragment.offset, prod(shape) * source.dtype.itemsize)
+            for want in wants:
+                common = intersect(fragment.box, want.box) if want.box else ()
+                if common is None:
+                    continue
+                target, box = (
+                    slice_of(want.target, relative_to(common, want.box)),
+                    relative_to(common, fragment.box),
+                )
+                part = found.setdefault(stored, _Part(key, fragment.sums, []))
+                if part.sums != fragment.sums:
+                    raise CorruptError(f"{store.where}: {key} and {part.key} lie in one place and differ")
+                if shape and box[1:] == whole_box(shape[1:]) and target.is_contiguous():
+                    # whole rows into whole rows: one run of memory
+                    inner, (start, length) = prod(shape[1:]), box[0]
+                    run = ((start * inner, length * inner),)
+                    part.targets.append(_Target(source.dtype, (shape[0] * inner,), run, target.view(-1)))
+                else:
+                    part.targets.append(_Target(source.dtype, shape, box, target))
+    return found

@@ -1,0 +1,125 @@
+"""Ranks of one machine read what several of them want once, and hand it on; what goes wrong on one reaches all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshwright_checkpoint import CheckpointError, CorruptError, load, loading, local, save
+from meshwright_dtensor.testing import RankError, RankPool
+
+SHAPES = {"even": (1024, 2048), "odd": (701, 1003), "long": (3, 700_001), "small": (5, 8)}
+NBYTES = sum(4 * a * b for a, b in SHAPES.values())
+
+
+def values(name: str) -> torch.Tensor:
+    rows, columns = SHAPES[name]
+    return torch.arange(rows * columns, dtype=torch.int32).view(torch.float32).view(rows, columns)
+
+
+def model_of(size: int, dim: int | None, fill: bool) -> Any:
+    """Tensors sharded on `dim` over all ranks, or whole on each."""
+    model = torch.nn.ParameterDict()
+    for name in SHAPES:
+        value = values(name) if fill else torch.zeros(SHAPES[name])
+        if dim is not None:
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+            value = distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
+        model[name] = torch.nn.Parameter(value)
+    return model
+
+
+def put(rank: int, size: int, path: str) -> None:
+    save(path, model=model_of(size, 0, True), asynchronous=False)
+
+
+def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
+    """Bytes of tensors that this rank reads in a load."""
+    model = model_of(size, dim, False)
+    meet, read_into, read = loading.meet, local.Reader.read_into, 0
+
+    def counted(self: Any, buffer: memoryview, offset: int) -> None:
+        nonlocal read
+        if self.where.endswith(".safetensors") and offset:  # not headers
+            read += len(buffer)
+        read_into(self, buffer, offset)
+
+    local.Reader.read_into = counted  # type: ignore[method-assign]
+    if alone:
+        loading.meet = lambda ranks, what, nbytes: None  # type: ignore[assignment]
+    try:
+        load(path, model=model, random=False)
+    finally:
+        local.Reader.read_into, loading.meet = read_into, meet  # type: ignore[method-assign]
+    full = model_of(size, dim, True)
+    for name, value in model.items():
+        want = full[name]
+        if dim is not None:
+            value, want = value.to_local(), want.to_local()
+        assert torch.equal(value.view(torch.int32), want.view(torch.int32)), name
+    return read
+
+
+@pytest.mark.parametrize(("size", "dim"), [(2, 1), (4, None)])
+def test_a_machine_reads_once(size: int, dim: int | None, rank_pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    rank_pool.run(2, put, path)
+    counts = rank_pool.run(size, reads, path, dim, False)
+    assert sum(counts) == NBYTES
+    assert max(counts) < 1.35 * NBYTES / size + (1 << 20)
+    assert sum(rank_pool.run(size, reads, path, dim, True)) > 1.7 * NBYTES  # what it would be without
+
+
+def fails(rank: int, size: int, path: str, how: str) -> str:
+    """What a load says of which one rank fails."""
+    model = model_of(size, 1, False)
+    read_into = local.Reader.read_into
+
+    def failing(self: Any, buffer: memoryview, offset: int) -> None:
+        if offset and rank == 1:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(5, "Input/output error")
+        read_into(self, buffer, offset)
+
+    if how != "damage":
+        local.Reader.read_into = failing  # type: ignore[method-assign]
+    try:
+        load(path, model=model)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        local.Reader.read_into = read_into  # type: ignore[method-assign]
+    return "loaded"
+
+
+def test_what_fails_on_one_rank_reaches_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    rank_pool.run(2, put, str(path))
+    said = rank_pool.run(4, fails, str(path), "error")
+    assert all("Input/output error" in text for text in said)
+    assert sum("rank 1 failed" in text for text in said) == 3
+    data = path / "data-00001.safetensors"
+    with open(data, "r+b") as file:
+        file.seek(data.stat().st_size - 1)
+        file.write(b"\x7f")
+    said = rank_pool.run(2, fails, str(path), "damage")
+    assert all(re.search("the stored values of model/(odd|long|small) are damaged", text) for text in said), (
+        said
+    )
+    assert sorted(text.split(":")[0] for text in said) == ["CheckpointError", CorruptError.__name__]
+
+
+def test_a_rank_that_dies_ends_the_load(tmp_path: Path) -> None:
+    with RankPool(grace=20.0) as pool:
+        pool.run(2, put, str(tmp_path / "x"))
+        with pytest.raises(RankError, match="SIGKILL"):
+            pool.run(2, fails, str(tmp_path / "x"), "die", timeout=30)
