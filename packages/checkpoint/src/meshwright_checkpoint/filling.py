@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16 * BLOCK
 """Most bytes read at a time."""
-SLOTS = 6
+SLOTS = 4
 """Portions of one rank that are in memory at a time."""
 
 

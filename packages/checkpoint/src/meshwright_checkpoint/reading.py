@@ -95,7 +95,7 @@ def read(store: Store, wanted: Sequence[Wanted], neighbours: Neighbours | None =
         wanted: what this rank wants.
         neighbours: the ranks of this machine, which all call this at once; what several of them want is read by one.
 
-    Extra memory: the slots of `filling`, 96 MiB for all ranks of a machine together (more where they are over 16).
+    Extra memory: the slots of `filling`, 64 MiB for all ranks of a machine together (more where they are over 16).
 
     Raises:
         CorruptError: what is stored is not what was saved; the message names the tensor.
