@@ -12,7 +12,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -141,8 +140,7 @@ class Filling:
 
     def _give_up(self) -> None:
         for line in self._lines.values():
-            with suppress(OSError):  # who is gone need not be told
-                line.send(FAILED, self._culprit, data=self._blame)
+            line.send(FAILED, self._culprit, data=self._blame)
             line.hang_up()
 
     def _until(self, there: Callable[[], bool]) -> None:
@@ -221,7 +219,7 @@ class Filling:
         (one,) = targets
         low = portion.start // one.dtype.itemsize
         boxes = within(one.shape, one.box, low, low + portion.nbytes // one.dtype.itemsize)
-        if len(boxes) > 1 or one.target.dtype != one.dtype or one.target.is_cuda:
+        if len(boxes) > 1 or one.target.dtype != one.dtype or one.target.device.type != "cpu":
             return None
         there = slice_of(one.target, relative_to(boxes[0], one.box))
         if there.numel() * one.dtype.itemsize != portion.nbytes or not there.is_contiguous():
