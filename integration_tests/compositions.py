@@ -3,18 +3,22 @@
     python integration_tests/compositions.py                    # all of them, a line each; 1 when any is wrong
     python integration_tests/compositions.py "llama tp+" cp     # those whose name contains one of the texts
     python integration_tests/compositions.py --table            # the same as a table in Markdown
+    python integration_tests/compositions.py --store FILE       # go on where a run was cut off
 
 A refusal is shown as what it is: an error with its reason, before memory is taken; `legal` says where one is due.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
+import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -140,6 +144,8 @@ PIPELINES = (
     *(Composition("mixtral", ("pp", "ep", part)) for part in ("tp", "dp", "cp", "zero")),
     *(Composition("llama", ("pp", "cp", part)) for part in ("tp", "dp", "zero")),
     *(Composition("llama", ("pp",), more={"pp": 4, "microbatches": 4, "schedule": s}) for s in ("gpipe", "1f1b")),
+    *(Composition("llama", ("pp", "zero"), stage, {"pp": 4}) for stage in (1, 2, 3)),
+    *(Composition("llama", ("pp", "sp"), more={"pp": 4}), Composition("mixtral", ("pp", "ep"), more={"pp": 4})),
     *(
         Composition(model, ("pp", "zero"), more={"microbatches": 4, "schedule": schedule})
         for model, schedule in (
@@ -210,6 +216,10 @@ def check(
         )
     (worst,) = report.worst(1)
     where = f"{worst.kind} {worst.name} of step {worst.step}" + (f" ({worst.note})" if worst.note else "")
+    if optimizer == "adamw":
+        where += (
+            f"; moments {max(c.relative for c in report.comparisons if c.kind == 'state' and c.measured):.1e}"
+        )
     wrong = {(c.step, c.kind, c.name): c.relative for c in report.failures}
     return Outcome("wrong" if wrong else "equal", f"{worst.relative:.1e} {where}"), wrong
 
@@ -290,24 +300,34 @@ def _made(name: str, float64: bool) -> tuple[Callable[[], Any], Any]:
     return (make if float64 else case.model), case.batch()
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run those that are asked for, a line each."""
-    table = "--table" in arguments
-    texts = [a for a in arguments if a != "--table"]
+    parser = argparse.ArgumentParser(description="Compositions of parallelisms against one device.")
+    parser.add_argument("texts", nargs="*", help="those whose name contains one of these")
+    parser.add_argument("--table", action="store_true", help="as a table in Markdown")
+    parser.add_argument("--store", type=Path, help="a file of outcomes: those in it are not run again")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one of them")
+    options = parser.parse_args(arguments)
+    texts = options.texts
     asked = [
         c for c in (*compositions(), *MORE, *PIPELINES) if not texts or any(t in f"{c.name} " for t in texts)
     ]
+    stored = _stored(options.store)
     bad = 0
     with RankPool() as pool:
         for composition, optimizer in ((c, o) for c in asked for o in c.optimizers):
-            start = time.monotonic()
+            start, known = time.monotonic(), stored.get((composition.name, optimizer))
             try:
-                found = outcome(pool, composition, optimizer)
+                found = known or outcome(pool, composition, optimizer, options.timeout)
             except Exception as error:  # the others are of interest too, whatever broke
                 found = Outcome("failed", f"{type(error).__name__}: {error}"[:400])
+            if options.store is not None and known is None and found.kind != "failed":
+                entry = (composition.name, optimizer, found.kind, found.seen)
+                with options.store.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
             bad += not found.due(composition)
             line = [composition.name, str(composition.world_size), optimizer, found.kind, found.seen]
-            if table:
+            if options.table:
                 print(f"| {' | '.join(line)} |", flush=True)
             else:
                 took = f"{time.monotonic() - start:4.0f}s"
@@ -317,5 +337,10 @@ def main(arguments: list[str]) -> int:
     return int(bad > 0)
 
 
+def _stored(path: Path | None) -> dict[tuple[str, str], Outcome]:
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    return {(name, optimizer): Outcome(kind, seen) for name, optimizer, kind, seen in map(json.loads, lines)}
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -5,6 +5,7 @@ gradient, parameter and buffer are those of one device. What normalises by the w
 
     python -m integration_tests.architectures.pipelines                          # 1f1b and interleaved on two and four ranks
     python -m integration_tests.architectures.pipelines --schedules              # every schedule on a few architectures
+    python -m integration_tests.architectures.pipelines --store FILE             # go on where a sweep was cut off; again, to tally
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,13 +30,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing import RankError, RankPool
 from meshwright_parallel import verify
 from meshwright_pipeline.division import schedule_named
 
 from .batches import batch_of
 from .catalogue import Architecture, NotBuildable, architectures, build
 from .run_one import _quiet, loss_of
+
+RENEWED = 20
+"""After so many architectures ranks start afresh, so that what they remember of models does not pile up."""
+Verdict = tuple[str, str]
+"""Kind and text, see `run`."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 PIPELINES: Mapping[str, tuple[int, str]] = MappingProxyType(
@@ -73,7 +82,7 @@ SOME = (
 """Every schedule is run on these."""
 
 
-def run(rank: int, size: int, architecture: Architecture, schedule: str) -> tuple[str, str]:
+def run(rank: int, size: int, architecture: Architecture, schedule: str) -> Verdict:
     """("exact", largest distance), ("wrong", what), ("refused" or "error", why) or ("not built", why)."""
     _quiet()
     layers = DEEP if size * schedule_named(schedule).stages_each > size == 4 else None
@@ -124,24 +133,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--pipeline", action="append", default=[], choices=list(PIPELINES))
     parser.add_argument("--schedules", action="store_true", help="every schedule, on a few architectures")
+    parser.add_argument("--store", type=Path, help="a file of verdicts: those in it are not run again")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one of them")
     options = parser.parse_args(arguments)
     known = [a for a in chosen() if a.name in SOME] if options.schedules else chosen()
     todo = [a for a in known if not options.only or any(part in a.name for part in options.only)]
-    names = options.pipeline or (PIPELINES if options.schedules else USUAL)
-    bad, tally = 0, dict[tuple[str, str], int]()
-    with RankPool() as pool:
-        for architecture in todo:
-            told = []
-            for name in names:
-                size, schedule = PIPELINES[name]
-                start = time.monotonic()
-                kind, text = pool.run(size, run, architecture, schedule, timeout=200)[0]
-                bad += kind in ("wrong", "error")
-                tally[name, kind] = tally.get((name, kind), 0) + 1
-                told.append(f"{name}: {kind} {text} ({time.monotonic() - start:.0f} s)")
-            print(architecture.name, "|", " | ".join(told), flush=True)
-    print(tally)
-    return 1 if bad else 0
+    names = list(options.pipeline or (PIPELINES if options.schedules else USUAL))
+    stored = _stored(options.store)
+    found: dict[tuple[str, str], Verdict] = {}
+    for first in range(0, len(todo), RENEWED):
+        with RankPool() as pool:
+            for architecture, name in ((a, n) for a in todo[first : first + RENEWED] for n in names):
+                key, start = (architecture.name, name), time.monotonic()
+                found[key] = stored.get(key) or _verdict(pool, architecture, name, options.timeout)
+                if key not in stored:
+                    _keep(options.store, key, found[key])
+                    print(*key, *found[key], f"({time.monotonic() - start:.0f} s)", sep=" | ", flush=True)
+    for name in names:
+        verdicts = {key[0]: verdict for key, verdict in found.items() if key[1] == name}
+        kinds = Counter(kind for kind, _ in verdicts.values())
+        worst = max((float(text) for kind, text in verdicts.values() if kind == "exact"), default=0.0)
+        others = "; ".join(
+            f"{key}: {kind} {text}" for key, (kind, text) in verdicts.items() if kind != "exact"
+        )
+        print(f"{name}: {dict(kinds)}, largest difference {worst:.1e}. {others}")
+    return int(any(kind not in ("exact", "refused", "not built") for kind, _ in found.values()))
+
+
+def _verdict(pool: RankPool, architecture: Architecture, name: str, timeout: float) -> Verdict:
+    size, schedule = PIPELINES[name]
+    try:
+        return pool.run(size, run, architecture, schedule, timeout=timeout)[0]
+    except RankError as error:  # a rank that died, or none that answered in time
+        return "error", " ".join(str(error).split())[:230]
+
+
+def _stored(path: Path | None) -> dict[tuple[str, str], Verdict]:
+    """What a file says; of one pipeline of an architecture, its last line."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    entries = [json.loads(line) for line in lines]
+    return {(entry["name"], entry["pipeline"]): (entry["kind"], entry["text"]) for entry in entries}
+
+
+def _keep(path: Path | None, key: tuple[str, str], verdict: Verdict) -> None:
+    if path is not None:
+        entry = dict(zip(("name", "pipeline", "kind", "text"), (*key, *verdict), strict=True))
+        with path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 if __name__ == "__main__":
