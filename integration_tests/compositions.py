@@ -161,6 +161,7 @@ PIPELINES = (
     Composition("llama-tied", ("pp", "dp", "zero"), 2),
     Composition("llama", ("pp", "zero"), 1, {"precision": "bf16"}),
     Composition("mixtral", ("pp", "zero"), more={"recompute": "full"}),
+    Composition("gpt2", ("pp", "dp"), more={"recompute": "full"}),
 )  # fmt: skip
 """Pipelines with everything else inside of their stages."""
 

@@ -10,6 +10,7 @@ from pipeline_dropout import LIMIT, losses
 from zoo import CASES
 
 import meshwright as mw
+from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import verify
 
@@ -56,6 +57,56 @@ def test_other_parallelisms_work_inside_a_stage(
 ) -> None:
     for failures in rank_pool.run(4, check, model, {"pp": 2, **pins}, 0.5):
         assert not failures
+
+
+def outside(output: Any) -> torch.Tensor:
+    """A loss outside of the model, of labels that it has not seen."""
+    logits = output.logits if hasattr(output, "logits") else output["logits"]
+    labels = torch.randint(
+        logits.shape[-1], tuple(logits.shape[:2]), generator=torch.Generator().manual_seed(2)
+    )
+    loss: torch.Tensor = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return loss
+
+
+def check_outside(rank: int, size: int, model: str, pins: dict[str, Any]) -> list[str]:
+    """Two steps with the loss outside of the model, and recomputation where `pins` say so; dropout is on."""
+    case = CASES[model]
+    torch.manual_seed(0)
+    batch = {"input_ids": case.batch()["input_ids"]}
+    plan = mw.plan(case.model(), case.batch(), world_size=size, cluster="laptop-cpu", **pins)
+    report = verify(case.model, batch, plan, loss=outside)
+    return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
+
+
+@pytest.mark.parametrize(
+    ("model", "pins"),
+    [("gpt2", {**ONE, "dp": 2, "zero": 3}), ("llama", {**ONE, "tp": 2, "recompute": "full"})],
+    ids=["zero3", "tp-recompute"],
+)
+def test_a_loss_outside_of_the_model(rank_pool: RankPool, model: str, pins: dict[str, Any]) -> None:
+    for failures in rank_pool.run(4, check_outside, model, {"pp": 2, "microbatches": 2, **pins}):
+        assert not failures
+
+
+def alone(rank: int, size: int) -> str:
+    """The second data rank is given longer rows, all along its pipeline."""
+    case = CASES["gpt2"]
+    torch.manual_seed(0)
+    plan = mw.plan(case.model(), case.batch(), world_size=4, cluster="laptop-cpu", pp=2, **{**ONE, "dp": 2})
+    torch.manual_seed(0)
+    model = mw.parallelize(case.model(), plan)
+    batch = {name: value[:, : 8 + rank % 2] for name, value in case.batch().items()}
+    try:
+        model(**batch)
+    except StageError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_data_ranks_with_different_batches_are_told(rank_pool: RankPool) -> None:
+    for told in rank_pool.run(4, alone, timeout=120):
+        assert "it was given another batch than rank 0" in told
 
 
 def test_losses_with_dropout_stay_those_of_one_device(rank_pool: RankPool) -> None:

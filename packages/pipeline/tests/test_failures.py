@@ -21,7 +21,7 @@ from meshwright_dtensor.testing import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
 from meshwright_pipeline.agreement import Agreement
 from meshwright_pipeline.division import schedule_named
-from meshwright_pipeline.runtime import Runtime
+from meshwright_pipeline.runtime import Running, Runtime
 from meshwright_pipeline.transport import Transport
 
 
@@ -81,9 +81,9 @@ def test_a_rank_that_dies_is_told_on_every_other(stage: int, where: str, tmp_pat
     for text in told.values():
         assert float(text.split()[0]) < 20
         # what has been computed may have been lost on its way
-        assert re.search(f"stage {stage} failed in the {where} of microbatch [123], on rank {stage}", text), (
-            text
-        )
+        assert re.search(
+            f"stage {stage} failed in the {where} of microbatch [0123], on rank {stage}", text
+        ), text
         assert "it has died or hangs, since a message to or from it was lost" in text or "rank 0 died" in text
 
 
@@ -115,15 +115,15 @@ def test_a_peer_that_dies_between_actions_is_reported(
     )
     transport = Transport(None, torch.device("cpu"))  # type: ignore[arg-type]
     runtime = Runtime({0: stage}, shape, schedule, table, transport, None)
-    actions = [action for action in table.ranks[0] if training or action.kind == "F"]
-    found = runtime.run(actions, [((), {})] * 2, (lambda *_: torch.ones(())) if training else None).failure
+    running = Running(runtime, [((), {})] * 2, (lambda *_: []) if training else None, (), "ids", training)
+    found = running.run("all" if training else "forward").failure
     assert found is not None and found.lost and found.action.stage == 1
     assert found.action == Action("B" if training else "F", 1, 0)
     assert "connection closed by peer" in str(found.error)
 
 
 def arrives(told: Tensor) -> None:
-    told.copy_(torch.tensor([0.0, 1.0, 2.0]))
+    told.copy_(torch.tensor([0.0, 1.0, 2.0, 0.0]))
 
 
 def test_what_all_agree_on_stands_where_one_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

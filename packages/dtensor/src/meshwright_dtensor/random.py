@@ -8,7 +8,9 @@ build and the processor and is therefore tried on a small tensor first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +59,25 @@ class Part:
     box: Place
 
 
+class _How(threading.local):
+    """How this thread draws; `whole`: never in pieces."""
+
+    whole = False
+
+
+_HOW = _How()
+
+
+@contextlib.contextmanager
+def drawn_whole() -> Iterator[None]:
+    """Inside, tensors are drawn whole: who watches random operations from below must see one for each."""
+    before, _HOW.whole = _HOW.whole, True
+    try:
+        yield
+    finally:
+        _HOW.whole = before
+
+
 def draw_full_then_slice(
     draw: Callable[[torch.Tensor], Any],
     shape: Sequence[int],
@@ -91,6 +112,7 @@ def draw_full_then_slice(
     contiguous = _is_contiguous(shape, strides)
     if (
         piece_numel is not None
+        and not _HOW.whole
         and one is not None
         and count > 2 * piece_numel
         and torch.device(device).type == "cpu"

@@ -18,6 +18,10 @@ from meshwright_pipeline.actions import Action
 
 Tensor = torch.Tensor
 _TAG = (1 << 30) + (1 << 22)
+_OTHER_BATCH = (
+    "it was given another batch than rank 0 (shapes, dtypes, or values that are no tensors); a plain tensor is the whole batch, "
+    "so give every rank the same (mw.shard_loader reads each rank's part)"
+)
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,21 @@ class Agreement:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def settle(
-        self, value: tuple[float, float], failed: Report | None, last: Callable[[int], Action]
+        self,
+        value: tuple[float, float],
+        failed: Report | None,
+        last: Callable[[int], Action],
+        batch: int = 0,
     ) -> Report | tuple[float, float]:
         """The sum of the values of all ranks, or the failure of one, the same on every rank.
 
         Args:
+            batch: a checksum of what the model was given, which has to be that of every rank.
             last: the action that ends the step on a rank of the run, for a report on one of which nothing else is known.
         """
-        mine = torch.tensor([float(failed is not None), *value], dtype=torch.float64, device=self.device)
+        mine = torch.tensor(
+            [float(failed is not None), *value, float(batch)], dtype=torch.float64, device=self.device
+        )
         if self.size == 1:
             return failed if failed is not None else value
         if self.rank == 0:
@@ -92,9 +103,11 @@ class Agreement:
             try:
                 if work is not None:
                     work.wait()
-                mine[1:] += told[1:]
+                mine[1:3] += told[1:3]
                 if told[0]:
                     reports.append(self._receive_report(rank))
+                elif failed is None and told[3] != mine[3]:
+                    reports.append(Report(last(rank), rank, _OTHER_BATCH, 1))
             except RuntimeError as error:
                 gone.add(rank)
                 reports.append(Report(last(rank), rank, _died(rank, error), 2))

@@ -60,25 +60,14 @@ def _sign(leaf: Any) -> Any:
     return (type(leaf), leaf)
 
 
-def joined(results: Sequence[Any], rows: int | None) -> Any:
-    """The results of all microbatches as one: rows one after the other, numbers averaged, anything else of the last.
-
-    Args:
-        rows: of one microbatch.
-    """
-    if len(results) == 1:
-        return results[0]
-    flat = [pytree.tree_flatten(result) for result in results]
-
-    def one(leaves: tuple[Any, ...]) -> Any:
-        first = leaves[0]
-        if not isinstance(first, torch.Tensor):
-            return leaves[-1]
-        if first.dim() and first.shape[0] == rows:
-            return torch.cat(leaves)
-        if first.dim() == 0 and first.is_floating_point():
-            return sum(leaves) / len(leaves)
-        return leaves[-1]
-
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([one(column) for column in columns], flat[0][1])
+def described(call: Call) -> str:
+    """A batch in words: names, shapes and dtypes of its tensors, and values that are plain; the same on every rank."""
+    shown = []
+    for path, leaf in pytree.tree_flatten_with_path((call[0], call[1]))[0]:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+        if isinstance(leaf, torch.Tensor):
+            shown.append(f"{name} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}")
+        elif leaf is not None:
+            plain = isinstance(leaf, (bool, int, float, str))
+            shown.append(f"{name}={leaf if plain else type(leaf).__name__}")
+    return ", ".join(shown)

@@ -4,59 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.errors import StageError, UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor, distribute
+from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
+from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.random import drawn_whole
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
-from meshwright_pipeline.actions import NAMES, Action, Schedule, Shape, Timetable
-from meshwright_pipeline.agreement import Agreement, Report
-from meshwright_pipeline.batching import Call, joined, microbatches, rows_of, signature
+from meshwright_pipeline.actions import Schedule, Shape, Timetable
+from meshwright_pipeline.batching import Call, described, microbatches
 from meshwright_pipeline.counting import divisors, may_differ
-from meshwright_pipeline.cutting import cut
-from meshwright_pipeline.drawing import Replay, Streams
-from meshwright_pipeline.gradients import Sink, Sinks, connected
-from meshwright_pipeline.losses import need_loss, plain_or_none, with_loss
-from meshwright_pipeline.profiling import Profile, Profiler
-from meshwright_pipeline.runtime import Runtime, Step
-from meshwright_pipeline.stage import Stage
+from meshwright_pipeline.drawing import Drawn, Replay, Streams
+from meshwright_pipeline.ending import Ending, Place
+from meshwright_pipeline.gradients import Sink, Sinks, connected, loss_only, returned
+from meshwright_pipeline.losses import loss_of, need_loss, with_loss
+from meshwright_pipeline.mail import Failure
+from meshwright_pipeline.preparing import Prepared, Preparing
+from meshwright_pipeline.runtime import Running, Step
+from meshwright_pipeline.spreading import Lost
 from meshwright_pipeline.tied import TiedSum
 from meshwright_pipeline.transport import Transport
 from meshwright_pipeline.trees import leaves_of, tensors_of
 from meshwright_pipeline.units import Ownership
 
-MAX_SIGNATURES = 64
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands.
+class _Work:
+    """One call: its microbatches, the batch in words, and what it is run with."""
 
-    Attributes:
-        group: ranks of the axis, alike in their places on all others.
-        everyone: all ranks of the run.
-        mesh: the mesh of a stage; None where parameters are ordinary tensors.
-        plain: compute with ordinary tensors, the mesh of a stage being one rank.
-        device: of this rank.
-        dtype: what a float32 model is computed in.
-        speaks: of the ranks of a stage, which all know the loss, this one tells it to the others.
-    """
-
-    group: dist.ProcessGroup
-    everyone: dist.ProcessGroup
-    mesh: DeviceMesh | None
-    plain: bool
-    device: torch.device
-    speaks: bool
-    dtype: torch.dtype = torch.float32
+    calls: list[Call]
+    whole: Call
+    batch: str
+    prepared: Prepared
+    divided_by: list[float]
 
 
 class PipelinedCall:
@@ -89,15 +76,16 @@ class PipelinedCall:
     ) -> None:
         self._model = weakref.ref(model)  # it keeps us
         self.owned, self.schedule, self.table, self.shape = owned, schedule, table, shape
-        self.tied, self.place, self.keep_outputs, self.split = tied, place, keep_outputs, split
-        self.skeleton = skeleton
-        self.transport = Transport(place.group, place.device)
-        self.agreement = Agreement(place.everyone, place.device)
+        self.tied, self.place, self.keep_outputs = tied, place, keep_outputs
+        transport = Transport(place.group, place.device)
+        mesh = None if place.plain else place.mesh
+        self.preparing = Preparing(
+            skeleton, owned, schedule, table, shape, transport, mesh, place.dtype, split
+        )
+        self.ending = Ending(place, schedule, table, shape)
         self.sinks = Sinks(model, place.plain)
         self.rank = dist.get_rank(place.group)
-        self.ours: Mapping[nn.Module, frozenset[int]] = {}
         self.last: Step | None = None
-        self._known: dict[Any, Prepared] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedError(
@@ -106,7 +94,7 @@ class PipelinedCall:
 
     def hooks_are_ours(self, known: Mapping[nn.Module, frozenset[int]]) -> None:
         """From now on, forward hooks that are on modules now and not among `known` count as meshwright's own."""
-        self.ours = {
+        self.preparing.ours = {
             part: frozenset(hooks_of(part)) - known.get(part, frozenset()) for part in self.model.modules()
         }
 
@@ -121,10 +109,26 @@ class PipelinedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; see `meshwright_parallel.parallelize` for what goes in and comes out.
 
+        Where the model returns a loss, its backward passes have run when the call returns. Where it returns none, and
+        gradients are on, they run when a loss that is made of what it returned is differentiated.
+
         Raises:
-            UsageError: the batch cannot be cut, or the model computes no loss.
-            StageError: a stage failed; on every rank.
+            UsageError: the batch cannot be cut.
+            StageError: a stage failed, or ranks were given different batches; on every rank.
         """
+        training = torch.is_grad_enabled()
+        try:
+            work = self._work(args, kwargs, training)
+        except Exception as error:  # of whatever kind, the other ranks may be waiting for this one
+            self._stand_by(error)
+            raise
+        if not training:
+            return self._evaluate(work)
+        if loss_of(work.prepared.profile.output) is None:
+            return self._outside(work)
+        return self._step(work)
+
+    def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> _Work:
         if any(hasattr(x, "get_seq_length") for x in leaves_of((args, kwargs))):
             raise UnsupportedError(
                 "a pipelined model was given a cache of keys and values, which it would fill on one stage only; generate with "
@@ -133,47 +137,113 @@ class PipelinedCall:
         if self.place.plain:  # of a loader that lays batches over the mesh of the stage, one rank
             args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: t.to_local(), (args, kwargs))
         calls = microbatches(args, kwargs, self.shape.microbatches)
-        training = torch.is_grad_enabled()
-        prepared = self._prepared(calls[0], (args, kwargs), training)
-        if training:
-            return self._step(prepared, calls)
-        return self._evaluate(prepared, calls)
+        prepared = self.preparing.prepared(self.model, calls[0], (args, kwargs), training)
+        outside = training and loss_of(prepared.profile.output) is None
+        divided_by = [] if outside else self._divisors(prepared, calls)
+        return _Work(calls, (args, kwargs), described((args, kwargs)), prepared, divided_by)
 
-    def _step(self, prepared: Prepared, calls: list[Call]) -> Any:
-        need_loss(prepared.profile.output)
-        divided_by = self._divisors(prepared, calls)
-        weight = 1.0 / len(calls)
-        losses: dict[int, torch.Tensor] = {}
+    def _stand_by(self, error: Exception) -> None:
+        """This rank cannot begin: it only keeps messages in step, and tells the others."""
+        failure = Failure(self.table.ranks[self.rank][0], error)
+        running = Running(self.preparing.runtime({}), [], None, backward=False, failure=failure)
+        with contextlib.suppress(StageError):
+            self.ending.agree(running.run("forward").failure)
+        self.preparing.forget()
+
+    def _step(self, work: _Work) -> Any:
+        """Forwards and backwards, in the order of the schedule; the loss hands the gradients over."""
+        output, weight = work.prepared.profile.output, 1.0 / len(work.calls)
+        losses: dict[int, Tensor] = {}
         results: dict[int, Any] = {}
 
-        def seed(microbatch: int, result: Any) -> torch.Tensor:
-            loss = need_loss(result)
-            local = loss.full_tensor() if isinstance(loss, GlobalTensor) else loss
-            weighted = local * weight
+        def ends(microbatch: int, result: Any) -> list[Tensor]:
+            weighted = _whole(need_loss(result)) * weight
             losses[microbatch] = weighted.detach()
             if self.keep_outputs:
-                results[microbatch] = _detached(result)
-            return weighted
+                results[microbatch] = result
+            return [weighted]
 
-        with self.sinks.active(), self._drawing(prepared.streams):
-            step = prepared.runtime.run(self.table.ranks[self.rank], calls, seed, divided_by)
-        self.last = step
-        total = self._agree(step, losses)
-        gradients = {name: (sink, gradient) for name, sink, gradient in self.sinks.take()}
-        summed = self.tied.sum(
-            {name: gradient for name, (_, gradient) in gradients.items()},
-            {name: sink.leaf for name, (sink, _) in gradients.items()},
-            {name: sink.dtype for name, (sink, _) in gradients.items()},
-        )
-        held: list[tuple[Sink, torch.Tensor | None]] = [
-            (sink, summed[name]) for name, (sink, _) in gradients.items()
+        running = Running(work.prepared.runtime, work.calls, ends, work.divided_by, work.batch)
+        with self.sinks.active(), self._drawing(work.prepared.streams):
+            self.last = running.run("all")
+        total = self._agree(losses, work.batch)
+        sinks = self.sinks.trainable()
+        gradients = self._summed(sinks)
+        held = [(sink, gradient) for (_, sink), gradient in zip(sinks, gradients, strict=True)]
+        loss = self.ending.shown(connected(total, held, self._settle_later))
+        if not self.keep_outputs:
+            return with_loss(output, loss, keep=False)
+        leaves, differentiable = self.ending.tell(output, lambda: self._joined(work, results))
+        shown = [
+            self.ending.shown(loss_only(leaf) if has else leaf) if isinstance(leaf, Tensor) else leaf
+            for leaf, has in zip(leaves, differentiable, strict=True)
         ]
-        loss = self._shown(connected(total, held, self._settle_later))
-        if self.keep_outputs:
-            everything = self._spread(results, calls, prepared.profile.output)
-            return with_loss(everything, loss, keep=True)
-        return with_loss(prepared.profile.output, loss, keep=False)
+        return with_loss(_like(output, shown), loss, keep=True)
 
+    def _outside(self, work: _Work) -> Any:
+        """All forwards; the backwards run when a loss that is made of what is returned is differentiated."""
+        output, count = work.prepared.profile.output, len(work.calls)
+        results: dict[int, Any] = {}
+        started: list[int] = []  # leaves of the result that backward passes start from
+
+        def ends(microbatch: int, result: Any) -> list[Tensor]:
+            leaves = [_whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(result)]
+            started[:] = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+            results[microbatch] = leaves
+            return [leaves[i] for i in started]
+
+        streams, sinks = work.prepared.streams, self.sinks.trainable()
+        running = Running(work.prepared.runtime, work.calls, ends, (), work.batch, backward=False)
+        with self.sinks.active(), self._drawing(streams) as drawn:
+            self.last = running.run("forward")
+        self._agree({}, work.batch)
+        leaves, differentiable = self.ending.tell(output, lambda: self._joined(work, results))
+        results.clear()
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not places:
+            raise UsageError(
+                f"the model returned a {type(output).__name__} in which a pipeline finds no tensor; return tensors in tuples, "
+                "dicts or dataclasses that torch's pytree knows"
+            )
+
+        def back(gradients: list[Tensor | None]) -> list[Tensor | None]:
+            by_leaf = dict(zip(places, gradients, strict=True))
+            ways = work.prepared.joints or []
+            shares = {
+                m: [
+                    ways[i].share(by_leaf[i], m, count) if by_leaf.get(i) is not None else None
+                    for i in started
+                ]
+                for m in range(count)
+            }
+            with self.sinks.active(), self._drawing(streams, drawn):
+                self.last = running.run_back(shares)
+            self._agree({})
+            return self._summed(sinks)
+
+        given = returned(
+            [leaves[i] for i in places],
+            [differentiable[i] for i in places],
+            [sink for _, sink in sinks],
+            back,
+            self._settle_later,
+        )
+        for place, value in zip(places, given, strict=True):
+            leaves[place] = self.ending.shown(value)
+        return _like(output, leaves)
+
+    def _evaluate(self, work: _Work) -> Any:
+        running = Running(
+            work.prepared.runtime, work.calls, None, work.divided_by, work.batch, backward=False
+        )
+        with self._drawing(work.prepared.streams):
+            self.last = running.run("forward")
+        self._agree({}, work.batch)
+        output, results = work.prepared.profile.output, self.last.results
+        leaves, _ = self.ending.tell(output, lambda: self._joined(work, results))
+        return _like(output, [self.ending.shown(x) if isinstance(x, Tensor) else x for x in leaves])
+
+    # ---- parts of a step
     def _divisors(self, prepared: Prepared, calls: list[Call]) -> list[float]:
         """Those of the averaging losses, on the rank of the last stage; none where microbatches count alike."""
         ignored, last = prepared.profile.losses, prepared.runtime.stages.get(self.shape.stages - 1)
@@ -182,18 +252,52 @@ class PipelinedCall:
         return divisors([last.count(*call) for call in calls]) or []
 
     @contextlib.contextmanager
-    def _drawing(self, streams: Streams | None) -> Iterator[None]:
-        """Inside, random numbers are those of one device."""
+    def _drawing(self, streams: Streams | None, drawn: Drawn | None = None) -> Iterator[Drawn | None]:
+        """Inside, random numbers are those of one device: of a step that begins, or of the backward passes of one."""
         if streams is None:
-            yield
+            yield None
             return
-        own = self.schedule.own(self.rank, self.shape)
-        streams.begin({unit for stage in own for unit in self.owned.stages[stage]})
+        before = torch.get_rng_state()
+        if drawn is None:
+            own = self.schedule.own(self.rank, self.shape)
+            now = streams.begin({unit for stage in own for unit in self.owned.stages[stage]})
+        else:
+            now = streams.back_to(drawn)
         try:
-            with Replay(streams):
-                yield
+            with Replay(streams), drawn_whole():
+                yield now
         finally:
-            streams.end()
+            streams.forward(None)
+            after = now.end if drawn is None else before
+            if after is not None:
+                torch.set_rng_state(after)
+
+    def _agree(self, losses: Mapping[int, Tensor], batch: str = "") -> Tensor:
+        """See Ending.agree; of what has failed nothing is kept."""
+        assert self.last is not None
+        try:
+            return self.ending.agree(self.last.failure, losses, batch)
+        except StageError:
+            self.sinks.forget()
+            self.preparing.forget()
+            raise
+
+    def _summed(self, sinks: Sequence[tuple[str, Sink]]) -> list[Tensor | None]:
+        """The gradients of a step, those of tied parameters summed over the ranks that hold one."""
+        gradients = {name: sink.take() for name, sink in sinks}
+        if not self.tied.any:
+            return list(gradients.values())
+        failure = None
+        try:
+            gradients = self.tied.sum(
+                gradients,
+                {name: sink.leaf for name, sink in sinks},
+                {name: sink.dtype for name, sink in sinks},
+            )
+        except Lost as lost:
+            failure = self.ending.lost(lost)
+        self.ending.agree(failure)
+        return [gradients[name] for name, _ in sinks]
 
     def _settle_later(self) -> None:
         """When this backward pass and the reductions that follow it have ended, make copies of tied parameters equal."""
@@ -206,137 +310,26 @@ class PipelinedCall:
         # queued from inside a callback, so that it comes behind those that gradients have queued meanwhile
         at_end_of_backward(lambda: at_end_of_backward(settle))
 
-    def _evaluate(self, prepared: Prepared, calls: list[Call]) -> Any:
-        forwards = _forwards_only(self.table.ranks[self.rank])
-        divided_by = self._divisors(prepared, calls)
-        with self._drawing(prepared.streams):
-            step = prepared.runtime.run(forwards, calls, None, divided_by)
-        self.last = step
-        self._agree(step, {})
-        return self._spread(
-            {m: _detached(result) for m, result in step.results.items()}, calls, prepared.profile.output
-        )
-
-    def _shown(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as the user sees it: over the mesh of the stage, where values are."""
-        mesh = self.place.mesh
-        return loss if mesh is None else distribute(loss, mesh, ["I"] * mesh.ndim)
-
-    # ---- what ranks tell each other at the end
-    def _agree(self, step: Step, losses: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The loss, the same on every rank; or an error on every rank."""
-        failure, failed, mine = step.failure, None, (0.0, 0.0)
-        if failure is not None:
-            rank = dist.get_rank()
-            if failure.lost:
-                owner = self.schedule.owner(failure.action.stage, self.shape)
-                rank = dist.get_global_rank(self.place.group, owner)
-            reason = f"{type(failure.error).__name__}: {failure.error}"
-            failed = Report(failure.action, rank, reason, int(failure.lost), self.table.ends[failure.action])
-        elif losses and self.place.speaks:
-            total = sum(losses[m] for m in sorted(losses))
-            assert isinstance(total, torch.Tensor)
-            mine = float(total.double()), float(DTYPES.index(total.dtype))
-        told = self.agreement.settle(mine, failed, self._last_of)
-        if isinstance(told, Report):
-            self.sinks.forget()
-            self._known.clear()  # cuts may be half announced
-            cause = None if failure is None else failure.error
-            raise StageError(
-                told.action.stage, told.action.microbatch, NAMES[told.action.kind], told.rank, told.reason
-            ) from cause
-        return torch.tensor(told[0], dtype=DTYPES[int(told[1])], device=self.place.device)
-
-    def _last_of(self, rank: int) -> Action:
-        """The action that ends a step on a rank of the run: the axis of the pipeline is the outermost."""
-        return self.table.ranks[rank * self.shape.ranks // dist.get_world_size()][-1]
-
-    def _spread(self, results: Mapping[int, Any], calls: list[Call], like: Any) -> Any:
-        """The results of all microbatches, joined, from the rank of the last stage to all of the axis."""
-        rows = rows_of(*calls[0])
-        owner = self.schedule.owner(self.shape.stages - 1, self.shape)
-        leaves, spec = pytree.tree_flatten(like)
-        told: list[Any] = [None]
-        if self.rank == owner:
-            whole = joined([results[m] for m in sorted(results)], rows)
-            leaves, spec = pytree.tree_flatten(
-                pytree.tree_map_only(GlobalTensor, lambda t: t.full_tensor(), whole)
-            )
-            same = len(leaves) == len(leaves_of(like))
-            told = [
-                [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in leaves]
-                if same
-                else None
-            ]
-        source = dist.get_global_rank(self.place.group, owner)
-        dist.broadcast_object_list(told, src=source, group=self.place.group, device=self.place.device)
-        if told[0] is None:
-            raise UnsupportedError(
-                "the model returned something else than when it was profiled; ask for tensors only (use_cache=False, say)"
-            )
-        for place, sketch in enumerate(told[0]):
-            if sketch is None:
-                leaves[place] = plain_or_none(leaves[place])
-                continue
-            if self.rank != owner:
-                leaves[place] = torch.empty(sketch[0], dtype=sketch[1], device=self.place.device)
-            value = leaves[place].contiguous()
-            dist.broadcast(value, src=source, group=self.place.group)
-            leaves[place] = value if self.place.mesh is None else self._shown(value)
-        return pytree.tree_unflatten(leaves, spec)
-
-    # ---- what depends on the shapes of a batch
-    def _prepared(self, call: Call, whole: Call, training: bool) -> Prepared:
-        key = (signature(call), training, self.model.training)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= MAX_SIGNATURES:
-                self._known.pop(next(iter(self._known)))
-            found = self._known[key] = self._prepare(call, whole)
-        return found
-
-    def _prepare(self, call: Call, whole: Call) -> Prepared:
-        for ours, copied in zip(self.model.modules(), self.skeleton.modules(), strict=True):
-            copied.training = ours.training
-        profiler = Profiler(self.skeleton, self.owned.units)
-        profile = profiler.run(*self._whole(call))
-        streams = None
-        if profile.draws:
-            draws = profile.draws if self.shape.microbatches == 1 else profiler.run(*self._whole(whole)).draws
-            streams = Streams(draws, self.shape.microbatches)
-        made = cut(profile, self.owned)
-        stages = {
-            index: Stage(self.model, self.owned.units, index, made, profile, self.ours, streams)
-            for index in self.schedule.own(self.rank, self.shape)
-        }
-        mesh = None if self.place.plain else self.place.mesh
-        runtime = Runtime(stages, self.shape, self.schedule, self.table, self.transport, mesh, self.split)
-        return Prepared(runtime, profile, streams)
-
-    def _whole(self, call: Call) -> Call:
-        """Global values as ordinary tensors, in the dtype that they are computed in."""
-        dtype = self.place.dtype
-
-        def one(tensor: torch.Tensor) -> torch.Tensor:
-            whole = tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
-            return whole.to(dtype) if whole.dtype == torch.float32 else whole
-
-        changed: Call = pytree.tree_map_only(torch.Tensor, one, call)
-        return changed
+    def _joined(self, work: _Work, results: Mapping[int, Any]) -> list[Any]:
+        """The leaves of the result for the whole batch, from those of microbatches, on the rank of the last stage."""
+        parts = [leaves_of(results[m]) for m in sorted(results)]
+        ways = self.preparing.joints(work.prepared, work.whole)
+        if any(len(part) != len(ways) for part in parts):
+            return []
+        has = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in parts[0]]
+        with torch.no_grad():
+            whole = [[_whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part] for part in parts]
+            found = [way.join(column) for way, column in zip(ways, zip(*whole, strict=True), strict=True)]
+        return [
+            leaf.detach().requires_grad_() if one and isinstance(leaf, Tensor) else leaf
+            for leaf, one in zip(found, has, strict=True)
+        ]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What batches of one signature are run with."""
-
-    runtime: Runtime
-    profile: Profile
-    streams: Streams | None
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
 
 
-def _forwards_only(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    return tuple(action for action in actions if action.kind == "F")
-
-
-def _detached(result: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), result)
+def _like(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree of the same structure with other leaves."""
+    return pytree.tree_unflatten(list(leaves), pytree.tree_flatten(tree)[1])

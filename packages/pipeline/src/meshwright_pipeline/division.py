@@ -19,7 +19,8 @@ from meshwright_dtensor.stages import StageInfo, describe_stages
 from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.actions import Schedule, Shape, Timetable, timetable
-from meshwright_pipeline.call import PipelinedCall, Place
+from meshwright_pipeline.call import PipelinedCall
+from meshwright_pipeline.ending import Place
 from meshwright_pipeline.skeleton import empty, skeleton
 from meshwright_pipeline.tied import TiedSum, ties
 from meshwright_pipeline.units import Ownership, ownership

@@ -4,13 +4,16 @@ A watched run of the whole batch tells which random operations one device perfor
 the start of a step every rank goes through them without the model, and keeps the state of the generator before each that
 its stages perform. When a microbatch comes to one, the numbers of the whole batch are drawn from that state, and its rows
 kept. So masks are those of one device, bit for bit, and so is the state in which the generator is left.
+
+Recomputation sets the generator to the state that it had when the region first ran. In a step that state draws nothing: it
+is a mark, which says how many random operations the microbatch had performed on the stage, and so which one is next.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import TorchDispatchMode, draws, op_name
 from meshwright_pipeline.interception import Key
 
+_MARKS = 0x6D657368 << 31
+"""Seeds from here on are marks: a generator's state says with which seed it was made."""
 BETWEEN: Key = ("", 0)
 """Where a random operation stands that no unit performs."""
 
@@ -107,8 +112,26 @@ def _as_fill(
     return None
 
 
-class Streams:
+@dataclass
+class Drawn:
     """The random numbers of one step on this rank.
+
+    Attributes:
+        states: draw -> state of the generator before it.
+        end: that after all of them.
+        order: (microbatch, stage) -> the draws that its forward performed, in order.
+        marks: (microbatch, stage, draws performed) by the number of the mark; `numbers` leads back.
+    """
+
+    states: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
+    end: torch.Tensor | None = None
+    order: dict[tuple[int, int], list[tuple[Key, int]]] = field(default_factory=dict)
+    marks: list[tuple[int, int, int]] = field(default_factory=list)
+    numbers: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+
+class Streams:
+    """The random numbers of steps with batches of one signature.
 
     Args:
         found: those of one device on the whole batch, in order.
@@ -118,32 +141,66 @@ class Streams:
     def __init__(self, found: Sequence[Draw], count: int) -> None:
         self.draws, self.count = tuple(found), count
         self._by_name = {draw.name: draw for draw in self.draws}
-        self._states: dict[tuple[Key, int], torch.Tensor] = {}
         self._short: dict[Any, bool] = {}
-        self._end: torch.Tensor | None = None
+        self._drawn = Drawn()
         self.microbatch: int | None = None
         self.key = BETWEEN
+        self._place: tuple[int, int, int] | None = None
         self._places: Counter[Key] = Counter()
 
-    def begin(self, units: Collection[str]) -> None:
+    def begin(self, units: Collection[str]) -> Drawn:
         """A step begins: go through all draws, and keep the states before those of `units` and between units."""
-        self._states.clear()
+        self._drawn = Drawn()
         for draw in self.draws:
             if draw.key == BETWEEN or draw.key[0] in units:
-                self._states[draw.name] = torch.get_rng_state()
+                self._drawn.states[draw.name] = torch.get_rng_state()
             draw.run(1 if self._is_short(draw) else None)
-        self._end = torch.get_rng_state()
+        self._drawn.end = torch.get_rng_state()
+        return self._drawn
 
-    def end(self) -> None:
-        """The step has ended: the generator is where one device leaves it."""
-        self.microbatch = None
-        if self._end is not None:
-            torch.set_rng_state(self._end)
+    def back_to(self, drawn: Drawn) -> Drawn:
+        """What runs now is the backward pass of that step."""
+        self._drawn = drawn
+        return drawn
 
-    def forward(self, microbatch: int | None) -> None:
+    def forward(self, microbatch: int | None, stage: int = 0) -> None:
         """A forward begins (or, None, has ended)."""
         self.microbatch, self.key = microbatch, BETWEEN
         self._places.clear()
+        if microbatch is not None:
+            self._drawn.order[microbatch, stage] = []
+            self._place = (microbatch, stage, 0)
+            self.mark()
+
+    def mark(self) -> None:
+        """Let the state of the generator say which random operation is next."""
+        if self._place is None:
+            return
+        numbers, marks = self._drawn.numbers, self._drawn.marks
+        if self._place not in numbers:
+            numbers[self._place] = len(marks)
+            marks.append(self._place)
+        torch.default_generator.manual_seed(_MARKS + numbers[self._place])
+
+    def _next(self) -> tuple[int, tuple[Key, int]] | None:
+        """(microbatch, name) of the draw that comes next, None where that is not known."""
+        if self.microbatch is not None:
+            name = (self.key, self._places[self.key])
+            self._places[self.key] += 1
+            assert self._place is not None
+            microbatch, stage, place = self._place
+            self._drawn.order[microbatch, stage].append(name)
+        else:
+            number = torch.default_generator.initial_seed() - _MARKS
+            if not 0 <= number < len(self._drawn.marks):
+                return None
+            microbatch, stage, place = self._drawn.marks[number]
+            names = self._drawn.order[microbatch, stage]
+            if place >= len(names):
+                return None
+            name = names[place]
+        self._place = (microbatch, stage, place + 1)
+        return microbatch, name
 
     def take(self, op: Any, like: torch.Tensor) -> torch.Tensor:
         """The numbers that the next random operation draws, where it fills a tensor of the shape of `like`.
@@ -151,30 +208,28 @@ class Streams:
         Raises:
             UnsupportedError: it is none of those that were seen, or comes in a backward pass.
         """
-        if self.microbatch is None:
+        coming = self._next()
+        if coming is None:
             raise UnsupportedError(
-                f"the random operation {op_name(op)} runs in a backward pass (recomputation), where a pipeline does not know its "
-                "microbatch; keep activations, or set dropout to 0"
+                f"the random operation {op_name(op)} runs in a backward pass, where a pipeline does not know which one it is; "
+                "recompute with preserve_rng_state=True, keep activations, or set dropout to 0"
             )
-        place = self._places[self.key]
-        self._places[self.key] = place + 1
-        draw = self._by_name.get((self.key, place))
-        state = self._states.get((self.key, place))
+        microbatch, name = coming
+        draw, state = self._by_name.get(name), self._drawn.states.get(name)
         if draw is None or state is None:
-            where = self.key[0] or "between modules"
+            where = name[0][0] or "between modules"
             raise UnsupportedError(
                 f"the random operation {op_name(op)} of {where!r} was not there when the model was profiled; a pipeline needs "
                 "the same ones for every batch of the same shapes"
             )
         torch.set_rng_state(state)
-        return self._rows(draw.run(), draw, tuple(like.shape))
+        return self._rows(draw.run(), draw, microbatch, tuple(like.shape))
 
-    def _rows(self, full: torch.Tensor, draw: Draw, shape: tuple[int, ...]) -> torch.Tensor:
-        assert self.microbatch is not None
+    def _rows(self, full: torch.Tensor, draw: Draw, microbatch: int, shape: tuple[int, ...]) -> torch.Tensor:
         fits = len(shape) == full.dim()
         for dim, size in enumerate(shape if fits else ()):
             if full.shape[dim] == size * self.count and self.count > 1:
-                full = full.narrow(dim, self.microbatch * size, size)
+                full = full.narrow(dim, microbatch * size, size)
         if tuple(full.shape) != shape:
             raise UnsupportedError(
                 f"a random operation of {draw.key[0] or 'the model'!r} fills {list(draw.shape)} for the whole batch and "
@@ -211,9 +266,8 @@ class Replay(TorchDispatchMode):
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is not None and (target.is_meta or is_fake(target)):
             return func(*args, **kwargs)
-        kept = torch.get_rng_state()
         in_place = op_name(func).endswith("_")
         result = target if in_place and target is not None else func(*args, **kwargs)
         result.copy_(self.streams.take(func, result))
-        torch.set_rng_state(kept)
+        self.streams.mark()
         return result

@@ -221,3 +221,73 @@ def connected(
         # a stage whose parameters are all frozen has a loss with a gradient too, as on one device
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return _HandOver.apply(loss.detach(), held, after, anchor, *leaves)  # type: ignore[no-any-return]
+
+
+class _Return(torch.autograd.Function):
+    """What a model returned, connected to its parameters: gradients of it start the backward passes of the stages."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        outputs: list[Tensor],
+        differentiable: list[bool],
+        back: Callable[[list[Tensor | None]], list[Tensor | None]],
+        after: Callable[[], None],
+        anchor: Tensor,
+        *leaves: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back, ctx.after = back, after
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x, d in zip(outputs, differentiable, strict=True) if not d))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        back, ctx.back = ctx.back, None
+        if back is None:
+            raise UsageError(
+                "backward() through what a pipelined model returned a second time; what its stages kept is gone: add the losses "
+                "up and call backward() once, or call the model again"
+            )
+        found = back(list(gradients))
+        ctx.after()
+        return (None, None, None, None, None, *found)
+
+
+def returned(
+    outputs: Sequence[Tensor],
+    differentiable: Sequence[bool],
+    sinks: Sequence[Sink],
+    back: Callable[[list[Tensor | None]], list[Tensor | None]],
+    after: Callable[[], None],
+) -> tuple[Tensor, ...]:
+    """`outputs`, of which a backward pass calls `back` with their gradients, and hands over what that returns to `sinks`.
+
+    `after` is called before that.
+    """
+    with torch.enable_grad():
+        leaves = [sink.leaf for sink in sinks]
+        anchor = torch.zeros((), device=outputs[0].device, requires_grad=True)
+        return _Return.apply(list(outputs), list(differentiable), back, after, anchor, *leaves)  # type: ignore[no-any-return]
+
+
+class _LossOnly(torch.autograd.Function):
+    """Identity; raises where a loss made of it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        raise UsageError(
+            "the model has computed its loss, so that the backward passes of this step have run, and another one was computed "
+            "from what else it returned; compute all of the loss outside (call the model without labels) or all of it inside"
+        )
+
+
+def loss_only(value: Tensor) -> Tensor:
+    """`value`, of which no gradient may be asked."""
+    with torch.enable_grad():
+        anchor = torch.zeros((), device=value.device, requires_grad=True)
+        return _LossOnly.apply(value, anchor)  # type: ignore[no-any-return]

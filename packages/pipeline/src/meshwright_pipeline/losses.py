@@ -29,14 +29,13 @@ def need_loss(result: Any) -> torch.Tensor:
     """The loss.
 
     Raises:
-        UsageError: there is none, and a pipeline that runs its backward passes inside the call needs one.
+        UsageError: there is none, though there was one when the model was profiled.
     """
     loss = loss_of(result)
     if loss is None:
         raise UsageError(
             f"the model returned a {type(result).__name__} without a loss (a number, its .loss, its 'loss' or its first "
-            "element); a pipelined step runs forward and backward inside the call: let the model compute its loss (give it "
-            "labels), or call it under torch.no_grad()"
+            "element), which it had when it was profiled with a batch of the same shapes"
         )
     return loss
 

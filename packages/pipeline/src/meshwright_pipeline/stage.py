@@ -113,7 +113,7 @@ class Stage:
 
         result = None
         if self.streams is not None:
-            self.streams.forward(microbatch)
+            self.streams.forward(microbatch, self.index)
         with intercepted(self.model, self.units, handle):
             try:
                 result = ordinary_call(self.model, args, kwargs)

@@ -6,8 +6,9 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import nn
 
 from meshwright_dtensor.commlog import record
 from meshwright_pipeline._torch import local_gradient
+from meshwright_pipeline.spreading import Lost
 
 _TAG = (1 << 30) + (1 << 20)
 
@@ -55,10 +57,14 @@ class TiedSum:
     Args:
         found: all ties, alike on every rank.
         group: the ranks of the axis.
+
+    Attributes:
+        any: whether any ranks share a parameter.
     """
 
     def __init__(self, found: Sequence[Tie], group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
+        self.any = bool(found)
         self.ties = [(place, tie) for place, tie in enumerate(found) if self.rank in tie.ranks]
 
     def local_name(self, tie: Tie, names: Mapping[str, object]) -> str:
@@ -76,7 +82,11 @@ class TiedSum:
         Args:
             like: name -> the parameter's leaf, for the shape of what is missing.
             dtypes: name -> in which gradients are added up.
+
+        Raises:
+            Lost: a rank that holds one is gone; all others have come to the end.
         """
+        gone: dict[int, Lost] = {}
         for place, tie in self.ties:
             name = self.local_name(tie, like)
             leaf, mine = like[name], gradients[name]
@@ -85,28 +95,54 @@ class TiedSum:
             if mine is not None:
                 packed[:-1].copy_(mine.reshape(-1))
                 packed[-1] = 1
-            self._add(packed, tie.ranks, _TAG + place)
+            self._add(packed, tie, _TAG + place, gone)
             has = bool(packed[-1].item())
             gradients[name] = packed[:-1].view(leaf.shape) if has else None
+        for lost in gone.values():
+            raise lost
         return gradients
 
-    def _add(self, packed: torch.Tensor, ranks: Sequence[int], tag: int) -> None:
-        first, nbytes = ranks[0], packed.numel() * packed.element_size()
+    def _add(self, packed: torch.Tensor, tie: Tie, tag: int, gone: dict[int, Lost]) -> None:
+        first, nbytes = tie.ranks[0], packed.numel() * packed.element_size()
         record("send_recv", "pp", nbytes, "backward", function="tied parameters")
         if self.rank != first:
-            dist.send(packed, group=self.group, group_dst=first, tag=tag)
-            dist.recv(packed, group=self.group, group_src=first, tag=tag)
+            self._message(dist.send, packed, first, tag, tie, gone)
+            self._message(dist.recv, packed, first, tag, tie, gone)
             return
-        for rank in ranks[1:]:
-            part = torch.empty_like(packed)
-            dist.recv(part, group=self.group, group_src=rank, tag=tag)
+        for rank in tie.ranks[1:]:
+            part = torch.zeros_like(packed)
+            self._message(dist.recv, part, rank, tag, tie, gone)
             packed += part
-        for rank in ranks[1:]:
-            dist.send(packed, group=self.group, group_dst=rank, tag=tag)
+        for rank in tie.ranks[1:]:
+            self._message(dist.send, packed, rank, tag, tie, gone)
+
+    def _message(
+        self,
+        move: Callable[..., Any],
+        tensor: torch.Tensor,
+        rank: int,
+        tag: int,
+        tie: Tie,
+        gone: dict[int, Lost],
+    ) -> None:
+        """Send or receive; once a rank is gone, nothing is said to it, and the others get theirs."""
+        if rank in gone:
+            return
+        peer = "group_dst" if move is dist.send else "group_src"
+        try:
+            move(tensor, group=self.group, tag=tag, **{peer: rank})
+        except RuntimeError as error:
+            what = f"it has died or hangs: the gradient of {tie.names[0]!r}, which it holds too, could not be summed"
+            gone[rank] = Lost(rank, f"{what} ({str(error).splitlines()[0]})")
 
     @torch.no_grad()
     def settle(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give every copy the gradient of the first: sums over other axes may have been rounded in another order."""
+        """Give every copy the gradient of the first: sums over other axes may have been rounded in another order.
+
+        Raises:
+            Lost: a rank that holds one is gone.
+        """
+        gone: dict[int, Lost] = {}
         for place, tie in self.ties:
             parameter = parameters[self.local_name(tie, parameters)]
             gradient = local_gradient(parameter)
@@ -115,8 +151,10 @@ class TiedSum:
             first, dense = tie.ranks[0], gradient.contiguous()
             if self.rank == first:
                 for rank in tie.ranks[1:]:
-                    dist.send(dense, group=self.group, group_dst=rank, tag=_TAG + place)
-            else:
-                dist.recv(dense, group=self.group, group_src=first, tag=_TAG + place)
-                if dense is not gradient:
-                    gradient.copy_(dense)
+                    self._message(dist.send, dense, rank, _TAG + place, tie, gone)
+                continue
+            self._message(dist.recv, dense, first, _TAG + place, tie, gone)
+            if dense is not gradient:
+                gradient.copy_(dense)
+        for lost in gone.values():
+            raise lost

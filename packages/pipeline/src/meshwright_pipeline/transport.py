@@ -1,13 +1,10 @@
 """Messages between stages: the local parts of what crosses a cut, and of its gradients.
 
-The first message over a cut says how everything lies; those that follow are bare tensors in buffers of known shape. A rank
-that has failed goes on sending messages of the right shape, or says once that there is nothing to come: nobody hangs, and
-the end of the step tells everyone.
+The first message of a step over a cut says how everything lies; those that follow are bare tensors in buffers of known shape.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +20,8 @@ from meshwright_dtensor.states import States
 
 Tensor = torch.Tensor
 _ANNOUNCED = 1 << 30
+_HEAD = 1024
+"""Bytes of the message that begins an announcement: its length, and as much of it as has room."""
 
 
 @dataclass(frozen=True)
@@ -77,29 +76,34 @@ class Transport:
         self.rank = dist.get_rank(group)
         self._sent: list[Sent] = []
 
-    def announce(self, wire: Wire | None, peer: int, cut: int, place: int) -> None:
-        """Say how what follows lies; None: nothing will come. `place` as in `send`."""
-        data = pickle.dumps(wire)
-        content = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+    def announce(self, letter: bytes | None, peer: int, cut: int, place: int) -> None:
+        """Say how what follows in this step lies; None: nothing will come. `place` as in `send`."""
+        content = letter or b""
+        head = bytearray(len(content).to_bytes(8, "little") + content[: _HEAD - 8]).ljust(_HEAD, b"\0")
         tag = _ANNOUNCED + 2 * cut
-        self._post(torch.tensor([len(data)], dtype=torch.int64, device=self.device), peer, tag, place)
-        self._post(content, peer, tag + 1, place)
+        self._post(torch.frombuffer(head, dtype=torch.uint8).to(self.device), peer, tag, place)
+        if len(content) > _HEAD - 8:
+            rest = bytearray(content[_HEAD - 8 :])
+            self._post(torch.frombuffer(rest, dtype=torch.uint8).to(self.device), peer, tag + 1, place)
 
-    def hear(self, peer: int, cut: int) -> Wire:
+    def hear(self, peer: int, cut: int) -> bytes:
         """What the peer announces.
 
         Raises:
             Broken: nothing will come.
         """
-        size = torch.zeros(1, dtype=torch.int64, device=self.device)
         tag = _ANNOUNCED + 2 * cut
-        dist.recv(size, group=self.group, group_src=peer, tag=tag)
-        content = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
-        dist.recv(content, group=self.group, group_src=peer, tag=tag + 1)
-        wire: Wire | None = pickle.loads(bytes(content.cpu().tolist()))
-        if wire is None:
+        head = self._bytes(_HEAD, peer, tag)
+        length = int.from_bytes(head[:8], "little")
+        if not length:
             raise Broken
-        return wire
+        rest = self._bytes(length - _HEAD + 8, peer, tag + 1) if length > _HEAD - 8 else b""
+        return (head[8:] + rest)[:length]
+
+    def _bytes(self, count: int, peer: int, tag: int) -> bytes:
+        content = torch.empty(count, dtype=torch.uint8, device=self.device)
+        dist.recv(content, group=self.group, group_src=peer, tag=tag)
+        return content.cpu().numpy().tobytes()
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any, place: int) -> None:
         """Send tensors, which must not be written to any more.

@@ -1,0 +1,132 @@
+"""What depends on the shapes of a batch: its profile, the stages cut by it, and their random numbers; kept for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_pipeline._torch import pytree
+from meshwright_pipeline.actions import Schedule, Shape, Timetable
+from meshwright_pipeline.batching import Call, signature
+from meshwright_pipeline.cutting import cut
+from meshwright_pipeline.drawing import Streams
+from meshwright_pipeline.joining import Joint, joints
+from meshwright_pipeline.profiling import Profile, Profiler
+from meshwright_pipeline.runtime import Runtime
+from meshwright_pipeline.stage import Stage
+from meshwright_pipeline.transport import Transport
+from meshwright_pipeline.units import Ownership
+
+MAX_SIGNATURES = 64
+
+
+@dataclass
+class Prepared:
+    """What batches of one signature are run with.
+
+    Attributes:
+        profile: that of a microbatch; `whole` that of the batch, where it is known.
+        joints: how the leaves of the results of microbatches come together, once that has been asked for.
+    """
+
+    runtime: Runtime
+    profile: Profile
+    streams: Streams | None
+    profiler: Profiler
+    whole: Profile | None
+    joints: list[Joint] | None = None
+
+
+class Preparing:
+    """Prepares batches, and keeps what it has prepared.
+
+    Args:
+        skeleton: the structure of the model (see skeleton.skeleton).
+        owned: which stage holds what.
+        schedule, table: what runs when.
+        shape: ranks, stages, microbatches.
+        transport: messages along the axis.
+        mesh: the mesh of a stage, None where values are ordinary tensors.
+        dtype: what a float32 model is computed in.
+        split: see Runtime.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        owned: Ownership,
+        schedule: Schedule,
+        table: Timetable,
+        shape: Shape,
+        transport: Transport,
+        mesh: DeviceMesh | None,
+        dtype: torch.dtype,
+        split: bool,
+    ) -> None:
+        self.skeleton, self.owned = skeleton, owned
+        self.schedule, self.table, self.shape = schedule, table, shape
+        self.transport, self.mesh, self.dtype, self.split = transport, mesh, dtype, split
+        self.ours: Mapping[nn.Module, frozenset[int]] = {}
+        self._known: dict[Any, Prepared] = {}
+
+    def forget(self) -> None:
+        """Prepare anew from now on: messages may be out of step."""
+        self._known.clear()
+
+    def runtime(self, stages: Mapping[int, Stage]) -> Runtime:
+        """The runtime of these stages."""
+        return Runtime(stages, self.shape, self.schedule, self.table, self.transport, self.mesh, self.split)
+
+    def prepared(self, model: nn.Module, call: Call, whole: Call, training: bool) -> Prepared:
+        """For a batch `whole`, of which `call` is a microbatch."""
+        key = (signature(call), training, model.training)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MAX_SIGNATURES:
+                self._known.pop(next(iter(self._known)))
+            found = self._known[key] = self._prepare(model, call, whole)
+        return found
+
+    def _prepare(self, model: nn.Module, call: Call, whole: Call) -> Prepared:
+        for ours, copied in zip(model.modules(), self.skeleton.modules(), strict=True):
+            copied.training = ours.training
+        profiler = Profiler(self.skeleton, self.owned.units)
+        profile = profiler.run(*self._whole(call))
+        streams, entire = None, None
+        if profile.draws:
+            if self.shape.microbatches > 1:
+                entire = profiler.run(*self._whole(whole))
+            streams = Streams((entire or profile).draws, self.shape.microbatches)
+        made = cut(profile, self.owned)
+        stages = {
+            index: Stage(model, self.owned.units, index, made, profile, self.ours, streams)
+            for index in self.schedule.own(self.transport.rank, self.shape)
+        }
+        return Prepared(self.runtime(stages), profile, streams, profiler, entire)
+
+    def joints(self, prepared: Prepared, whole: Call) -> list[Joint]:
+        """How the leaves of the results of microbatches come together, `whole` being the batch."""
+        if prepared.joints is None:
+            count, part = self.shape.microbatches, prepared.profile
+            if count == 1:
+                prepared.whole = part
+            elif prepared.whole is None:
+                prepared.whole = prepared.profiler.run(*self._whole(whole))
+            prepared.joints = joints(part.output, prepared.whole.output, count)
+        return prepared.joints
+
+    def _whole(self, call: Call) -> Call:
+        """Global values as ordinary tensors, in the dtype that they are computed in."""
+
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            whole = tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
+            return whole.to(self.dtype) if whole.dtype == torch.float32 else whole
+
+        changed: Call = pytree.tree_map_only(torch.Tensor, one, call)
+        return changed

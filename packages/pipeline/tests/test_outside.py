@@ -1,0 +1,178 @@
+"""Losses that are computed outside of the model: the loop of one device, whatever is done with what the model returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipe_models import Chain, chain_batch, chain_plan
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright_dtensor.errors import StageError, UsageError
+from meshwright_dtensor.testing import RankPool
+from meshwright_pipeline import call_of, pipeline
+
+LIMIT = 1e-5
+
+
+def far(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    return float((one - other).abs().max() / other.abs().max())
+
+
+class Scored(nn.Module):
+    """What models return: rows, flattened rows, a number, something that no row has, and what has no gradient."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.chain = Chain(dropout=dropout)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        logits = self.chain(ids)["logits"]
+        table = self.chain.scale[None].expand(3, -1)
+        return logits, logits.flatten(0, 1), logits.square().mean()[None].mean(), table * 2, logits.argmax(-1)
+
+
+def make(dropout: float) -> nn.Module:
+    torch.manual_seed(0)
+    return Scored(dropout)
+
+
+def loss_of(out: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """Rows meet each other in it, so that no sum over microbatches is the same."""
+    logits, flat, mean, table, best = out
+    assert best.dtype == torch.int64 and not best.requires_grad and flat.shape[0] == labels.numel()
+    pooled = logits.mean(1)
+    contrast = torch.log_softmax(pooled @ pooled.T, -1).diagonal().mean()
+    return F.cross_entropy(flat, labels.flatten()) - 0.3 * contrast + 0.2 * mean + table.square().sum()
+
+
+def plan(schedule: str) -> Any:
+    made = chain_plan(stages=4 if schedule not in ("gpipe", "1f1b") else 2, schedule=schedule)
+    rule = made.pipeline
+    stages = [[f"chain.{pattern}" for pattern in stage] for stage in rule.stages]
+    return made.replace(pipeline=rule.model_copy(update={"stages": tuple(map(tuple, stages))}))
+
+
+def train(rank: int, size: int, schedule: str, dropout: float) -> tuple[float, float, int]:
+    """(largest distance of a loss, of a gradient, most microbatches held), over two steps of two calls each."""
+    single, many = make(dropout), pipeline(make(dropout), plan(schedule))
+    known = dict(single.named_parameters(remove_duplicate=False))
+    losses = worst = 0.0
+    for step in range(2):
+        found = []
+        for model in (single, many):
+            torch.manual_seed(7 + step)
+            batches = [chain_batch(2 * step + turn, uneven=True) for turn in range(2)]
+            parts = [loss_of(model(batch["ids"]), batch["labels"]) for batch in batches]  # both are pending
+            (parts[0] + 0.5 * parts[1]).backward()
+            found.append((float(parts[0] + parts[1]), torch.get_rng_state()))
+        assert torch.equal(found[0][1], found[1][1]), "the generator is left elsewhere"
+        losses = max(losses, abs(found[0][0] - found[1][0]) / abs(found[0][0]))
+        for name, p in many.named_parameters():
+            worst = max(worst, far(p.grad, known[name].grad))
+    return losses, worst, call_of(many).last.most_alive
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dropout"), [("1f1b", 0.2), ("interleaved", 0.0), ("zero-bubble", 0.0), ("zbv", 0.2)]
+)
+def test_a_loss_outside_is_that_of_one_device(rank_pool: RankPool, schedule: str, dropout: float) -> None:
+    stages = 1 if schedule == "1f1b" else 2
+    for losses, worst, held in rank_pool.run(2, train, schedule, dropout):
+        assert losses < LIMIT and worst < LIMIT
+        assert held == 4 * stages  # all microbatches: no backward can run before the loss is known
+
+
+def refuse(rank: int, size: int) -> list[str]:
+    """A second backward; a loss of both kinds; and a stage that fails in its backward."""
+    told = []
+    many = pipeline(make(0.0), plan("1f1b"))
+    batch = chain_batch()
+    loss = loss_of(many(batch["ids"]), batch["labels"])
+    loss.backward(retain_graph=True)
+    both = pipeline(Chain(), chain_plan(outputs="all"))
+    out = both(**batch)
+    assert out["logits"].requires_grad
+    for wrong in (loss, out["loss"] + out["logits"].mean()):
+        try:
+            wrong.backward()
+        except UsageError as error:
+            told.append(str(error))
+
+    class Bomb(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise ValueError("boom behind")
+
+    model = make(0.0)
+    model.chain.layers[1].outer.register_forward_hook(
+        lambda m, a, out: out if out.is_meta or not out.any() else Bomb.apply(out)
+    )
+    failing = pipeline(model, plan("1f1b"))
+    loss = loss_of(failing(batch["ids"]), batch["labels"])
+    try:
+        loss.backward()
+    except StageError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_goes_wrong_outside_is_told(rank_pool: RankPool) -> None:
+    for second, both, failed in rank_pool.run(2, refuse, timeout=60):
+        assert "a second time" in second and "call backward() once" in second
+        assert "compute all of the loss outside" in both
+        assert "stage 0 failed in the backward of microbatch 0, on rank 0: ValueError: boom behind" in failed
+
+
+def recompute(rank: int, size: int, preserve: bool, schedule: str) -> tuple[float, float] | str:
+    """Blocks run again in the backward pass, dropout and all: (distance of the loss, of a gradient)."""
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        model = Chain(dropout=0.3)
+        for layer in model.layers:
+            forward = layer.forward
+
+            def again(x: Tensor, forward: Any = forward) -> Tensor:
+                return checkpoint(
+                    lambda y: forward(y + 0.0), x, use_reentrant=False, preserve_rng_state=preserve
+                )
+
+            layer.forward = again
+        return model
+
+    single, stages = built(), 2 if schedule == "1f1b" else 4
+    many = pipeline(built(), chain_plan(stages=stages, schedule=schedule))
+    known = dict(single.named_parameters(remove_duplicate=False))
+    losses = []
+    for model in (single, many):
+        torch.manual_seed(5)
+        try:
+            loss = model(**chain_batch())["loss"]
+        except StageError as error:
+            return str(error)
+        loss.backward()
+        losses.append(loss.item())
+    worst = max(far(p.grad, known[name].grad) for name, p in many.named_parameters())
+    return abs(losses[0] - losses[1]) / losses[0], worst
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_recomputed_masks_are_those_of_one_device(rank_pool: RankPool, schedule: str) -> None:
+    for loss, worst in rank_pool.run(2, recompute, True, schedule):
+        assert loss < LIMIT and worst < LIMIT
+
+
+def test_recomputation_without_the_masks_is_refused(rank_pool: RankPool) -> None:
+    """The negative control: where torch does not set the generator back, nobody knows which mask it was."""
+    for told in rank_pool.run(2, recompute, False, "1f1b", timeout=60):
+        assert "recompute with preserve_rng_state=True" in told
