@@ -58,7 +58,7 @@ def differ(
 def test_ranks_that_are_given_different_batches_are_told(
     rank_pool: RankPool, other: int, what: str, warm: bool, schedule: str
 ) -> None:
-    found = rank_pool.run(4, differ, other, what, warm, schedule, timeout=60)
+    found = rank_pool.run(4, differ, other, what, warm, schedule, timeout=150)
     for told, took, after in found:
         assert told.startswith("StageError stage") and took < 20
         if what == "gradients":
@@ -72,7 +72,7 @@ def test_ranks_that_are_given_different_batches_are_told(
 
 
 def test_a_rank_whose_batch_cannot_be_cut_tells_the_others(rank_pool: RankPool) -> None:
-    found = rank_pool.run(4, differ, 1, "rows", False, "1f1b", timeout=60)
+    found = rank_pool.run(4, differ, 1, "rows", False, "1f1b", timeout=150)
     assert found[1][0].startswith("UsageError a batch of 6 rows")
     for told, took, _ in (found[0], *found[2:]):
         assert (

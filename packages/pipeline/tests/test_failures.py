@@ -155,7 +155,7 @@ def change(rank: int, size: int) -> str:
 
 
 def test_a_shape_that_changes_is_told_on_every_rank(rank_pool: RankPool) -> None:
-    for text in rank_pool.run(4, change, timeout=60):
+    for text in rank_pool.run(4, change, timeout=150):
         assert "stage 1 failed in the forward of microbatch 2, on rank 1" in text
         assert "has changed from [2, 6, 8] torch.float32 to [2, 5, 8] torch.float32" in text
 
@@ -200,7 +200,7 @@ def fail(rank: int, size: int, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["inputs", "weights"])
 def test_half_a_backward_that_fails_is_named(rank_pool: RankPool, kind: str) -> None:
-    for text in rank_pool.run(2, fail, kind, timeout=60):
+    for text in rank_pool.run(2, fail, kind, timeout=150):
         assert (
             f"stage 1 failed in the backward to {kind} of microbatch 0, on rank 1: ValueError: boom behind"
             in text

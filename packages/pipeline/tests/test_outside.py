@@ -127,7 +127,7 @@ def refuse(rank: int, size: int) -> list[str]:
 
 
 def test_what_goes_wrong_outside_is_told(rank_pool: RankPool) -> None:
-    for second, both, failed in rank_pool.run(2, refuse, timeout=60):
+    for second, both, failed in rank_pool.run(2, refuse, timeout=150):
         assert "a second time" in second and "call backward() once" in second
         assert "compute all of the loss outside" in both
         assert "stage 0 failed in the backward of microbatch 0, on rank 0: ValueError: boom behind" in failed
@@ -174,5 +174,5 @@ def test_recomputed_masks_are_those_of_one_device(rank_pool: RankPool, schedule:
 
 def test_recomputation_without_the_masks_is_refused(rank_pool: RankPool) -> None:
     """The negative control: where torch does not set the generator back, nobody knows which mask it was."""
-    for told in rank_pool.run(2, recompute, False, "1f1b", timeout=60):
+    for told in rank_pool.run(2, recompute, False, "1f1b", timeout=150):
         assert "recompute with preserve_rng_state=True" in told
