@@ -10,7 +10,8 @@ import torch
 from pipe_models import Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule, RecomputeRule
+from meshwright_pipeline import pipeline
 from meshwright_pipeline.checks import check_division
 from meshwright_pipeline.cutting import balanced, cut
 from meshwright_pipeline.profiling import Profiler
@@ -110,3 +111,8 @@ def test_fields_are_checked_and_explained() -> None:
         check_division(Chain(), plan.replace(pipeline=None))
     with pytest.raises(PlanError, match="add pp to degrees"):
         plan.replace(degrees={"dp": 2}).validate_for()
+
+
+def test_what_a_pipeline_by_itself_would_not_do_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"plan field recompute .*use meshwright_parallel.parallelize"):
+        pipeline(Chain(), chain_plan().replace(recompute=(RecomputeRule(pattern="layers.*"),)))

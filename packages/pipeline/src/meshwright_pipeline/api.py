@@ -26,6 +26,10 @@ def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:
     Raises:
         PlanError: the plan does not fit the run or the model, or has other axes.
     """
+    alone = "pipeline() runs stages and schedule alone; use meshwright_parallel.parallelize"
+    for field in ("precision", "recompute", "zero"):
+        if getattr(plan, field):
+            raise PlanError(field, getattr(plan, field), alone)
     device = init()
     plan.validate_for(dist.get_world_size())
     others = {axis: degree for axis, degree in plan.degrees.items() if axis != "pp" and degree > 1}
@@ -35,7 +39,7 @@ def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:
     check_division(model, plan)
     group = dist.group.WORLD
     assert group is not None
-    division = StageDivision(model.to(device), plan.pipeline, group, split=not plan.recompute)
+    division = StageDivision(model.to(device), plan.pipeline, group, split=True)
     division.install(model, None, device, plain=True)
     model.parallel_plan = plan  # type: ignore[assignment]
     return model
