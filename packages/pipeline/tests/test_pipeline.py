@@ -11,7 +11,7 @@ import torch
 from pipe_models import INNER, Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
 from torch import Tensor, nn
 
-from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
+from meshwright_dtensor.errors import StageError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import call_of, pipeline, write_trace
