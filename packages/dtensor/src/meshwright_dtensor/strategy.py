@@ -149,6 +149,7 @@ class SearchRequest:
             strategies that divide one, to tell which rank holds most.
         call_seconds: what one operation costs the host and compute does not hide; 0 where the host runs ahead of the device.
         byte_seconds: what moving one byte between memory and cores takes.
+        accelerated: ranks compute on accelerators, not on the cores of the host.
     """
 
     world_size: int
@@ -176,6 +177,7 @@ class SearchRequest:
     resident_bytes: int = 0
     call_seconds: float = 0.0
     byte_seconds: float = 0.0
+    accelerated: bool = True
 
 
 @dataclass(frozen=True)

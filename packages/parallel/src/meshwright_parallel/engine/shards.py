@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_dtensor.boxes import dense_strides, dim_order_of
-from meshwright_parallel.strategies.data import BUCKET_BYTES
-
-SINGLE_BYTES = 2**19
-"""From here on, on a CPU, a collective of its own costs less than copying a tensor next to others."""
+from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
 
 
 def single_bytes(device: torch.device) -> int:

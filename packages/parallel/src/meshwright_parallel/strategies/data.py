@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from meshwright_dtensor.states import State
 
 BUCKET_BYTES = 25 * 2**20
-"""Size at which a bucket of gradients is summed."""
+"""Size at which a bucket of gradients is summed; from here on nothing is gained by moving more at once."""
+SINGLE_BYTES = 2**19
+"""Size from which a tensor is moved alone, from where it lies, on a CPU: there a collective costs less than a copy."""
 
 
 class Data(Strategy):

@@ -28,6 +28,7 @@ from meshwright_dtensor.strategy import (
     planned_state,
     rows_state,
 )
+from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
@@ -81,7 +82,8 @@ class Zero(Strategy):
         Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks; in a pipeline it
         gathers all blocks for every microbatch, and gradients are whole, and shared after the last one.
         """
-        units = [_Unit.of(tuple(unit), degree) for unit in request.units]
+        least = BUCKET_BYTES if request.accelerated else SINGLE_BYTES
+        units = [_Unit.of(tuple(unit), degree, least) for unit in request.units]
         blocks, whole = units[:-1], sum(unit.stored for unit in units)
         if degree <= 1 or not whole:
             return StrategyCost()
@@ -90,19 +92,19 @@ class Zero(Strategy):
         again = (blocks if piped else blocks[:-1]) if request.stage == 3 else []
         uses = [
             *(
-                CollectiveUse("all_gather", u.gathered, often, "forward", "parameters")
+                CollectiveUse("all_gather", n, often, "forward", "parameters")
                 for u in units
-                if u.gathered
+                for n in u.gathers
             ),
             *(
-                CollectiveUse("all_gather", u.gathered, often, "backward", "parameters")
+                CollectiveUse("all_gather", n, often, "backward", "parameters")
                 for u in again
-                if u.gathered
+                for n in u.gathers
             ),
             *(
-                CollectiveUse("reduce_scatter", u.shared, 1, "backward", "gradients")
+                CollectiveUse("reduce_scatter", n, 1, "backward", "gradients")
                 for u in units
-                if u.shared
+                for n in u.shares
             ),
         ]
         left = sum(unit.left for unit in units)
@@ -114,7 +116,10 @@ class Zero(Strategy):
             each = [link.seconds(use.kind, use.nbytes, degree) * use.count for use in now]
             late = sum(s for use, s in zip(now, each, strict=True) if piped and use.kind != "all_gather")
             if each:
-                edge = each[0] / now[0].count if phase == "forward" else each[-1] / now[-1].count
+                first = next((u.gathers for u in units if u.gathers), ())
+                last = (left,) if left else next((u.shares for u in reversed(units) if u.shares), ())
+                edges = ("all_gather", first) if phase == "forward" else (now[-1].kind, last)
+                edge = sum(link.seconds(edges[0], n, degree) for n in edges[1])
                 exposed += late + max(0.0 if late else edge, sum(each) - late - seconds)
                 total += sum(each)
         shards = sum(unit.kept for unit in units)
@@ -125,7 +130,7 @@ class Zero(Strategy):
         buffers = sum if request.stage == 1 else max
         trained = sum(unit.trained for unit in units)
         rest = trained if piped else sum(unit.trained_kept for unit in units)
-        gradients = rest + buffers(unit.shared for unit in units)
+        gradients = rest + buffers(unit.buffered for unit in units)
         return StrategyCost(
             exposed_seconds=exposed,
             overlapped_seconds=total - exposed,
@@ -138,28 +143,41 @@ class Zero(Strategy):
 
 @dataclass(frozen=True)
 class _Unit:
-    """Bytes of one unit: stored whole, kept by one rank, computed with; whole and kept of what is trained; and moved."""
+    """Bytes of one unit: stored whole, kept by one rank, computed with; whole and kept of what is trained; and moved.
+
+    `gathers` and `shares`: of each collective, what is moved together first; `buffered`: of gradients on their way.
+    """
 
     stored: int
     kept: int
     computed: int
     trained: int
     trained_kept: int
-    gathered: int
-    shared: int
+    gathers: tuple[int, ...]
+    shares: tuple[int, ...]
+    buffered: int
     left: int
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)  # blocks are alike, and are asked about for every configuration
-    def of(unit: tuple[ParameterSize, ...], degree: int) -> _Unit:
-        stored = kept = computed = trained = trained_kept = gathered = shared = left = 0
+    def of(unit: tuple[ParameterSize, ...], degree: int, least: int) -> _Unit:
+        """`least`: bytes of a shard from which it is moved alone."""
+        stored = kept = computed = trained = trained_kept = gathered = shared = buffered = left = 0
+        gathers, shares = [], []
         for p in unit:
             state = _state(p.shape, set(p.taken), degree)
             own, used = p.itemsize
             row = p.numel
+            alone = False
             if isinstance(state, int):
                 row = p.numel // p.shape[state] * -(-p.shape[state] // degree)
-                gathered += row * degree * used
+                outermost = math.prod(p.shape[:state]) == 1
+                even = p.shape[state] % degree == 0
+                alone = outermost and even and own == used and row * own >= least
+                if alone:
+                    gathers.append(row * degree * used)
+                else:
+                    gathered += row * degree * used
             stored += p.numel * own
             kept += row * own
             computed += p.numel * used if isinstance(state, int) or own != used else 0
@@ -168,10 +186,17 @@ class _Unit:
                 trained_kept += row * own
                 # a flag for each parameter travels along
                 if isinstance(state, int):
-                    shared += (row + 1) * degree * own
+                    buffered += (row + 1) * degree * own
+                    if alone:
+                        shares.append(row * degree * own)
+                    shared += (1 if alone else row + 1) * degree * own
                 else:
                     left += (row + 1) * own
-        return _Unit(stored, kept, computed, trained, trained_kept, gathered, shared, left)
+        gathers += [gathered] if gathered else []
+        shares += [shared] if shared else []
+        return _Unit(
+            stored, kept, computed, trained, trained_kept, tuple(gathers), tuple(shares), buffered, left
+        )
 
 
 def _counted(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
