@@ -116,10 +116,14 @@ class Zero(Strategy):
             each = [link.seconds(use.kind, use.nbytes, degree) * use.count for use in now]
             late = sum(s for use, s in zip(now, each, strict=True) if piped and use.kind != "all_gather")
             if each:
-                first = next((u.gathers for u in units if u.gathers), ())
-                last = (left,) if left else next((u.shares for u in reversed(units) if u.shares), ())
-                edges = ("all_gather", first) if phase == "forward" else (now[-1].kind, last)
-                edge = sum(link.seconds(edges[0], n, degree) for n in edges[1])
+                if phase == "forward":
+                    first: tuple[int, ...] = next((u.gathers for u in units if u.gathers), ())
+                    edge = sum(link.seconds("all_gather", n, degree) for n in first)
+                elif left:
+                    edge = link.seconds("all_reduce", left, degree)
+                else:
+                    last: tuple[int, ...] = next((u.shares for u in reversed(units) if u.shares), ())
+                    edge = sum(link.seconds("reduce_scatter", n, degree) for n in last)
                 exposed += late + max(0.0 if late else edge, sum(each) - late - seconds)
                 total += sum(each)
         shards = sum(unit.kept for unit in units)
