@@ -108,3 +108,15 @@ def test_an_optimizer_step_counts_its_parameters() -> None:
     assert optimizer_seconds(cluster, 1000.0, 0, 100) == pytest.approx(100 * 1e-5 * 3 / 7)
     plain = replace(LAPTOP_CPU, update_s=1e-5)
     assert optimizer_seconds(plain, 7.0, 2, 10) == pytest.approx(1e-4, rel=1e-4)
+
+
+def test_one_rank_measures_all_but_links(rank_pool: RankPool, tmp_path: Path) -> None:
+    """A machine with one device has a profile too, and says what is missing."""
+    rank_pool.run(1, measured_together, str(tmp_path / "part.json"))
+    part = Together.load(tmp_path / "part.json")
+    assert part.ranks == 1 and not part.collectives and part.dispatch_s > 0
+    alone = small_profile()
+    cluster = machine.joined(alone, [part])
+    assert cluster.links == alone.links and cluster.crowding == ((1, 1.0),)
+    assert "links are not measured" in cluster.source
+    assert eager().plan(Mlp(), torch.randn(4, 64), PlanRequest(cluster=cluster, world_size=1))[0].predicted

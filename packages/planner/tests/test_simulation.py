@@ -251,3 +251,19 @@ def test_faults_are_checked() -> None:
         parse_link_fault("0:nvlnk=0.5", DGX_H100, 16)
     with pytest.raises(UsageError, match=r"predicted\.split"):
         simulate(ParallelPlan.from_dict({"world_size": 1, "degrees": {}}), DGX_H100)
+
+
+@pytest.mark.parametrize(("microbatches", "hidden"), [(1, True), (4, False)])
+def test_sums_of_a_pipeline_start_when_its_last_microbatch_has_gone_back(
+    microbatches: int, hidden: bool
+) -> None:
+    """Gradients are handed over then: nothing of the backward pass is left to hide their sums behind."""
+    nbytes, count = 10**9, 8
+    use = {"axis": "dp", "kind": "all_reduce", "nbytes": nbytes, "count": count, "phase": "backward"}
+    plan = pipelined(2, microbatches, [(1.0, 2.0)] * 2, degrees={"dp": 2}, collectives=[use])
+    without = pipelined(2, microbatches, [(1.0, 2.0)] * 2, degrees={"dp": 2})
+    total = count * DGX_H100.link(1, 2).seconds("all_reduce", nbytes, 2)
+    added = simulate(plan, DGX_H100).seconds - simulate(without, DGX_H100).seconds
+    assert total < 2.0 and (added < 0.3 * total) == hidden
+    if not hidden:
+        assert added == pytest.approx(total, rel=0.01)

@@ -162,7 +162,22 @@ class Replay:
     @cached_property
     def alive(self) -> list[float]:
         """By place, the bytes of the gradients of values at it."""
-        return [self._alive(n) for n in range(len(self.nodes))]
+        moved = self._moved()
+        return [self._alive(n) + moved.get(n, 0.0) for n in range(len(self.nodes))]
+
+    def _moved(self) -> dict[int, float]:
+        """Place -> bytes of the largest gradient that is there twice: as a node makes it, and brought where it goes."""
+        found: dict[int, float] = {}
+        costs = self.problem.costs
+        for conversion in self.placement.conversions:
+            if conversion.phase == "backward":
+                made = conversion.collective
+                part = 1 / costs.degree if made.kind in ("reduce_scatter", "all_to_all") else 1.0
+                for node, _ in conversion.consumers:
+                    n = self.place.get(node)
+                    if n is not None:
+                        found[n] = max(found.get(n, 0.0), made.nbytes * part)
+        return found
 
     def _alive(self, n: int) -> float:
         """Bytes of the gradients of values when node `n` runs backward: made by later nodes, or by this one."""

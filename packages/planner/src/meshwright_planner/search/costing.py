@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective
-from meshwright_dtensor.strategy import StrategyCost
+from meshwright_dtensor.strategy import ParameterSize, StrategyCost
 from meshwright_planner.costs.peak import BUCKET_BYTES, Moment, at_peak
 from meshwright_planner.costs.prices import OPTIMIZERS, optimizer_seconds
 from meshwright_planner.costs.work import inside_of
@@ -139,7 +139,10 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     busy = divided.compute - divided.idle
     if axis is not None:
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
-    bucket = float(BUCKET_BYTES) if summed or (shards > 1 and point.stage == 1) else 0.0
+    placed_apart = sum(trained / degrees[a] for a, (_, trained) in own.items())
+    bucket = min(BUCKET_BYTES, max(0.0, memory["gradients"] - placed_apart)) if summed else 0.0
+    if shards > 1:  # whole until all of a unit are there, or with stage 1 until the pass has ended
+        bucket = max(bucket, BUCKET_BYTES if point.stage == 1 else _largest_unit(common.units))
     if divided.peak is None:
         memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
     else:
@@ -174,6 +177,11 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         point=point,
         recompute=placed.recompute,
     )
+
+
+def _largest_unit(units: Iterable[Iterable[ParameterSize]]) -> float:
+    """Bytes of the gradients of the unit that has most."""
+    return max((sum(p.numel * p.itemsize[0] for p in unit if p.trainable) for unit in units), default=0.0)
 
 
 def _resident(memory: Mapping[str, int], shards: int, stage: int) -> int:
