@@ -98,6 +98,8 @@ def module_work(replay: Replay, runs: Sequence[ModuleRun] | None = None) -> tupl
 def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
     """Bytes of the gradients of the results of a node, where it computes with a parameter that is trained."""
     tape, node = problem.tape, problem.tape.nodes[k]
+    if placement.again:  # where modules run again, a backward is not split
+        return 0.0
     if not any(tape.grad[r.i] and (tape.values[r.i].name or "").startswith("param:") for r in node.ins):
         return 0.0
     outs = zip(node.outs, placement.options[k].outs, strict=True)
