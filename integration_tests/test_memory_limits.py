@@ -15,6 +15,7 @@ from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 from meshwright_planner.calibration.counting import Counting
+from meshwright_planner.search.setting import allowing
 
 CASES: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2, "zero": 0, "tp": 1, "pp": 1},
@@ -81,7 +82,7 @@ def test_what_was_called_feasible_fits(rank_pool: RankPool, case: str) -> None:
     """Planned for just the memory that the planner says is needed, and not for less."""
     free = planned(case, None)
     assert free.predicted is not None
-    limit = free.predicted.total_bytes
+    limit = allowing(free.predicted.total_bytes)
     tight = planned(case, limit)
     assert tight.predicted is not None and tight.predicted.total_bytes <= limit
     counted = max(rank_pool.run(2, peak, tight.to_json()))
@@ -93,7 +94,7 @@ def test_what_does_not_fit_is_counted_and_refused(rank_pool: RankPool) -> None:
     """The negative control: replicas do hold more than sharing takes; planned for that much they recompute, or are refused."""
     free, shared = planned("dp", None), planned("zero", None).predicted
     assert shared is not None and not free.recompute
-    limit = shared.total_bytes
+    limit = allowing(shared.total_bytes)
     assert max(rank_pool.run(2, peak, free.to_json())) > limit
     tight = planned("dp", limit)
     assert tight.recompute and max(rank_pool.run(2, peak, tight.to_json())) <= limit

@@ -13,6 +13,7 @@ from meshwright_dtensor.commlog import communication
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import verify
+from meshwright_planner.search.setting import allowing
 
 NAMES = {("zero", "all_gather"), ("zero", "reduce_scatter")}
 
@@ -63,9 +64,9 @@ def test_it_is_taken_up_where_nothing_else_fits() -> None:
     plain, shared = planned(dp=4), [planned(dp=4, zero=stage) for stage in (1, 2, 3)]
     needed = [plan.predicted.total_bytes for plan in (plain, *shared)]
     assert needed == sorted(needed, reverse=True) and "zero" not in plain.degrees
-    tight = planned(dp=4, memory_limit=needed[3])
+    tight = planned(dp=4, memory_limit=allowing(needed[3]))
     assert tight.zero.stage == 3 and tight.predicted.total_bytes <= needed[3]
-    assert planned(dp=4, memory_limit=needed[2]).zero is not None
+    assert planned(dp=4, memory_limit=allowing(needed[2])).zero is not None
     with pytest.raises(InfeasibleError):
         planned(dp=4, memory_limit=needed[3] // 2)
 

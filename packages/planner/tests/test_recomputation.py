@@ -8,6 +8,7 @@ from planner_models import LAPTOP_CPU, Transformer, eager, tokens
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan import ParallelPlan, StageTime
 from meshwright_dtensor.planning import PlanRequest
+from meshwright_planner.search.setting import allowing
 
 CLUSTER = LAPTOP_CPU
 
@@ -40,6 +41,6 @@ def test_policies_trade_time_for_memory() -> None:
     held = [p.total_bytes for p in found if p is not None]
     assert seconds == sorted(set(seconds)) and held == sorted(set(held), reverse=True)
     for plan, size in zip(plans, held, strict=True):
-        assert planned(None, size).recompute == plan.recompute
+        assert planned(None, allowing(size)).recompute == plan.recompute
     with pytest.raises(InfeasibleError):
         planned(None, held[-1] // 2)

@@ -22,7 +22,7 @@ from meshwright_planner.profile.borrow import uninterrupted
 from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.exploring import explore
-from meshwright_planner.search.setting import SHARED, Setting
+from meshwright_planner.search.setting import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.writing.result import plan_of, reasons
 
 
@@ -103,6 +103,7 @@ class EagerPlanner(Planner):
             pins=self.pins(request, strategies, world_size),
             world_size=world_size,
             limit=_limit(cluster, request),
+            allowed=cluster.usable_bytes if request.memory_limit is None else request.memory_limit,
             stored=marked(model, axes) if request.keep_user_sharding else {},
             options=request.options,
             stage=request.zero or 0,
@@ -158,7 +159,10 @@ def running_ranks() -> int:
 
 
 def _limit(cluster: Cluster, request: PlanRequest) -> int:
-    return cluster.usable_bytes if request.memory_limit is None else request.memory_limit
+    """What may be predicted; the margin for fragments covers errors of predictions too."""
+    if request.memory_limit is not None:
+        return kept_back(request.memory_limit)
+    return kept_back(cluster.usable_bytes, max(0.0, MARGIN - cluster.fragmentation))
 
 
 def default_rules() -> Rules:

@@ -11,7 +11,7 @@ from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, human_bytes
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
-from meshwright_planner.search.setting import SHARED
+from meshwright_planner.search.setting import SHARED, allowing
 
 MOST_RANKS = 64
 """How many times the asked number of ranks is tried at most."""
@@ -28,8 +28,8 @@ def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleErr
     more = f" and {len(closest) - 4} more" if len(closest) > 4 else ""
     advice = "; ".join([*_changes(search), *_more_memory(search, closest[0])]) or "nothing that was tried"
     return InfeasibleError(
-        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.limit)} "
-        f"that each has: {misses}{more}. Would fit: {advice}"
+        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} "
+        f"that each has ({human_bytes(setting.allowed - setting.limit)} kept back): {misses}{more}. Would fit: {advice}"
     )
 
 
@@ -82,7 +82,8 @@ def _more_memory(search: Search, closest: Candidate) -> list[str]:
         limit = math.ceil(1.02 * limit)
         if search.variant(limit=limit).evaluate(closest.point).excess_bytes:
             return []
-    return [f"memory_limit={limit} ({human_bytes(limit)} per rank): {closest.name}"]
+    enough = allowing(limit)
+    return [f"memory_limit={enough} ({human_bytes(enough)} per rank): {closest.name}"]
 
 
 def _first_fit(search: Search) -> Candidate | None:

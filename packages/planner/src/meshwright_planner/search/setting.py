@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,19 @@ from meshwright_planner.profile.batch import Batch
 SHARED = "zero"
 """The axis along which ranks share training state."""
 
+MARGIN = 0.03
+"""Part by which a prediction of memory may be too low (docs/planner.md): so much of a limit is kept back."""
+
+
+def kept_back(allowed: int, margin: float = MARGIN) -> int:
+    """Bytes that may be predicted of a rank that is allowed so many."""
+    return int(allowed / (1 + margin))
+
+
+def allowing(predicted: int) -> int:
+    """The least limit for which a plan of this prediction is called feasible."""
+    return math.ceil(predicted * (1 + MARGIN)) + 1
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -30,7 +44,8 @@ class Setting:
         optimizer: name in OPTIMIZERS.
         pins: degrees fixed by the user.
         world_size: number of ranks.
-        limit: bytes that one rank has.
+        limit: bytes that may be predicted of one rank.
+        allowed: bytes that one rank has; the difference is what predictions may be wrong by.
         stored: parameter name -> state on the searched axis, fixed by the user.
         options: keywords that strategies know by name.
         data: data ranks (the product of the axes dp and zero), fixed by the user.
@@ -50,6 +65,7 @@ class Setting:
     world_size: int
     limit: int
     stored: Mapping[str, State]
+    allowed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     data: int | None = None
     stage: int = 0
