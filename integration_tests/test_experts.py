@@ -4,6 +4,7 @@ of one device, each rank holds its part of the experts, and no expert weight tra
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,10 +15,12 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.commlog import CommEvent, communication
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel.comparison import compare, one_rounding_away
+from meshwright_parallel.experts import detect
+from meshwright_parallel.experts.probe import Rejected
 
 BASE: Mapping[str, Any] = MappingProxyType(
     {
@@ -152,7 +155,16 @@ class Told:
     missing: list[str] = field(default_factory=list)
     share: float = 1.0
     kinds: set[str] = field(default_factory=set)
+    moved: set[tuple[str, str, str]] = field(default_factory=set)
     notes: tuple[str, ...] = ()
+
+
+def _of_tokens(event: CommEvent) -> bool:
+    """Whether it moves tokens along a data axis, to experts or back: not parameters, gradients, attention and losses."""
+    if event.axis in ("ep", "tp") or event.function in ("data", "zero") or event.why.startswith("which"):
+        return False
+    where = event.module.split(".")
+    return ".mlp" in event.module or (where[:-1] == ["model", "layers"] and event.function == "add")
 
 
 def beside(rank: int, world_size: int, family: str, implementation: str | None, pins: dict[str, int]) -> Told:
@@ -179,6 +191,7 @@ def beside(rank: int, world_size: int, family: str, implementation: str | None, 
         missing,
         sum(p.to_local().numel() for _, p in held) / sum(p.numel() for _, p in held),
         {e.kind for e in log.events if ".experts" in e.module},
+        {(e.axis, e.kind, e.function) for e in log.events if _of_tokens(e)},
         tuple(plan.provenance.notes),  # type: ignore[union-attr]
     )
 
@@ -218,6 +231,41 @@ def test_mixtral_with_other_axes(rank_pool: RankPool, pins: dict[str, int]) -> N
     for told in rank_pool.run(4, beside, "mixtral", None, pins):
         told.kinds &= {"all_to_all"}  # zero gathers its shards, of experts as of anything
         check(told, 1 / 4 if pins["ep"] == 4 or "zero" in pins or pins.get("tp") == 2 else 1 / 2)
+
+
+ALONG = [{"dp": 2}, {"dp": 2, "zero": 3}, {"cp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "ep": 2}]
+
+
+@pytest.mark.parametrize(
+    ("family", "pins"),
+    [
+        *(("mixtral", pins) for pins in ALONG),
+        ("qwen3-moe", {"dp": 2}),
+        ("olmoe", {"dp": 2, "tp": 2}),
+        ("switch", {"dp": 2}),
+    ],
+    ids=str,
+)
+def test_tokens_stay_on_their_data_ranks(rank_pool: RankPool, family: str, pins: dict[str, int]) -> None:
+    world = math.prod(n for axis, n in pins.items() if axis != "zero")
+    for told in rank_pool.run(world, beside, family, None, {"dp": 1, "tp": 1, "ep": 1, **pins}):
+        assert told.loss <= 5e-6
+        assert not told.wrong and not told.missing and not told.moved
+
+
+def unproved(rank: int, world_size: int, pins: dict[str, int]) -> Told:
+    kept = detect.probe
+    try:
+        detect.probe = lambda candidate: Rejected("for this test")  # type: ignore[assignment]
+        return beside(rank, world_size, "mixtral", None, pins)
+    finally:
+        detect.probe = kept
+
+
+def test_without_a_proof_tokens_are_gathered(rank_pool: RankPool) -> None:
+    for told in rank_pool.run(2, unproved, {"dp": 2, "tp": 1, "ep": 1}):
+        assert told.loss <= 5e-6 and not told.wrong and not told.missing
+        assert {kind for _, kind, _ in told.moved} >= {"all_gather", "all_reduce", "all_to_all"}
 
 
 def test_interleaved_experts_with_biases_are_divided_inside(rank_pool: RankPool) -> None:

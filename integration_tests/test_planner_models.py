@@ -117,10 +117,29 @@ def test_what_is_planned_is_executed(rank_pool: RankPool, name: str) -> None:
     assert planned == executed and any(key[2] == "bytes" and size for key, size in planned.items())
 
 
-def test_two_axes(rank_pool: RankPool) -> None:
-    expected, loss, worst, planned, executed = rank_pool.run(4, step, "llama", {"dp": 2, "tp": 2})[0]
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_two_axes(rank_pool: RankPool, name: str) -> None:
+    expected, loss, worst, planned, executed = rank_pool.run(4, step, name, {"dp": 2, "tp": 2})[0]
     assert loss == pytest.approx(expected, rel=1e-6)
     assert worst < 1e-5 and planned == executed
+
+
+def along_data(rank: int, world_size: int) -> tuple[Any, ...]:
+    """(kind, phase, bytes) planned and executed on dp, and how many parameters there are."""
+    model = auto_parallelize(build("mixtral"), example(), cluster="laptop-cpu", dp=world_size)
+    with communication() as log:
+        model(**example()).loss.backward()
+    executed = [(e.kind, e.phase, e.nbytes) for e in log.events if e.function != "cross_entropy"]
+    planned = [(c.kind, c.phase, c.nbytes) for c in model.parallel_plan.collectives for _ in range(c.count)]
+    return planned, executed, len(list(model.parameters()))
+
+
+def test_data_ranks_of_experts_sum_gradients_and_nothing_else(rank_pool: RankPool) -> None:
+    planned, executed, parameters = rank_pool.run(2, along_data)[0]
+    assert (
+        [entry[:2] for entry in planned] == [entry[:2] for entry in executed] == [("all_reduce", "backward")]
+    )
+    assert executed[0][2] == planned[0][2] + 4 * parameters  # a flag for each: whether there was a gradient
 
 
 def test_llama_3_8b_on_eight_devices_is_megatrons_plan() -> None:

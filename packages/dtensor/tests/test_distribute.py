@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.global_tensor import distribute
+from meshwright_dtensor.global_tensor import distribute, wrap
 from meshwright_dtensor.testing import RankPool
 
 
@@ -41,6 +41,25 @@ def refusals(rank: int, world_size: int) -> None:
         distribute(x, mesh)
     with pytest.raises(UsageError, match="no placements"):
         distribute(x)
+
+
+def inside(rank: int, world_size: int) -> None:
+    """What a place on one axis leaves is a global value on the other: its rows are those of one data rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    for states in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
+        t = distribute(x, mesh, states)
+        layout = t.global_layout.inside([1])
+        assert layout.space is t.global_layout.space.inner(("tp",)) and layout.space.axes == ("tp",)
+        part = wrap(t.to_local(), layout)
+        own = x.chunk(2)[rank // 2]
+        assert part.shape == own.shape and torch.equal(part.full_tensor(), own)
+        assert torch.equal(part.sort(0).values.full_tensor(), own.sort(0).values)
+    assert layout.space.report is t.global_layout.space.report
+
+
+def test_inside(rank_pool: RankPool) -> None:
+    rank_pool.run(4, inside)
 
 
 def test_forms(rank_pool: RankPool) -> None:

@@ -14,6 +14,7 @@ from meshwright_parallel.experts.detect import detect
 from meshwright_parallel.experts.rules import placements_of, rules_of
 
 EXPERTS, WIDTH, INNER, VOCABULARY = 4, 8, 12, 32
+Problems = list[tuple[str, float]]
 
 
 class Fused(nn.Module):
@@ -63,6 +64,21 @@ class Masked(Container):
             if token.numel():
                 out.index_add_(0, token, child(tokens[token]) * weights[token, slot, None])
         return out
+
+
+class Sequences(Fused):
+    """Tokens are [B, S, H], the rest is by token."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        rows, length, width = tokens.shape
+        return super().forward(tokens.reshape(-1, width), chosen, weights).view(rows, length, width)
+
+
+class Across(Sequences):
+    """Rows of one sequence are independent, sequences are not."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(tokens + tokens.roll(1, 0), chosen, weights)
 
 
 class Averaging(Fused):
@@ -121,7 +137,7 @@ class Block(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = kind()
         self.shared = nn.Linear(WIDTH, WIDTH)
-        self.top, self.masked = top, kind is Masked
+        self.top, self.masked, self.divided = top, kind is Masked, issubclass(kind, Sequences)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         flat = x.reshape(-1, WIDTH)
@@ -129,7 +145,7 @@ class Block(nn.Module):
         weights, chosen = scores.topk(self.top, -1)
         if self.masked:
             chosen = F.one_hot(chosen, EXPERTS)
-        out = self.experts(flat, chosen, weights) + self.shared(flat)
+        out = self.experts(x if self.divided else flat, chosen, weights).view(flat.shape) + self.shared(flat)
         return out.view(x.shape), scores
 
 
@@ -179,3 +195,24 @@ def plan_for(model: nn.Module, degrees: dict[str, int]) -> ParallelPlan:
     placed = placements_of(found, degrees)
     rules = tuple(ParameterRule(pattern=name, placement=states) for name, states in placed.items())
     return ParallelPlan(world_size=world, degrees=degrees, parameters=rules, experts=rules_of(found))
+
+
+def full(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def differences(got: nn.Module, want: nn.Module, what: str, limit: float = 1e-5) -> Problems:
+    """What is off by more than `limit` of its largest value, or is None on one side only."""
+    wrong: Problems = []
+    for (name, p), (_, q) in zip(got.named_parameters(), want.named_parameters(), strict=True):
+        a, b = (full(p.grad), q.grad) if what == "gradient" else (full(p), q.detach())
+        if (a is None) != (b is None):
+            wrong.append((f"{name}: {what} is {'None' if a is None else 'there'}", float("inf")))
+        elif b is not None:
+            off = float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+            if not off <= limit:
+                wrong.append((f"{name}: {what}", off))
+    return wrong

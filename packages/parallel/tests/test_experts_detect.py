@@ -6,6 +6,7 @@ import pytest
 import torch
 from moe_models import (
     EXPERTS,
+    Across,
     Alone,
     Averaging,
     Container,
@@ -15,6 +16,7 @@ from moe_models import (
     Masked,
     Mixing,
     Mixture,
+    Sequences,
     Shifted,
 )
 from torch import nn
@@ -31,7 +33,12 @@ def within(experts: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("kind", "style", "attributes"),
-    [(Fused, "index", ("many",)), (Container, "index", ()), (Masked, "mask", ())],
+    [
+        (Fused, "index", ("many",)),
+        (Sequences, "index", ("many",)),
+        (Container, "index", ()),
+        (Masked, "mask", ()),
+    ],
 )
 def test_experts_are_found(kind: type[nn.Module], style: str, attributes: tuple[str, ...]) -> None:
     model = Mixture(kind)
@@ -50,6 +57,7 @@ def test_experts_are_found(kind: type[nn.Module], style: str, attributes: tuple[
     [
         (Averaging, "not the sum"),
         (Mixing, "depends on other rows"),
+        (Across, "divided into sequences"),
         (Dense, "does not name"),
         (Shifted, "does not name"),
         (Dropping, "random numbers while training"),

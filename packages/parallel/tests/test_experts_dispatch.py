@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import EXPERTS, Container, Fused, Masked, Mixture, mixture, plan_for, tokens
+from moe_models import (
+    EXPERTS,
+    Container,
+    Fused,
+    Masked,
+    Mixture,
+    Problems,
+    differences,
+    full,
+    mixture,
+    plan_for,
+    tokens,
+)
 from torch import nn
 
 from meshwright_dtensor.commlog import communication
@@ -17,29 +29,7 @@ from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.experts import dispatch
 
-Problems = list[tuple[str, float]]
 KINDS: dict[str, type[nn.Module]] = {"fused": Fused, "container": Container, "masked": Masked}
-
-
-def full(tensor: Any) -> Any:
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def differences(got: nn.Module, want: nn.Module, what: str, limit: float = 1e-5) -> Problems:
-    """What is off by more than `limit` of its largest value, or is None on one side only."""
-    wrong: Problems = []
-    for (name, p), (_, q) in zip(got.named_parameters(), want.named_parameters(), strict=True):
-        a, b = (full(p.grad), q.grad) if what == "gradient" else (full(p), q.detach())
-        if (a is None) != (b is None):
-            wrong.append((f"{name}: {what} is {'None' if a is None else 'there'}", float("inf")))
-        elif b is not None:
-            off = float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
-            if not off <= limit:
-                wrong.append((f"{name}: {what}", off))
-    return wrong
 
 
 def steps(

@@ -104,7 +104,8 @@ def _activations(plan: ParallelPlan, console: Console) -> None:
 def _experts(plan: ParallelPlan, console: Console) -> None:
     if not plan.experts:
         return
-    title = "experts (tokens are sent to the ranks of ep that have theirs)"
+    sent = "tokens are sent to the ranks of ep that have theirs"
+    title = f"experts ({sent if plan.degree('ep') > 1 else 'each data rank runs them on its own tokens'})"
     table = _table(console, title, ["module", "experts", "a rank", "kind", "assignment"])
     for rule in plan.experts:
         each = str(rule.count // plan.degree("ep"))

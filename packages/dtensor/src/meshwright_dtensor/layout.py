@@ -87,6 +87,18 @@ class Layout:
         """Shape of the part of the rank at mesh coordinates ``coords``."""
         return local_shape_of(tuple(self.shape), self.space.sizes, tuple(coords), self.states)
 
+    def inside(self, axes: Sequence[int]) -> Layout:
+        """The same part of this rank as one of the value that the ranks along `axes` (numbers, in order) hold together.
+
+        What this rank's place on all other axes leaves is that value: its shape is global there. On a dim that axes of
+        both kinds shard, the others must be the outer ones.
+        """
+        space = self.space
+        others = tuple("I" if axis in axes else s for axis, s in enumerate(self.states))
+        shape = local_shape_of(tuple(self.shape), space.sizes, space.coords, others)
+        inner = space.inner(tuple(space.axes[axis] for axis in axes))
+        return inner.layout(tuple(self.states[axis] for axis in axes), shape, self.dtype)
+
     def __repr__(self) -> str:
         axes = ", ".join(f"{a}={format_state(s)}" for a, s in zip(self.space.axes, self.states, strict=True))
         return f"Layout({list(self.shape)} {str(self.dtype).removeprefix('torch.')} {axes})"

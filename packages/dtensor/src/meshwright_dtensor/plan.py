@@ -209,7 +209,8 @@ class ParallelPlan(Model):
     activations: target states by call; derivation fills in the rest.
     context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
     recompute: modules whose activations are computed again in the backward pass; the first rule that matches counts.
-    experts: modules whose experts are shared along the axis "ep" and get their tokens sent.
+    experts: modules whose experts are shared along the axis "ep" and get their tokens sent; without that axis, each data rank
+        runs them on its own tokens. Where none are named, those that a probe finds when the plan is applied.
     pipeline: stages and schedule along the axis "pp"; needed where that axis has more than one rank.
 
     Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.

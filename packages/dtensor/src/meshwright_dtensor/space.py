@@ -73,6 +73,7 @@ class Space:
         self.programs: OrderedDict[Any, Program | Replicated] = OrderedDict()
         self.functions: dict[Any, bool] = {}
         self._rulebook: RuleBook | None = None
+        self._inner: dict[tuple[str, ...], Space] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A mesh that is copied or pickled (inside a DTensor, say) goes without its caches."""
@@ -95,6 +96,18 @@ class Space:
 
             self._rulebook = RuleBook.default()
         return self._rulebook
+
+    def inner(self, axes: tuple[str, ...]) -> Space:
+        """The space of the ranks that differ from this one in their places on `axes` only; it reports to this one.
+
+        `axes`: some of this space's, in their order. No communication; the first call for a combination makes the space.
+        """
+        space = self._inner.get(axes)
+        if space is None:
+            space = self._inner[axes] = Space.of(self.mesh[axes])
+            space.report, space.attention = self.report, self.attention
+        space.strict = self.strict
+        return space
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """Process group of mesh axis ``axis``."""

@@ -41,6 +41,7 @@ from meshwright_parallel.checks import (
 )
 from meshwright_parallel.dividing import inside, link, with_axis_inside
 from meshwright_parallel.engine import install_copies, install_reduction, make_groups
+from meshwright_parallel.experts.installing import install_apart, modules_apart
 from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import attend_to_steps, refuse_assignment
 from meshwright_parallel.recompute import install_recompute, recomputed_modules
@@ -84,6 +85,7 @@ def parallelize(
     if outer is not None:
         outer.check(model, whole)
     check_optimizers(model)
+    apart = modules_apart(model, inner, strategies)
     blank = is_blank(model)
     if world_size > 1:
         check_alike(model, plan, device, values=not blank)
@@ -106,6 +108,7 @@ def parallelize(
     attend_to_steps()
     for strategy in strategies:
         strategy.attach(model, mesh, inner)
+    install_apart(model, apart)
     install_reduction(model, mesh, install_copies(model, mesh, inner, strategies))
     if division is not None:
         division.install(model, mesh, device, plain)

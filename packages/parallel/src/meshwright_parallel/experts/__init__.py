@@ -1,1 +1,1 @@
-"""Expert parallelism: which modules hold experts (detect, probe), and how tokens reach them (dispatch, exchange)."""
+"""Modules of experts: which they are (detect, probe), how tokens reach them (dispatch, exchange) or stay (apart, installing)."""

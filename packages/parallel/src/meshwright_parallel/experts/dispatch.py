@@ -22,7 +22,7 @@ from meshwright_dtensor.parameter import layout_of_dtensor
 from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.space import Space
 from meshwright_dtensor.states import State, States, is_shard
-from meshwright_parallel.experts.exchange import Route, tied
+from meshwright_parallel.experts.exchange import Route, named_anywhere, tied
 from meshwright_parallel.experts.local import LocalExperts
 from meshwright_parallel.experts.routing import Rows, chosen_rows
 
@@ -96,10 +96,7 @@ class Dispatch:
             length = min(step, length - start)
             x, chosen, weight = (t.narrow(0, start, length) for t in (x, chosen, weight))
         rows = chosen_rows(chosen, weight, self.rule, self.name)
-        route = Route(space.group(own), self.axis, self.name)
-        out = self._through(
-            route, space.coords[own], x, rows, states, _Call(bound, chosen, weight.ndim, ndim)
-        )
+        out = self._through(space, x, rows, states, _Call(bound, chosen, weight.ndim, ndim))
         if states[own] == "X":
             out = nn.functional.pad(out, (0, 0, start, whole - start - length))
         left: States = tuple(s if is_shard(s) else "P" if s == "X" else "I" for s in states)
@@ -107,23 +104,27 @@ class Dispatch:
 
     def _through(
         self,
-        route: Route,
-        rank: int,
+        space: Space,
         x: Tensor,
         rows: Rows,
         states: States,
         call: _Call,
     ) -> Tensor:
         """Rows [N, H] of this rank to their experts and back: [N, H]."""
+        own = space.axes.index(self.axis)
+        route, rank = Route(space.group(own), self.axis, self.name), space.coords[own]
         each = self.rule.count // route.size
-        named: list[int] = []
+        idle: list[int] = []
         sent = rows.counts.view(route.size, each)
         if (
             self.rule.kind == "container"
         ):  # every rank must know which experts are idle: their gradients are None
             everything = route.counts(rows.counts.expand(route.size, -1))
-            named = everything.sum(0).nonzero().flatten().tolist()
+            divided = [axis for axis, state in enumerate(states) if axis != own and is_shard(state)]
+            total = named_anywhere(everything.sum(0), space, divided, self.name)
             received = everything[:, rank * each : (rank + 1) * each]
+            called = {rank * each + e for e in received.sum(0).nonzero().flatten().tolist()}
+            idle = [e for e in total.nonzero().flatten().tolist() if e not in called]
         else:
             received = route.counts(sent)
         there, here = sent.sum(1).tolist(), received.sum(1).tolist()
@@ -138,7 +139,7 @@ class Dispatch:
             parts = (arrived, weight)
         numbers = torch.arange(each, device=x.device).repeat(route.size)
         expert = numbers.repeat_interleave(received.reshape(-1), output_size=sum(here))
-        local = LocalExperts(self.module, self.rule, rank, route.size, states, route.axis, named)
+        local = LocalExperts(self.module, self.rule, rank, route.size, states, route.axis, idle)
         with local as tensors:
             if arrived.shape[0]:
                 result = self._inner(local, arrived, weight, expert, call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.commlog import CommLog, record
+from meshwright_dtensor.space import Space
 
 Tensor = torch.Tensor
 
@@ -62,6 +63,22 @@ class Route:
         if CommLog.listening():
             nbytes = tensor.numel() * tensor.element_size() * self.size
             record("all_to_all", self.axis, nbytes, phase, self.module, "experts", why)
+
+
+def named_anywhere(counts: Tensor, space: Space, axes: Iterable[int], module: str) -> Tensor:
+    """Rows per expert [E] of this rank, added up over the ranks of these axes.
+
+    Ranks must agree on which experts of a container have a gradient, although each has its own tokens: gradients are summed,
+    and weights gathered, in an order that depends on it.
+    """
+    for axis in axes:
+        counts = counts.clone(memory_format=torch.contiguous_format)
+        nbytes = counts.numel() * counts.element_size()
+        record(
+            "all_reduce", space.axes[axis], nbytes, "forward", module, "experts", "which experts have rows"
+        )
+        dist.all_reduce(counts, group=space.group(axis))
+    return counts
 
 
 class _Exchange(torch.autograd.Function):

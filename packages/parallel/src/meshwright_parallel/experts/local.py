@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -16,6 +16,31 @@ from meshwright_dtensor.states import State, States, is_shard
 Tensor = torch.Tensor
 
 
+class Swapped:
+    """Other tensors in the place of the parameters of a module and of all modules in it, until `undo`."""
+
+    def __init__(self) -> None:
+        self._parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def swap(self, whole: nn.Module, value: Callable[[MeshParameter], Tensor]) -> list[Tensor]:
+        """Put in `value(parameter)`, made once for each parameter; returns what was made."""
+        made: dict[int, Tensor] = {}
+        for module in whole.modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, MeshParameter):
+                    if id(parameter) not in made:
+                        made[id(parameter)] = value(parameter)
+                    self._parameters.append((module, name, parameter))
+                    module._parameters[name] = cast(Any, made[id(parameter)])
+        return list(made.values())
+
+    def undo(self) -> None:
+        """Everything is as it was."""
+        for module, name, parameter in self._parameters:
+            module._parameters[name] = parameter
+        self._parameters.clear()
+
+
 class LocalExperts:
     """Context: the module runs on this rank's experts.
 
@@ -25,7 +50,7 @@ class LocalExperts:
         rank, ranks: coordinate on the expert axis, and its size.
         rows: state of the tokens on each mesh axis; X where ranks have the same tokens but parts of every expert.
         axis: name of the expert axis.
-        named: of a container, the numbers of the experts that got a row from any rank.
+        idle: of a container, the numbers of the experts that got rows, but none that is here.
 
     Attributes:
         trained: whether any parameter of the module is trained, here or on another rank.
@@ -39,46 +64,35 @@ class LocalExperts:
         ranks: int,
         rows: States,
         axis: str,
-        named: Sequence[int] = (),
+        idle: Sequence[int] = (),
     ) -> None:
         self.module, self.rule, self.rank, self.ranks, self.rows = module, rule, rank, ranks, rows
-        self.axis, self.named = axis, named
+        self.axis, self.idle = axis, idle
         self.trained = any(p.requires_grad for p in module.parameters())
-        self._parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._swapped = Swapped()
         self._attributes: list[tuple[nn.Module, str, int]] = []
 
     def __enter__(self) -> list[Tensor]:
         """Returns the local tensors that get a gradient even where no token comes to this rank.
 
-        All of fused experts, as on one device. Of containers the empty parts of experts that other ranks have: whether a
-        gradient is there, or None, is the same on every rank.
+        All of fused experts, as on one device. Of containers those of experts, and the empty parts of those that other ranks
+        have, that work elsewhere only: whether a gradient is there, or None, is the same on every rank.
         """
-        made: dict[int, Tensor] = {}
-        for module in self.module.modules():
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, MeshParameter):
-                    if id(parameter) not in made:
-                        made[id(parameter)] = self._local(parameter)
-                    self._parameters.append((module, name, parameter))
-                    module._parameters[name] = cast(Any, made[id(parameter)])
+        made = self._swapped.swap(self.module, self._local)
         if self.rule.kind == "container":
-            own = range(
-                self.rank * (self.rule.count // self.ranks), (self.rank + 1) * (self.rule.count // self.ranks)
-            )
-            others = [self.module.get_submodule(self.rule.children[e]) for e in self.named if e not in own]
+            others = [self.module.get_submodule(self.rule.children[e]) for e in self.idle]
             return [p for child in others for p in child.parameters()]
         for path in self.rule.attributes:
             owner, _, name = path.rpartition(".")
             module = self.module.get_submodule(owner)
             self._attributes.append((module, name, getattr(module, name)))
             setattr(module, name, self.rule.count // self.ranks)
-        return list(made.values())
+        return made
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for module, name, parameter in self._parameters:
-            module._parameters[name] = parameter
+        self._swapped.undo()
         for module, name, value in self._attributes:
             setattr(module, name, value)
 

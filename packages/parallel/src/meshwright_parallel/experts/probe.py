@@ -154,7 +154,18 @@ class _Trial:
                 return "a row of its output depends on other rows"
         if not _close(self.out, self._run(self.x, self.assignment(self.chosen), self.w[:, :1])):
             return "two equal calls differ"
+        if self.dims == 3 and self._mixes_sequences():
+            return "a row of its output depends on how rows are divided into sequences"
         return None
+
+    def _mixes_sequences(self) -> bool:
+        """Whether tokens [2, 2, H] give anything else than the same tokens as [1, 4, H], which they are made in a run."""
+        assignment, weights = self.assignment(self.chosen), self.w[:, :1]
+        try:
+            out = self.sample.module(self.x.view(2, 2, -1), assignment, weights)
+        except Exception:  # then nobody calls it so
+            return False
+        return not _close(out.reshape(self.out.shape), self.out)
 
     def _slots(self) -> str | None:
         two = self.w if self.style == "index" else self.w[:, :1]

@@ -72,3 +72,12 @@ def chosen_rows(assignment: Tensor, weights: Tensor, rule: ExpertsRule, name: st
     place = place[order]
     whole = place.shape[0] == n * slots and not masked
     return Rows(place // max(slots, 1), flat[place], counts, place if whole else None)
+
+
+def named_experts(assignment: Tensor, rule: ExpertsRule) -> Tensor:
+    """How many (token, slot) name each expert: [E] of int64, for an assignment as `chosen_rows` takes it."""
+    if rule.assignment == "mask":
+        return (assignment.reshape(-1, rule.count) != 0).sum(0)
+    expert = assignment.reshape(-1)
+    legal = (expert >= 0) & (expert < rule.count)
+    return torch.bincount(torch.where(legal, expert, rule.count), minlength=rule.count + 1)[: rule.count]
