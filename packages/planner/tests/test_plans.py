@@ -88,6 +88,17 @@ def test_blocks_that_differ_are_not_merged() -> None:
     assert [state(plan, f"layers.{i}.mlp.up.weight") for i in range(4)] == [0, 0, 1, 0]
 
 
+def test_a_model_that_needs_more_rows_than_a_rank_has() -> None:
+    """Norms of the batch refuse one row; on ranks they see the rows of all."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 16))
+    plans = eager().plan(
+        model, torch.randn(4, 16), PlanRequest(cluster=LAPTOP_CPU, world_size=4, dp=4, top_k=2)
+    )
+    assert plans[0].degrees["dp"] == 4
+    with pytest.raises(UsageError, match="Expected more than 1 value per channel"):
+        eager().plan(model, torch.randn(1, 16), PlanRequest(cluster=LAPTOP_CPU, world_size=1))
+
+
 def test_degrees_are_searched_and_pins_kept() -> None:
     model, batch = Transformer(), tokens(rows=8)
     plans = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=4, top_k=9))

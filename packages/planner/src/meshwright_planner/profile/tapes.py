@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from meshwright_dtensor.errors import UsageError
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import Known, record
@@ -41,10 +42,20 @@ class Tapes:
     def _find(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
         key = (basis.setting.dtype, *shapes.values())  # shared by variants in other precisions
         if key not in self._tapes:
-            self._tapes[key] = self._scaled(basis, rules, batch, shapes) or self._recorded(
+            self._tapes[key] = self._scaled(basis, rules, batch, shapes) or self._run(
                 basis, rules, batch, shapes
             )
         return self._tapes[key]
+
+    def _run(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
+        """Recorded; where a model cannot run on one row, what more rows say of one: norms of the batch see all ranks' rows."""
+        try:
+            return self._recorded(basis, rules, batch, shapes)
+        except UsageError:
+            tape = self._scaled(basis, rules, batch, shapes, one_too=True)
+            if tape is None:
+                raise
+            return tape
 
     def _recorded(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
         local = batch.map(lambda name, t: _part(t, shapes[name]))
@@ -52,13 +63,20 @@ class Tapes:
         return record(basis.setting.model, local, rules.composites, dtype, self._known[dtype])
 
     def _scaled(
-        self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]
+        self,
+        basis: Basis,
+        rules: Rules,
+        batch: Batch,
+        shapes: dict[str, tuple[int, ...]],
+        one_too: bool = False,
     ) -> Tape | None:
-        """The tape by scaling two others, where it has more rows than they."""
+        """The tape by scaling two others, where it has more rows than they; `one_too`: or a single one."""
         size, whole = batch.size, {name: tuple(t.shape) for name, t in batch.tensors()}
         counted = [name for name, shape in whole.items() if shape[:1] == (size,)]
         rows = {shapes[name][0] for name in counted}
-        if len(rows) != 1 or rows & {1, *LEARNT}:
+        if len(rows) != 1 or rows & {*LEARNT, *(() if one_too else (1,))}:
+            return None
+        if one_too and size < max(LEARNT):
             return None
         one = rows.pop()
         rest = [(0, *shape[1:]) if name in counted else shape for name, shape in shapes.items()]
