@@ -85,11 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="classes whose name contains this; repeatable"
     )
+    parser.add_argument("--every", type=int, default=1, help="one in so many")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--cluster", default=CLUSTER)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     chosen = [a for a in architectures() if not options.only or any(part in a.name for part in options.only)]
+    chosen = chosen[:: options.every]
     begin, found = time.monotonic(), list[Planned]()
     for architecture in chosen:
         one = plan_architecture(architecture, options.ranks, options.cluster)
