@@ -126,8 +126,14 @@ class Filling:
             work(*args)
         except StoppedError:
             pass
-        except (MeshwrightError, OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
-            self._fail(error, self._ranks[self._me], f"{type(error).__name__}: {error}".encode())
+        except (
+            Exception
+        ) as error:  # storage libraries raise what they like, and other ranks wait to hear of it
+            told = f"{type(error).__name__}: {error}"
+            if not isinstance(error, (MeshwrightError, OSError)):
+                cause, error = error, CheckpointError(told)
+                error.__cause__ = cause
+            self._fail(error, self._ranks[self._me], told.encode())
         except BaseException as error:
             self._fail(StoppedError("loading was interrupted"), self._ranks[self._me], repr(error).encode())
             raise

@@ -51,7 +51,8 @@ class PlanRequest:
         global_batch_size: rows of the global batch when the example batch has another number, else None.
         top_k: how many plans to return, best first.
         memory_limit: bytes per rank that a plan may use, or None for what the cluster has.
-        time_budget: seconds that the search may take, or None for as long as it takes.
+        time_budget: seconds after which no further configuration is looked at, once one is known that fits; None for as
+            long as it takes.
         tp, pp, cp, ep: degrees pinned by the user; None is searched.
         dp: pins the data ranks: the product of the axes dp and zero.
         degrees: axis -> degree, pinned by the user, for axes that have no keyword of their own (those of plugins).

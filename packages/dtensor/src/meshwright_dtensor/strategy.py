@@ -148,6 +148,7 @@ class SearchRequest:
         resident_bytes: bytes of parameters, gradients and optimizer states that a rank would hold of the whole model; for
             strategies that divide one, to tell which rank holds most.
         call_seconds: what one operation costs the host and compute does not hide; 0 where the host runs ahead of the device.
+        recompute: modules run again in the backward pass, which is not split into halves then.
         byte_seconds: what moving one byte between memory and cores takes.
         accelerated: ranks compute on accelerators, not on the cores of the host.
     """
@@ -177,6 +178,7 @@ class SearchRequest:
     resident_bytes: int = 0
     call_seconds: float = 0.0
     byte_seconds: float = 0.0
+    recompute: bool = False
     accelerated: bool = True
 
 

@@ -287,6 +287,7 @@ def _with_host(
             for s, (units, _, _) in zip(costs.forward, held, strict=True)
         ),
         backward=tuple(s + added * nbytes for s, (_, _, nbytes) in zip(costs.backward, held, strict=True)),
+        split=not request.recompute,
         halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights, _ in held),
     )
 

@@ -24,6 +24,7 @@ class StageCosts:
         over: the most bytes that are alive while it runs backward, beyond what was kept of it; () for none.
         waiting: bytes that the first half of a split backward leaves for the second; () for none.
         gradients: bytes of the gradients of its parameters, there from the end of its first backward on; () for none.
+        split: False where the first half of a backward is all of it, as in stages that run modules again.
         halving: seconds that each half of a split backward takes longer than half of a whole one; () for none.
     """
 
@@ -35,6 +36,7 @@ class StageCosts:
     waiting: tuple[float, ...] = ()
     gradients: tuple[float, ...] = ()
     halving: tuple[float, ...] = ()
+    split: bool = True
 
     def silent(self) -> StageCosts:
         """The same seconds without messages; nothing is kept."""
@@ -116,6 +118,8 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     more = costs.halving or (0.0,) * shape.stages
     half = tuple(b / 2 + longer for b, longer in zip(costs.backward, more, strict=True))
     lengths = {"F": costs.forward, "B": costs.backward, "I": half, "W": half}
+    if not costs.split:
+        lengths |= {"I": costs.backward, "W": (0.0,) * shape.stages}
     sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last one is that of no message, -1
     for rank, kind, stage, waits in steps:
         start = clock[rank]
@@ -142,6 +146,10 @@ def _held(
     left = list(costs.gradients or nothing)
     for rank, kind, stage, _ in steps:
         now, beside = held[rank], 0.0
+        if not costs.split and kind in "IW":
+            if kind == "W":
+                continue
+            kind = "B"
         if kind == "F":
             held[rank] = now = now + saved[stage]
             if now > most[rank]:

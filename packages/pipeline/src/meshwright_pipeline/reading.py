@@ -127,7 +127,7 @@ class Read:
         early = self.between[:start]
         return replace(
             own,
-            seconds=own.seconds + sum(run.seconds for run in early),
+            seconds=own.seconds + sum(run.forward for run in early),
             forward=own.forward + sum(run.forward for run in early),
         )
 

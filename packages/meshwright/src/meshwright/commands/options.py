@@ -104,7 +104,7 @@ def plan_options(function: F) -> F:
             "--recompute",
             default=None,
             metavar="WHAT",
-            help="full or selective for repeated blocks, or a pattern of module names. [default: what memory asks for]",
+            help="full, selective or alternate for repeated blocks, or a pattern of module names. [default: what memory asks for]",
         ),
         click.option(
             "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB or 512MiB."

@@ -6,7 +6,6 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import RecomputeRule
-from meshwright_planner.profile.tape import Tape
 
 POLICIES = ("full", "alternate", "selective")
 
@@ -49,16 +48,3 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
         if len(kinds) > len(set(kinds)):
             found.append(f"{name}.*")
     return tuple(found)
-
-
-def draws(tape: Tape) -> bool:
-    """Whether random numbers are drawn in a run."""
-    for node in tape.nodes:
-        if node.name == "dropout" or any(word in node.name for word in _RANDOM):
-            return True
-        if node.name == "sdpa" and any(isinstance(x, float) and x for x in node.args[4:5]):
-            return True
-    return False
-
-
-_RANDOM = ("bernoulli", "rand", "dropout", "normal_", "uniform_", "multinomial")

@@ -63,6 +63,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         resident_bytes=_resident(memory, shards, point.stage),
         call_seconds=0.0 if setting.cluster.hides_launch else setting.cluster.launch_s,
         byte_seconds=1 / setting.cluster.streams,
+        recompute=bool(placed.recompute),
         accelerated=setting.cluster.accelerated,
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)

@@ -19,7 +19,7 @@ from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.tape import Tape
-from meshwright_planner.recomputation.asked import POLICIES, draws, recompute_rules, repeated_blocks
+from meshwright_planner.recomputation.asked import POLICIES, recompute_rules, repeated_blocks
 from meshwright_planner.search import sequence
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.bounding import least_bytes
@@ -49,7 +49,10 @@ class Search:
         self.basis = Basis(setting, self.shared.surveys)
         self.surveys = self.basis.surveys
         self.evaluated = 0
-        self.end = math.inf if setting.time_budget is None else time.monotonic() + setting.time_budget
+        if self.shared.end is None:  # variants of a search share its time
+            budget = setting.time_budget
+            self.shared.end = math.inf if budget is None else time.monotonic() + budget
+        self.end = self.shared.end
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
 
@@ -159,14 +162,7 @@ class Search:
             self.shared.blocks = repeated_blocks(self.setting.model)
         if not self.shared.blocks:
             return ()
-        divided = any(s.divides and degrees[a] > 1 for a, s in self.setting.strategies.items())
-        # the second run of a microbatch could not draw again what the first has drawn
-        return () if divided and self._draws(degrees) else tuple(reversed(POLICIES))
-
-    def _draws(self, degrees: Mapping[str, int]) -> bool:
-        if self.shared.random is None:  # however many rows there are
-            self.shared.random = draws(self._tape(self.point(degrees)))
-        return self.shared.random
+        return tuple(reversed(POLICIES))
 
     # ---- parts
     def _searched(self, point: Point) -> tuple[str | None, int]:

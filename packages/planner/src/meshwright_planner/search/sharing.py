@@ -24,7 +24,7 @@ class Shared:
         quotients: by tape.
         rules: request for recomputation -> its rules.
         blocks: patterns of the blocks that repeat, None before they are asked for.
-        random: whether random numbers are drawn, None before that is asked.
+        end: when the time of the search is over (time.monotonic), None before it has begun.
     """
 
     surveys: Surveys
@@ -35,4 +35,4 @@ class Shared:
     quotients: dict[int, Quotient] = field(default_factory=dict)
     rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
     blocks: tuple[str, ...] | None = None
-    random: bool | None = None
+    end: float | None = None
