@@ -110,6 +110,28 @@ class Dropping(Fused):
         return F.dropout(super().one(x, expert), 0.1, self.training)
 
 
+class Full(Fused):
+    """Experts that take no more than a few rows each, while training."""
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        out = super().one(x, expert)
+        if self.training:
+            out = torch.cat([out[:8], torch.zeros_like(out[8:])])
+        return out
+
+
+class Counting(Fused):
+    """How many rows experts have had is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(EXPERTS))
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        self.rows[expert] += len(x)
+        return super().one(x, expert)
+
+
 class Shifted(Fused):
     """Expert 0 is another's: gradients do not reach what the assignment names."""
 

@@ -10,8 +10,10 @@ from moe_models import (
     Alone,
     Averaging,
     Container,
+    Counting,
     Dense,
     Dropping,
+    Full,
     Fused,
     Masked,
     Mixing,
@@ -61,6 +63,8 @@ def test_experts_are_found(kind: type[nn.Module], style: str, attributes: tuple[
         (Dense, "does not name"),
         (Shifted, "does not name"),
         (Dropping, "random numbers while training"),
+        (Full, "while training, a row of its output depends on other rows"),
+        (Counting, "writes to its buffer rows"),
         (Alone, "does not take tokens"),
     ],
 )
@@ -70,6 +74,12 @@ def test_what_only_looks_like_experts_is_rejected_with_the_reason(kind: type[nn.
     assert [name for name, _ in found.rejected] == ["0"]
     assert reason in found.rejected[0][1]
     assert any(f"not shared as experts: *: {found.rejected[0][1]}" == note for note in notes_of(found))
+
+
+def test_a_probed_module_keeps_its_buffers() -> None:
+    model = within(Counting())
+    detect(model)
+    assert not model["0"].rows.any()  # type: ignore[index]
 
 
 def test_no_values_are_needed_and_no_random_number_is_drawn() -> None:

@@ -27,6 +27,8 @@ LIMIT_BYTES = 4 * 2**30
 """Largest copy that is made to probe a module."""
 GRADIENT_BYTES = 2**28
 """Largest copy of which gradients are computed too."""
+MANY = 64
+"""Rows for one expert, more than a capacity gives it."""
 TOLERANCE = 1e-4
 """Of the largest value: sums in another order; a wrong combination is off by its whole size."""
 
@@ -191,13 +193,20 @@ class _Trial:
         return None
 
     def _draws(self) -> str | None:
-        """One device draws for all rows of an expert at once, which ranks that each have some cannot repeat."""
-        before = torch.get_rng_state()
-        self.sample.module.train()
-        self._call()
-        self.sample.module.eval()
+        """What is done while training only: one device draws for all rows of an expert at once, which ranks that each have
+        some cannot repeat; nor can they count together, or drop what is beyond a capacity."""
+        module, before = self.sample.module, torch.get_rng_state()
+        buffers = {name: b.clone() for name, b in module.named_buffers()}
+        module.train()
+        many = self._call([0] * MANY)
+        module.eval()
         if not torch.equal(before, torch.get_rng_state()):
             return "it draws random numbers while training (dropout inside the experts); set their probability to 0"
+        if not _close(many, self.out[[0] * MANY]):
+            return "while training, a row of its output depends on other rows (a capacity of experts?)"
+        changed = [name for name, b in module.named_buffers() if not torch.equal(b, buffers[name])]
+        if changed:
+            return f"it writes to its buffer {changed[0]}, which ranks with other rows would write otherwise"
         return None
 
     def _gradients(self) -> str | None:

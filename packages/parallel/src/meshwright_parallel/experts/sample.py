@@ -168,7 +168,8 @@ def drawn(shape: list[int], generator: torch.Generator) -> Tensor:
 
 
 def copied(module: nn.Module, values: Callable[[str, Tensor], Tensor], prefix: str = "") -> nn.Module:
-    """A copy of a module tree whose parameters hold `values(path, parameter)`; everything else is shared."""
+    """A copy of a module tree whose parameters hold `values(path, parameter)`; buffers are copied, everything else is
+    shared."""
     new = copy.copy(module)
     own: dict[str, Any] = {}
     for name, parameter in module._parameters.items():
@@ -178,7 +179,7 @@ def copied(module: nn.Module, values: Callable[[str, Tensor], Tensor], prefix: s
             else nn.Parameter(values(f"{prefix}{name}", parameter), requires_grad=False)
         )
     buffers = {
-        name: torch.ones(b.shape, dtype=b.dtype) if b is not None and b.is_meta else b
+        name: None if b is None else torch.ones(b.shape, dtype=b.dtype) if b.is_meta else b.clone()
         for name, b in module._buffers.items()
     }
     children = {
