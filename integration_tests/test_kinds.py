@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kinds import KINDS
@@ -53,7 +55,11 @@ def test_a_kind_of_real_size_is_planned_for_a_cluster(name: str) -> None:
     batch = {key: value.to("meta") for key, value in kind.batch(4, True).items()}
     plan = mw.plan(model, batch, cluster="dgx-h100", world_size=ranks, global_batch_size=16 * ranks)
     assert isinstance(plan, ParallelPlan) and plan.predicted is not None
-    assert plan.predicted.total_bytes < 80e9
+    assert math.prod(plan.degrees.values()) == ranks
+    alone = mw.plan(model, batch, cluster="dgx-h100", world_size=1, global_batch_size=16, memory_limit=10**15)
+    assert isinstance(alone, ParallelPlan) and alone.predicted is not None
+    # 64 times the rows on 64 ranks: the work is divided, whatever is communicated for it
+    assert plan.predicted.compute_seconds < 2 * alone.predicted.compute_seconds
 
 
 def test_tables_that_do_not_fit_are_divided(rank_pool: RankPool) -> None:

@@ -301,11 +301,16 @@ class PipelinedCall:
 
     def _settle_later(self) -> None:
         """When this backward pass and the reductions that follow it have ended, make copies of tied parameters equal."""
-        if self.place.mesh is None or self.place.mesh.size() == 1:
+        if self.place.mesh is None or self.place.mesh.size() == 1 or not self.tied.any:
             return
 
         def settle() -> None:
-            self.tied.settle(dict(self.model.named_parameters()))
+            failure = None
+            try:
+                self.tied.settle(dict(self.model.named_parameters()))
+            except Lost as lost:
+                failure = self.ending.lost(lost)
+            self.ending.agree(failure)
 
         # queued from inside a callback, so that it comes behind those that gradients have queued meanwhile
         at_end_of_backward(lambda: at_end_of_backward(settle))

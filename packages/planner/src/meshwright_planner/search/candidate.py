@@ -26,7 +26,8 @@ class Candidate:
         hidden: mesh axes -> seconds of communication that overlap with compute.
         optimizer_seconds: of the optimizer's step.
         memory: bytes by part on one rank.
-        limit: bytes that one rank has.
+        limit: bytes that may be predicted of one rank.
+        allowed: bytes that one rank has.
         collectives: those that strategies add to the placement's.
         fields: what strategies add to the plan.
         placements: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
@@ -48,6 +49,7 @@ class Candidate:
     optimizer_seconds: float
     memory: dict[str, int]
     limit: int
+    allowed: int
     collectives: list[PlannedCollective] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
     stage: int = 0
@@ -94,8 +96,8 @@ class Candidate:
             "optimizer": self.optimizer_seconds,
         }
         largest = max(parts, key=lambda name: parts[name])
-        full = self.limit and self.total_bytes > 0.9 * self.limit
-        return f"{largest}, memory {100 * self.total_bytes / self.limit:.0f}% full" if full else largest
+        full = self.allowed and self.total_bytes > 0.9 * self.allowed
+        return f"{largest}, memory {100 * self.total_bytes / self.allowed:.0f}% full" if full else largest
 
     @property
     def name(self) -> str:

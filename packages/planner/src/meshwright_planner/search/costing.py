@@ -170,6 +170,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         ),
         memory=memory,
         limit=setting.limit,
+        allowed=setting.allowed,
         collectives=collectives,
         fields=fields,
         placements=placements(setting.strategies, basis.surveys, degrees),

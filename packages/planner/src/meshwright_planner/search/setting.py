@@ -64,8 +64,8 @@ class Setting:
     pins: Mapping[str, int]
     world_size: int
     limit: int
+    allowed: int
     stored: Mapping[str, State]
-    allowed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     data: int | None = None
     stage: int = 0

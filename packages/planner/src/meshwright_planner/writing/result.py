@@ -89,7 +89,7 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
     """Why the candidate at `place` of `ranked` (best first) is what it is, and how it compares, a line each."""
     own = ranked[place]
     notes = [
-        f"bound by {own.bound}; {human_bytes(own.total_bytes)} of {human_bytes(own.limit)} per rank with "
+        f"bound by {own.bound}; {human_bytes(own.total_bytes)} of {human_bytes(own.allowed)} per rank with "
         f"{setting.optimizer}",
     ]
     if own.problem.tape.real:
