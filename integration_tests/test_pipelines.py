@@ -10,7 +10,7 @@ from pipeline_dropout import LIMIT, losses
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.errors import StageError
+from meshwright_dtensor.errors import MeshwrightError, StageError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import verify
 
@@ -113,3 +113,33 @@ def test_losses_with_dropout_stay_those_of_one_device(rank_pool: RankPool) -> No
     """python integration_tests/pipeline_dropout.py runs fifty steps."""
     for found in rank_pool.run(4, losses, 6, "1f1b"):
         assert max(abs(one - other) / one for one, other in found) < LIMIT
+
+
+def differ(rank: int, size: int, rows: int, length: int, pins: dict[str, Any]) -> tuple[str, float]:
+    """(what this rank is told where rank 1 is given another batch, loss of the next step)."""
+    torch.manual_seed(0)
+    built, batch = CASES["llama"].model(), CASES["llama"].batch()
+    model = mw.parallelize(
+        built, mw.plan(built, batch, world_size=size, cluster="laptop-cpu", **pins), batch=batch
+    )
+    given = {k: v[:rows, :length] for k, v in batch.items()} if rank == 1 else batch
+    told = "nothing"
+    try:
+        model(**given).loss.backward()
+    except MeshwrightError as error:
+        told = f"{type(error).__name__} {error}"
+    return told, model(**batch).loss.item()
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "says", "pins"),
+    [(3, 100, "cannot be cut", {"tp": 2}), (4, 5, "give every rank the same", {"dp": 2, "zero": 3})],
+    ids=["tp", "zero3"],
+)
+def test_peers_in_a_stage_do_not_wait_for_a_rank_that_has_another_batch(
+    rank_pool: RankPool, rows: int, length: int, says: str, pins: dict[str, Any]
+) -> None:
+    found = rank_pool.run(4, differ, rows, length, {"pp": 2, "microbatches": 2, **ONE, **pins}, timeout=100)
+    for rank, (told, after) in enumerate(found):
+        assert told != "nothing" and (says in told or rank == 1), told
+        assert after == found[0][1]

@@ -24,6 +24,7 @@ from meshwright_pipeline.ending import Ending, Place
 from meshwright_pipeline.gradients import Sink, Sinks, connected, loss_only, returned
 from meshwright_pipeline.losses import loss_of, need_loss, with_loss
 from meshwright_pipeline.mail import Failure
+from meshwright_pipeline.mates import Mates
 from meshwright_pipeline.preparing import Prepared, Preparing
 from meshwright_pipeline.runtime import Running, Step
 from meshwright_pipeline.spreading import Lost
@@ -83,6 +84,7 @@ class PipelinedCall:
             skeleton, owned, schedule, table, shape, transport, mesh, place.dtype, split
         )
         self.ending = Ending(place, schedule, table, shape)
+        self.mates = Mates(mesh, place.device)
         self.sinks = Sinks(model, place.plain)
         self.rank = dist.get_rank(place.group)
         self.last: Step | None = None
@@ -120,8 +122,13 @@ class PipelinedCall:
         try:
             work = self._work(args, kwargs, training)
         except Exception as error:  # of whatever kind, the other ranks may be waiting for this one
-            self._stand_by(error)
+            self.mates.apart(None)
+            with contextlib.suppress(StageError):
+                self._stand_by(error)
             raise
+        apart = self.mates.apart(f"{work.batch}{'' if training else ' without gradients'}")
+        if apart is not None:
+            self._stand_by(UsageError(apart or "another rank of this stage cannot begin"), told=bool(apart))
         if not training:
             return self._evaluate(work)
         if loss_of(work.prepared.profile.output) is None:
@@ -142,13 +149,17 @@ class PipelinedCall:
         divided_by = [] if outside else self._divisors(prepared, calls)
         return _Work(calls, (args, kwargs), described((args, kwargs)), prepared, divided_by)
 
-    def _stand_by(self, error: Exception) -> None:
-        """This rank cannot begin: it only keeps messages in step, and tells the others."""
+    def _stand_by(self, error: Exception, told: bool = True) -> None:
+        """This rank cannot begin: it only keeps messages in step, and tells the others, where they are to be `told` by it.
+
+        Raises:
+            StageError: what went wrong first, on whichever rank.
+        """
         failure = Failure(self.table.ranks[self.rank][0], error)
         running = Running(self.preparing.runtime({}), [], None, backward=False, failure=failure)
-        with contextlib.suppress(StageError):
-            self.ending.agree(running.run("forward").failure)
+        found = running.run("forward").failure
         self.preparing.forget()
+        self.ending.agree(found if told else None)
 
     def _step(self, work: _Work) -> Any:
         """Forwards and backwards, in the order of the schedule; the loss hands the gradients over."""
