@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish
-from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composite import LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.vocabulary import Lookup
 from meshwright_dtensor.states import P, R
 
 
-class Embedding(Composite):
+class Embedding(Lookup):
     """ids [...], weight [v, h] -> [..., h].  Rows of other ranks give zero, so a sharded vocabulary gives a partial sum."""
 
     name: ClassVar[str] = "embedding"
@@ -49,27 +50,19 @@ class Embedding(Composite):
         rows += [((R, 1), (ndim,)), ((R, 0), (P,)), ((R, P), (P,))]
         return finish(view, rows, "hand")
 
-    def permutes(self, view: NodeView, row: Strategy) -> bool:
-        """But for the vocabulary: an id is looked up by the offset of one chunk."""
-        return row.ins[1] != 0
-
-    def plain(self, ctx: LocalContext) -> bool:
-        """Unless the vocabulary is sharded."""
-        return not ctx.axes_sharding(1, 0)
-
     def local(self, ctx: LocalContext) -> LocalFunction:
         """Lookup of the ids in this rank's part of the vocabulary; an id outside the whole vocabulary raises as ever."""
         padding = ctx.node.args[2]
         if self.plain(ctx):
             return lambda tensors: F.embedding(tensors[0], tensors[1], padding)
-        vocabulary = ctx.in_shapes[1][0]
-        start, length = ctx.box(ctx.in_shapes[1], ctx.ins[1])[0]
-        own_padding = padding - start if padding is not None and start <= padding < start + length else None
+        part = self.part(ctx)
+        held = padding is not None and part.start <= padding < part.start + part.length
+        own_padding = padding - part.start if held else None
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             ids, weight = tensors
-            elsewhere = ((ids < start) | (ids >= start + length)) & (ids >= 0) & (ids < vocabulary)
-            rows = F.embedding((ids - start).masked_fill(elsewhere, 0), weight, own_padding)
+            elsewhere = part.elsewhere(ids)
+            rows = F.embedding((ids - part.start).masked_fill(elsewhere, 0), weight, own_padding)
             return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
         return run

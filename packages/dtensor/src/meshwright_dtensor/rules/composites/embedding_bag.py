@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish
-from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composite import LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.vocabulary import Lookup
 from meshwright_dtensor.states import P, R
 
 
-class EmbeddingBag(Composite):
+class EmbeddingBag(Lookup):
     """ids [n, l], weight [v, h] -> [n, h], the sum or mean of each row's l embeddings.
 
     As for embeddings, rows of other ranks give zero, so a sharded vocabulary gives a partial sum.
@@ -54,27 +55,18 @@ class EmbeddingBag(Composite):
         rows: list[Row] = [((0, R), (0,)), ((R, 1), (1,)), ((R, 0), (P,)), ((R, P), (P,))]
         return finish(view, rows, "hand")
 
-    def permutes(self, view: NodeView, row: Strategy) -> bool:
-        """But for the vocabulary: an id is looked up by the offset of one chunk."""
-        return row.ins[1] != 0
-
-    def plain(self, ctx: LocalContext) -> bool:
-        """Unless the vocabulary is sharded."""
-        return not ctx.axes_sharding(1, 0)
-
     def local(self, ctx: LocalContext) -> LocalFunction:
         """Bags of the ids in this rank's part of the vocabulary; an id outside the whole vocabulary raises as ever."""
         mode = ctx.node.args[2]
         if self.plain(ctx):
             return lambda tensors: F.embedding_bag(tensors[0], tensors[1], mode=mode)
-        vocabulary = ctx.in_shapes[1][0]
-        start, length = ctx.box(ctx.in_shapes[1], ctx.ins[1])[0]
+        part = self.part(ctx)
 
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             ids, weight = tensors
-            elsewhere = ((ids < start) | (ids >= start + length)) & (ids >= 0) & (ids < vocabulary)
+            elsewhere = part.elsewhere(ids)
             counted = (~elsewhere).to(weight.dtype)
-            own = (ids - start).masked_fill(elsewhere, 0)
+            own = (ids - part.start).masked_fill(elsewhere, 0)
             total = F.embedding_bag(own, weight, mode="sum", per_sample_weights=counted)
             return total if mode == "sum" else total / ids.shape[1]
 
