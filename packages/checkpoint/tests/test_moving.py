@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +120,18 @@ def test_what_cannot_be_moved_is_told(rank_pool: RankPool) -> None:
     assert "shape [4] is held, [8, 1024] is needed" in other
 
 
+def freed_goes_back() -> None:
+    """Let the C library give large memory back when it is freed, in this process: what it keeps would count as held."""
+    mmap_threshold, trim_threshold = (
+        -3,
+        -1,
+    )  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h; set ones stay as they are
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(mmap_threshold, 256 << 10) == 1
+    assert libc.mallopt(trim_threshold, 256 << 10) == 1
+    libc.malloc_trim(0)
+
+
 def peak(kind: str) -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(f"{kind}:"))
@@ -125,6 +139,7 @@ def peak(kind: str) -> int:
 
 def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
     """(most memory beside what is held before and after, bytes of one new part), going from rows to columns."""
+    freed_goes_back()
     half = rows // 2
     have, want = {}, {}
     for number in range(count):
@@ -149,8 +164,6 @@ def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
 
 def test_memory_is_bounded(rank_pool: RankPool) -> None:
     count, rows = 24, 2048  # 8 MiB a part, 192 MiB held by each rank
-    runs = [rank_pool.run(2, large, count, rows) for _ in range(3)]
-    for of_a_rank in zip(*runs, strict=True):
-        extra, nbytes = min(of_a_rank)  # what allocators and threads keep beside it differs from run to run
+    for extra, nbytes in rank_pool.run(2, large, count, rows):
         assert count * nbytes > ROUND_NBYTES * 3
-        assert extra < 3 * ROUND_NBYTES + nbytes + (32 << 20)  # all of it anew would be more
+        assert extra < 3 * ROUND_NBYTES + nbytes  # as `move` says; all of it anew would be more
