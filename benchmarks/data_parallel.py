@@ -52,7 +52,7 @@ def model_of(name: str) -> nn.Module:
         return GPT2LMHeadModel(config)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
-        num_attention_heads=6, num_key_value_heads=6, use_cache=False,
+        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

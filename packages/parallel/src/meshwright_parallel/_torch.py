@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -102,17 +103,18 @@ def just_accumulated(gradient: torch.Tensor) -> bool:
 
     Autograd takes a gradient over as it is where it holds it alone, but what it holds may be a view of what others use.
     """
-    return (
-        _storage_uses(gradient) <= _ALONE + 1
-    )  # the tensor that autograd has taken it from still stands there
+    # the tensor that autograd has taken it from still stands there
+    return _storage_uses(gradient) <= _uses_alone() + 1
 
 
 def _storage_uses(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _storage_uses(torch.empty(1))
-"""The tensor's own use, and that of the object with which the question is asked."""
+@cache
+def _uses_alone() -> int:
+    """The tensor's own use, and that of the object with which the question is asked."""
+    return _storage_uses(torch.empty(1))
 
 
 def backward_is_running() -> bool:

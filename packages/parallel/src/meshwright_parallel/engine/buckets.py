@@ -277,7 +277,7 @@ class Filling:
 
     def alone(self, slot: Slot) -> bool:
         """Whether a slot has a collective of its own."""
-        least = single_bytes(slot.holder.device) if self.single is None else self.single
+        least = single_bytes(slot.holder.device, bool(slot.shared)) if self.single is None else self.single
         return slot.in_rows and slot.numel * slot.holder.dtype.itemsize >= least
 
 

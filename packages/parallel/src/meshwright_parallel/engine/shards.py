@@ -14,12 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_dtensor.boxes import dense_strides, dim_order_of
-from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
+from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, SUMMED_ALONE_BYTES
 
 
-def single_bytes(device: torch.device) -> int:
-    """Size of the tensors that are moved alone, from where they lie: on accelerators copies are cheap."""
-    return SINGLE_BYTES if device.type == "cpu" else BUCKET_BYTES
+def single_bytes(device: torch.device, shared: bool = True) -> int:
+    """Size of the tensors that are moved alone, from where they lie: on accelerators copies are cheap.
+
+    `shared`: ranks share the tensor; otherwise it is only summed.
+    """
+    if device.type != "cpu":
+        return BUCKET_BYTES
+    return SINGLE_BYTES if shared else SUMMED_ALONE_BYTES
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 25 * 2**20
 """Size at which a bucket of gradients is summed; from here on nothing is gained by moving more at once."""
 SINGLE_BYTES = 2**19
-"""Size from which a tensor is moved alone, from where it lies, on a CPU: there a collective costs less than a copy."""
+"""Size from which a tensor that ranks share is moved alone, from where it lies, on a CPU: it would be copied twice."""
+SUMMED_ALONE_BYTES = 2**22
+"""The same for a gradient that is only summed: below, the stalls of one more collective cost more than the copy."""
 
 
 class Data(Strategy):
