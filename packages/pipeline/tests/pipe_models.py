@@ -13,6 +13,18 @@ from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 VOCABULARY, WIDTH, INNER, ROWS, TOKENS = 29, 8, 16, 8, 6
 
 
+class Bomb(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("boom behind")
+
+
 class Block(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipe_models import Chain, chain_batch, chain_plan
+from pipe_models import Bomb, Chain, chain_batch, chain_plan
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError
@@ -164,16 +164,6 @@ def fail(rank: int, size: int, kind: str) -> str:
     """A block's backward raises; a weight's, which is put off, or that of the path."""
     torch.manual_seed(0)
     model = Chain()
-
-    class Raising(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            raise ValueError("boom behind")
-
     if kind == "weights":
         weight = model.layers[1].outer
 
@@ -183,13 +173,11 @@ def fail(rank: int, size: int, kind: str) -> str:
                 self.weight, self.bias = weight.weight, weight.bias
 
             def forward(self, x: Tensor) -> Tensor:
-                return nn.functional.linear(x, Raising.apply(self.weight), self.bias)
+                return nn.functional.linear(x, Bomb.apply(self.weight), self.bias)
 
         model.layers[1].outer = Through()  # type: ignore[assignment]
     else:
-        model.layers[1].outer.register_forward_hook(
-            lambda m, a, out: Raising.apply(out) if real(out) else out
-        )
+        model.layers[1].outer.register_forward_hook(lambda m, a, out: Bomb.apply(out) if real(out) else out)
     many = pipeline(model, chain_plan(stages=4, schedule="zero-bubble"))
     try:
         many(**chain_batch())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipe_models import Chain, chain_batch, chain_plan
+from pipe_models import Bomb, Chain, chain_batch, chain_plan
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,16 +103,6 @@ def refuse(rank: int, size: int) -> list[str]:
             wrong.backward()
         except UsageError as error:
             told.append(str(error))
-
-    class Bomb(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            raise ValueError("boom behind")
-
     model = make(0.0)
     model.chain.layers[1].outer.register_forward_hook(
         lambda m, a, out: out if out.is_meta or not out.any() else Bomb.apply(out)

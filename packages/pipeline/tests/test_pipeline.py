@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipe_models import INNER, Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
+from pipe_models import INNER, Bomb, Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError, UsageError
@@ -222,16 +222,6 @@ def tied_bits(rank: int, size: int) -> Tensor:
 def test_tied_weights_stay_equal_bit_for_bit(rank_pool: RankPool) -> None:
     first, last = rank_pool.run(2, tied_bits)
     assert torch.equal(first, last)
-
-
-class Bomb(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise ValueError("boom behind")
 
 
 def fail(rank: int, size: int, where: str, late: bool) -> str:

@@ -17,9 +17,10 @@ from meshwright_dtensor.plugins.host import Registered
 from meshwright_planner import explain
 from meshwright_planner.machines.known import DGX_H100
 from meshwright_planner.planners.eager import EagerPlanner
-from meshwright_planner.reports.buying import upgrades
+from meshwright_planner.reports.buying import memory_limit, upgrades
 from meshwright_planner.reports.page import page
 from meshwright_planner.reports.whynot import parse_pins, why_not
+from meshwright_planner.search.candidate import human_bytes
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +150,14 @@ def test_the_page_needs_nothing_else(plans: list[ParallelPlan]) -> None:
     assert "Where the step goes" in text and "a rank" in text
     hostile = plans[0].replace(provenance={"notes": ["<script>alert(1)</script>"]})
     assert "<script>" not in page(hostile, cluster=DGX_H100, host=HOST)
+
+
+def test_the_limit_is_the_one_that_was_asked_for(model: Transformer) -> None:
+    limit = 3 << 30
+    (plan,) = eager().plan(model, tokens(rows=4), request(memory_limit=limit))
+    assert plan.predicted is not None and plan.predicted.limit_bytes == limit
+    assert memory_limit(plan, DGX_H100) == limit
+    assert f"of {human_bytes(limit)}" in page(plan, cluster=DGX_H100, host=HOST)
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+    unknown = plan.replace(predicted=plan.predicted.model_copy(update={"limit_bytes": None}))
+    assert memory_limit(unknown, DGX_H100) == DGX_H100.usable_bytes and memory_limit(unknown, None) == 0

@@ -43,6 +43,7 @@ class Prediction(Model):
     split says more of them.
     memory_bytes: bytes per rank by part ("parameters", "gradients", "optimizer", "activations", ...), and "total" for
     the peak, where that is not the sum of the parts.
+    limit_bytes: what a rank could have at the time of planning: the limit that was asked for, else what its device has.
     """
 
     step_seconds: Seconds
@@ -50,6 +51,7 @@ class Prediction(Model):
     communication_seconds: Seconds = 0.0
     split: StepSplit | None = None
     memory_bytes: Annotated[dict[Text, Count], Frozen] = Field(default_factory=FrozenDict)
+    limit_bytes: Count | None = None
 
     @property
     def total_bytes(self) -> int:

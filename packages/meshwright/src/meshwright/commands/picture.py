@@ -20,6 +20,7 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
 
     from meshwright_dtensor.errors import UsageError
     from meshwright_planner import explain
+    from meshwright_planner.reports.buying import memory_limit
     from meshwright_planner.reports.page.drawings import Bar, timeline
     from meshwright_planner.reports.page.page import COLOURS, MEMORY, PALETTE
     from meshwright_planner.search.candidate import human_bytes, human_seconds
@@ -63,8 +64,8 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
         axes.set_xlabel(unit, fontsize=8)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.1), fontsize=7, frameon=False)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    if cluster is not None:
-        rows[1].axvline(cluster.usable_bytes / 2**30, color="black", linewidth=1)
+    if limit := memory_limit(plan, cluster):
+        rows[1].axvline(limit / 2**30, color="black", linewidth=1)
     if bars:
         for rank, row in enumerate(bars):
             for kind in {bar.kind for bar in row}:

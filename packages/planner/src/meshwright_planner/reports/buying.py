@@ -60,7 +60,14 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Faults]]:
         yield f"{level.name} of twice the bandwidth", Faults(everywhere=frozenset({(level.name, TWICE)}))
 
 
+def memory_limit(plan: ParallelPlan, cluster: Cluster | None) -> int:
+    """Bytes that a rank may take: as the plan was made for, else what a device of `cluster` has; 0 where neither is known."""
+    if plan.predicted is not None and plan.predicted.limit_bytes is not None:
+        return plan.predicted.limit_bytes
+    return 0 if cluster is None else cluster.usable_bytes
+
+
 def memory_is_full(plan: ParallelPlan, cluster: Cluster) -> bool:
     """Whether the plan leaves so little memory that more of it may allow a faster one."""
     assert plan.predicted is not None
-    return plan.predicted.total_bytes > FULL * cluster.usable_bytes
+    return plan.predicted.total_bytes > FULL * memory_limit(plan, cluster)

@@ -56,6 +56,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             communication_seconds=candidate.exposed_seconds,
             split=_split(candidate),
             memory_bytes={**candidate.memory, "total": candidate.total_bytes},
+            limit_bytes=setting.allowed,
         ),
         collectives=tuple(sorted(collectives, key=_collective_key)),
         **candidate.fields,

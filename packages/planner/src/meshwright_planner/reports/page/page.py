@@ -10,6 +10,7 @@ import jinja2
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_planner.reports.buying import memory_limit
 from meshwright_planner.reports.explain import Explained, explain
 from meshwright_planner.reports.page.drawings import Bar, mesh_drawing, timeline
 from meshwright_planner.reports.page.tree import tree_of
@@ -33,7 +34,7 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
 
     Args:
         plan: what is shown.
-        cluster: what it runs on; None leaves out the timeline, the memory's limit and what to buy.
+        cluster: what it runs on; None leaves out the timeline and what to buy.
         host: where schedules are found; None discovers what is installed.
     """
     (explained,) = explain(plan, cluster=cluster, host=host).plans
@@ -50,8 +51,8 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
         plan=plan,
         explained=explained,
         parts=_parts(explained),
-        memory=_memory(explained, cluster),
-        limit=0 if cluster is None else cluster.usable_bytes,
+        memory=_memory(explained, memory_limit(plan, cluster)),
+        limit=memory_limit(plan, cluster),
         mesh=mesh_drawing(plan, None if cluster is None else cluster.devices_per_node),
         tree=tree_of(plan),
         rows=rows,
@@ -78,10 +79,10 @@ def _parts(explained: Explained) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(explained: Explained, cluster: Cluster | None) -> list[dict[str, Any]]:
+def _memory(explained: Explained, limit: int) -> list[dict[str, Any]]:
     """Parts of the memory with their colours, as shares of the limit, or of all where it is exceeded or not known."""
     total = sum(explained.memory.values())
-    whole = max(total, 0 if cluster is None else cluster.usable_bytes) or 1
+    whole = max(total, limit) or 1
     by_size = sorted(explained.memory.items(), key=lambda item: (-item[1], item[0]))
     return [
         {"name": part, "bytes": size, "share": size / whole, "colour": MEMORY[i % len(MEMORY)]}
