@@ -20,7 +20,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright_checkpoint import latest, local, save
+from meshwright_checkpoint import latest, save, streaming
 from meshwright_dtensor.errors import MeshwrightError
 
 ROWS = 1 << 18
@@ -50,7 +50,7 @@ def save_steps(folder: str, rank: int, number: int, kind: str, begun: int) -> No
 
 def fail_after(nbytes: int, kind: str) -> None:
     """Let writes fail once so many bytes have been written."""
-    write = local.Writer.write
+    write = streaming.Writer.write
     left = nbytes
 
     def failing(self: Any, data: Any) -> None:
@@ -60,7 +60,7 @@ def fail_after(nbytes: int, kind: str) -> None:
             raise OSError(*CODES[kind])
         write(self, data)
 
-    local.Writer.write = failing  # type: ignore[method-assign]
+    streaming.Writer.write = failing  # type: ignore[method-assign]
 
 
 def main(folder: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
-import torch.distributed as dist
 from models import adam, build, differences, everything, train
+from resident import extra, freed_goes_back
 
 from meshwright_checkpoint import MismatchError
 from meshwright_checkpoint.agree import Ranks
@@ -120,23 +118,6 @@ def test_what_cannot_be_moved_is_told(rank_pool: RankPool) -> None:
     assert "shape [4] is held, [8, 1024] is needed" in other
 
 
-def freed_goes_back() -> None:
-    """Let the C library give large memory back when it is freed, in this process: what it keeps would count as held."""
-    mmap_threshold, trim_threshold = (
-        -3,
-        -1,
-    )  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h; set ones stay as they are
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(mmap_threshold, 256 << 10) == 1
-    assert libc.mallopt(trim_threshold, 256 << 10) == 1
-    libc.malloc_trim(0)
-
-
-def peak(kind: str) -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(f"{kind}:"))
-
-
 def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
     """(most memory beside what is held before and after, bytes of one new part), going from rows to columns."""
     freed_goes_back()
@@ -153,17 +134,14 @@ def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
     move(have, want)  # warm up: buffers of gloo
     for held in want.values():
         take_memory(held.local)
-    dist.barrier()
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # forget the peak
-    before = peak("VmRSS")
-    move(have, want, {key: held.local for key, held in have.items()}, Ranks())
+    free = {key: held.local for key, held in have.items()}
+    taken = extra(lambda: move(have, want, free, Ranks()))
     assert all(bool((held.local == float(key[1:])).all()) for key, held in want.items())
-    return peak("VmHWM") - before, 4 * rows * half
+    return taken, 4 * rows * half
 
 
 def test_memory_is_bounded(rank_pool: RankPool) -> None:
     count, rows = 24, 2048  # 8 MiB a part, 192 MiB held by each rank
-    for extra, nbytes in rank_pool.run(2, large, count, rows):
+    for taken, nbytes in rank_pool.run(2, large, count, rows):
         assert count * nbytes > ROUND_NBYTES * 3
-        assert extra < 3 * ROUND_NBYTES + nbytes  # as `move` says; all of it anew would be more
+        assert taken < 3 * ROUND_NBYTES + nbytes  # as `move` says; all of it anew would be more

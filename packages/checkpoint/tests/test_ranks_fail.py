@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import build
 
-from meshwright_checkpoint import CheckpointError, latest, local, save
+from meshwright_checkpoint import CheckpointError, latest, save, streaming
 from meshwright_dtensor.testing import RankError, RankPool
 
 
@@ -19,7 +19,7 @@ def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) ->
     """What the handle and the next save say, after a save during which one rank fails or dies while it writes."""
     model = build("fsdp")
     save(f"{folder}/step-1", model=model, asynchronous=False)
-    write = local.Writer.write
+    write = streaming.Writer.write
 
     def fail(self: Any, data: Any) -> None:
         if dies:
@@ -27,7 +27,7 @@ def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) ->
         raise OSError(5, "Input/output error")
 
     if rank == failing_rank:
-        local.Writer.write = fail  # type: ignore[method-assign]
+        streaming.Writer.write = fail  # type: ignore[method-assign]
     try:
         handle = save(f"{folder}/step-2", model=model)
         said = []
@@ -43,7 +43,7 @@ def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) ->
         except CheckpointError as error:
             said.append(str(error))
     finally:
-        local.Writer.write = write  # type: ignore[method-assign]
+        streaming.Writer.write = write  # type: ignore[method-assign]
     save(f"{folder}/step-3", model=model, asynchronous=False)
     return said
 

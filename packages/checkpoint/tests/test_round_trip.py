@@ -196,7 +196,7 @@ def test_the_latest_is_found_and_old_ones_go(tmp_path: Path) -> None:
 def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshwright_checkpoint import local
+    from meshwright_checkpoint import streaming
 
     def full(self: Any, data: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -204,7 +204,7 @@ def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
     put(tmp_path / "step-1")
     model, _ = trained()
     with monkeypatch.context() as patch:
-        patch.setattr(local.Writer, "write", full)
+        patch.setattr(streaming.Writer, "write", full)
         handle = save(tmp_path / "step-2", model=model)
         with pytest.raises(CheckpointError, match="No space left"):
             handle.wait()

@@ -19,13 +19,14 @@ from meshwright_checkpoint.checking import steps
 from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.datafile import lay_out
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.local import LocalPlace, Writer, sync_directory
+from meshwright_checkpoint.local import LocalPlace, sync_directory
 from meshwright_checkpoint.places import place_of_path
 from meshwright_checkpoint.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.reading import Source, Wanted, read
 from meshwright_checkpoint.saving import save
 from meshwright_checkpoint.shares import Piece
 from meshwright_checkpoint.state import MODEL
+from meshwright_checkpoint.streaming import Writer
 from meshwright_dtensor.boxes import box_shape, whole_box
 from meshwright_dtensor.errors import UsageError
 

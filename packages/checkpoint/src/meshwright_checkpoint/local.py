@@ -15,11 +15,13 @@ import os
 import shutil
 import socket
 import stat
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.manifest import MAX_BYTES, NAME, Manifest
+from meshwright_checkpoint.streaming import Writer
 
 PARTIAL, DELETED, LOCK = ".partial-", ".deleted-", ".lock"
 
@@ -85,50 +87,10 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-BEHIND = 8 << 20
-"""Bytes after which the system is told to begin to write them to the disk."""
-
-
-def start_writing(fd: int, start: int, nbytes: int) -> None:
-    """Let the system begin to write these bytes to the disk now, not when it has to; it does not wait for them.
-
-    "Not needed any more" says so: what has been written leaves the cache, what has not is sent to the disk (and stays). Without it
-    Linux keeps up to a tenth of all memory back until fsync, and then the disk works alone.
-    """
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # a file system that has no such advice
-            os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-class Writer:
-    """A file that is written in order and is durable once closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._written = self._begun = 0
-
-    def write(self, data: memoryview | bytes) -> None:
-        """Append."""
-        view = memoryview(data)
-        while len(view):
-            count = os.write(self._fd, view)
-            view = view[count:]
-            self._written += count
-        if self._written - self._begun >= BEHIND:
-            start_writing(self._fd, self._begun, self._written - self._begun)
-            self._begun = self._written
-
-    def close(self, durable: bool = True) -> None:
-        """Close; `durable`: once the system has it on the disk."""
-        try:
-            if durable:
-                os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
-
-
 class Reader:
-    """A file that parts are read of, from several threads."""
+    """A file that parts are read of, from several threads, one at a time: the system reads ahead of one that reads on, and
+    two that take turns at it stop that.
+    """
 
     def __init__(self, path: Path, follow: bool = False) -> None:
         """`follow`: the file may be a symbolic link (as in a cache of downloads)."""
@@ -137,6 +99,7 @@ class Reader:
             self._fd = os.open(path, flags)
         except OSError as error:
             raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
+        self._turn = threading.Lock()
         self.where = str(path)
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
@@ -146,6 +109,10 @@ class Reader:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`. Raises CorruptError where the file ends before."""
+        with self._turn:
+            self._read_into(buffer, offset)
+
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
             try:

@@ -12,6 +12,7 @@ from math import prod
 from typing import TypeAlias
 
 from meshwright_checkpoint.checksum import BLOCK
+from meshwright_checkpoint.shares import levelled
 from meshwright_dtensor.boxes import Box
 
 
@@ -129,16 +130,27 @@ def _merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, tuple[in
 
 
 def _dealt(found: Sequence[Portion], members: int) -> list[Portion]:
-    """What several want is read by the one of them that has least to read."""
+    """What several want is shared among them, most of it by who has least to read; each reads a stretch of the files.
+
+    A stretch, not every other portion: systems read ahead of one that reads on.
+    """
     loads = [0] * members
-    for portion in found:
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, portion in enumerate(found):
         if len(portion.takers) == 1:
             loads[portion.reader] += portion.nbytes
-    dealt = []
-    for portion in found:
-        if len(portion.takers) > 1:
-            reader = min(portion.takers, key=lambda member: (loads[member], member))
-            loads[reader] += portion.nbytes
-            portion = replace(portion, reader=reader)
-        dealt.append(portion)
+        else:
+            groups[portion.takers].append(number)
+    dealt = list(found)
+    for takers, numbers in sorted(groups.items(), key=lambda one: (len(one[0]), one[0])):
+        budgets = levelled([loads[member] for member in takers], sum(found[n].nbytes for n in numbers))
+        place = 0
+        for number in numbers:
+            nbytes = found[number].nbytes
+            while place < len(takers) - 1 and budgets[place] * 2 < nbytes:
+                place += 1
+                budgets[place] += budgets[place - 1]  # what it has had too much, or too little
+            budgets[place] -= nbytes
+            loads[takers[place]] += nbytes
+            dealt[number] = replace(found[number], reader=takers[place])
     return dealt

@@ -53,14 +53,14 @@ def share(tensors: Mapping[str, Catalogued], ranks: int) -> list[list[Piece]]:
     for who in sorted(by_holders, key=lambda who: (len(who), who)):
         items = by_holders[who]
         total = sum(box_numel(box) * size for _, box, size in items)
-        budgets = _levelled([loads[rank] for rank in who], total)
+        budgets = levelled([loads[rank] for rank in who], total)
         for rank, pieces in zip(who, _dealt(items, budgets), strict=True):
             shares[rank] += [Piece(key, box) for key, box, _ in pieces]
             loads[rank] += sum(box_numel(box) * size for _, box, size in pieces)
     return shares
 
 
-def _levelled(loads: Sequence[int], total: int) -> list[int]:
+def levelled(loads: Sequence[int], total: int) -> list[int]:
     """How much of `total` each gets, so that the smallest loads rise to one level."""
     order = sorted(range(len(loads)), key=lambda i: loads[i])
     level, used = loads[order[0]], 1

@@ -9,6 +9,7 @@ import torch
 
 from meshwright_checkpoint.datafile import Body
 from meshwright_checkpoint.holding import Held, part_of
+from meshwright_checkpoint.streaming import aligned_memory
 from meshwright_dtensor.boxes import box_shape, intersect, slice_of
 
 
@@ -23,7 +24,11 @@ class Snapshots:
         cuda = any(held[piece.key].local.is_cuda for piece, _ in body.pieces)
         if self._buffer.numel() < body.nbytes or (cuda and not self._buffer.is_pinned()):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = torch.empty(body.nbytes, dtype=torch.uint8, pin_memory=cuda)
+            self._buffer = (
+                torch.empty(body.nbytes, dtype=torch.uint8, pin_memory=True)
+                if cuda
+                else aligned_memory(body.nbytes)  # written from where it is
+            )
         file = self._buffer[: body.nbytes]
         with torch.no_grad():
             file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)

@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.manifest import Manifest
 from meshwright_checkpoint.places import Place
 from meshwright_checkpoint.retention import Retention
+from meshwright_checkpoint.worker import Worker
 from meshwright_dtensor.errors import MeshwrightError
 
 CHUNK = 16 << 20
 AHEAD = 2
 """Parts that are written before the checksum of the first of them is known."""
-NICE = 10
-"""How much lower the priority of a save behind training is: a processor that is busy gives it a tenth."""
+NICE = 15
+"""How much lower the priority of a save behind training is: a processor that is busy gives 3.4% to each of its two threads."""
 POLL = 0.02
 GIVEN_UP = "rank 0 gave it up, or died; nothing was committed"
 
@@ -136,7 +138,7 @@ def _write(job: Job) -> None:
     """This rank's file, its checksums computed while it is written; then its note."""
     assert job.body is not None
     body = job.body
-    with ThreadPoolExecutor(1, thread_name_prefix="meshwright-sums") as pool:
+    with closing(Worker[str]("meshwright-sums")) as worker:
         sums: list[Future[str]] = []
         writer = job.place.writer(_file_name(job.rank))
         try:
@@ -144,7 +146,7 @@ def _write(job: Job) -> None:
                 view = bytes_of_tensor(part)
                 if len(sums) >= AHEAD:  # where parts are copies, they are let go of before more are made
                     sums[-AHEAD].result()
-                sums.append(pool.submit(block_sums, view))
+                sums.append(worker.submit(partial(block_sums, view)))
                 for at in range(0, len(view), CHUNK):
                     writer.write(view[at : at + CHUNK])
         except BaseException:
