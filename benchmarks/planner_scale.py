@@ -6,7 +6,8 @@ Each case is planned in a process of its own; the time is the CPU time of `plan`
     python benchmarks/planner_scale.py llama-8b-64     # one
     python benchmarks/planner_scale.py --growth        # 8B on 8 to 16,384 ranks: how the time grows with them
 
-Exit code 4 where a goal is missed; for the growth, where the time grows faster than ranks x log(ranks).
+Exit code 4 where a goal is missed; for the growth, where the time grows faster than ranks x log(ranks) between any two
+sizes that are at least four times apart.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import math
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -75,8 +77,8 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], int, int, float]] = {
 MEMORY = 4 * 2**30
 
 
-GROWTH = (8, 64, 512, 4096, 16384)
-"""Ranks for which the growth is measured; the batch has four rows for each."""
+GROWTH = tuple(2**power for power in range(3, 15))
+"""Ranks for which the growth is measured, 8 to 16,384; the batch has four rows for each."""
 
 
 def case(name: str) -> tuple[Callable[[], torch.nn.Module], int, int, float]:
@@ -131,14 +133,19 @@ def apart(name: str) -> dict[str, Any] | None:
 def growth() -> bool:
     """Print the seconds for more and more ranks; whether they grow no faster than ranks x log(ranks)."""
     found = [(ranks, apart(f"growth-{ranks}")) for ranks in GROWTH]
-    seconds = [(ranks, result["cpu_seconds"]) for ranks, result in found if result is not None]
-    pairs = itertools.pairwise(seconds)
-    slopes = [math.log(b / a) / math.log(n * math.log(n) / (m * math.log(m))) for (m, a), (n, b) in pairs]
+    seconds = [
+        (ranks * math.log(ranks), result["cpu_seconds"]) for ranks, result in found if result is not None
+    ]
+    logarithms = [[math.log(value) for value in values] for values in zip(*seconds, strict=True)]
+    line = statistics.linear_regression(*logarithms)
+    pairs = [(a, b) for a, b in itertools.combinations(seconds, 2) if b[0] >= 4 * a[0]]
+    steepest = max(math.log(b / a) / math.log(n / m) for (m, a), (n, b) in pairs)
+    least, most = (end(result for _, result in seconds) for end in (min, max))
     print(
-        f"seconds grow with (ranks x log ranks) to the power of {max(slopes):.2f} at most, from {seconds[0][1]} s on "
-        f"{seconds[0][0]} ranks to {seconds[-1][1]} s on {seconds[-1][0]}"
+        f"{least} to {most} s from {GROWTH[0]} to {GROWTH[-1]} ranks; seconds grow with (ranks x log ranks) to the power of "
+        f"{line.slope:.2f} (fitted to {len(seconds)} sizes), {steepest:.2f} where they grow fastest"
     )
-    return len(seconds) == len(GROWTH) and max(slopes) <= 1
+    return len(seconds) == len(GROWTH) and steepest <= 1
 
 
 def main() -> int:

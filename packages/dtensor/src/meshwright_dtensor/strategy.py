@@ -84,7 +84,7 @@ class ModuleWork:
             modules made.
         shared: (number of a tensor, bytes) of what autograd keeps of them and of other modules too, once.
         beside: the most bytes that are alive at once while they run backward, beside what is kept (gradients of values, and
-            of the parameter that gets one), as if all microbatches ran together.
+            of the parameter that gets one).
         waiting: bytes of the gradients that lie between the two halves of a backward pass: of what parameters were used for.
         forward: the part of the seconds that is the forward pass.
     """
@@ -143,7 +143,7 @@ class SearchRequest:
         own_bytes, own_gradient_bytes: those of the parameters that its survey names, which the others include.
         entering: module of the survey -> (shape, bytes) of every floating-point tensor that goes into it.
         degrees: of every axis, where they are decided.
-        work: what modules do, in the order of execution; for strategies that divide a model by modules.
+        work: what modules do in one microbatch, in the order of execution; for strategies that divide a model by modules.
         microbatches: how often a step runs the model, forward and backward, before gradients are handed over.
         resident_bytes: bytes of parameters, gradients and optimizer states that a rank would hold of the whole model; for
             strategies that divide one, to tell which rank holds most.

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, NoReturn
 
 from meshwright_dtensor.errors import UsageError
 
@@ -103,6 +103,10 @@ class Timetable:
         return 1.0 - busy / (self.length * len(self.ranks))
 
 
+_BITS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 4, "W": 8})
+_WHOLE = (1 + 2, 1 + 4 + 8)
+"""Kinds that take a microbatch forwards and backwards."""
+
 DURATION: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 
 
@@ -152,37 +156,41 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
 
 def _check_complete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]]) -> None:
     where = f"schedule {schedule.name!r}"
-    seen: dict[Action, int] = {}
+    owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
+    kinds = [0] * (shape.stages * shape.microbatches)  # of each microbatch on each stage, a bit for each kind
     for rank, actions in enumerate(ranks):
         for action in actions:
-            if not (0 <= action.stage < shape.stages and 0 <= action.microbatch < shape.microbatches):
+            kind, stage, microbatch = action
+            if not (0 <= stage < shape.stages and 0 <= microbatch < shape.microbatches):
                 raise UsageError(
                     f"{where}: rank {rank} has {action}, but there are stages 0..{shape.stages - 1} and microbatches "
                     f"0..{shape.microbatches - 1}"
                 )
-            if action.kind not in NAMES:
+            bit = _BITS.get(kind)
+            if bit is None:
                 raise UsageError(
                     f"{where}: rank {rank} has {action}; the kinds of actions are {', '.join(NAMES)}"
                 )
-            if action in seen:
-                raise UsageError(f"{where}: {action} comes twice, on rank {seen[action]} and on rank {rank}")
-            if schedule.owner(action.stage, shape) != rank:
-                owner = schedule.owner(action.stage, shape)
+            place = stage * shape.microbatches + microbatch
+            if kinds[place] & bit:
+                first = next(number for number, own in enumerate(ranks) if action in own)
+                raise UsageError(f"{where}: {action} comes twice, on rank {first} and on rank {rank}")
+            if owners[stage] != rank:
                 raise UsageError(
-                    f"{where}: rank {rank} has {action}, a stage that is on rank {owner}; give it to that rank"
+                    f"{where}: rank {rank} has {action}, a stage that is on rank {owners[stage]}; give it to that rank"
                 )
-            seen[action] = rank
-    for stage in range(shape.stages):
-        for microbatch in range(shape.microbatches):
+            kinds[place] |= bit
+    for place, found in enumerate(kinds):
+        if found not in _WHOLE:
             _check_one(
-                where, {kind for kind in NAMES if _made(kind, stage, microbatch) in seen}, stage, microbatch
+                where,
+                {kind for kind, bit in _BITS.items() if found & bit},
+                *divmod(place, shape.microbatches),
             )
 
 
-def _check_one(where: str, kinds: set[str], stage: int, microbatch: int) -> None:
-    """That one microbatch goes forwards and backwards through one stage, once."""
-    if kinds in ({"F", "B"}, {"F", "I", "W"}):
-        return
+def _check_one(where: str, kinds: set[str], stage: int, microbatch: int) -> NoReturn:
+    """Say why one microbatch does not go forwards and backwards through one stage, once."""
     if "B" in kinds and kinds & {"I", "W"}:
         twice = _made(min(kinds & {"I", "W"}), stage, microbatch)
         raise UsageError(f"{where}: {twice} is a part of {_made('B', stage, microbatch)}, which is there too")
@@ -208,28 +216,59 @@ def needs(action: Action, shape: Shape, split: set[tuple[int, int]]) -> list[Act
     return [before, Action("I" if (stage + 1, microbatch) in split else "B", stage + 1, microbatch)]
 
 
+def numbered(
+    shape: Shape, ranks: Sequence[Sequence[Action]], split: set[tuple[int, int]]
+) -> list[list[tuple[int, int, int]]]:
+    """Per rank, for each action: its number, and those of what it needs on its own stage and on another; the number of
+    nothing is 4 x stages x microbatches.  As `needs`, for those who ask of every action.
+    """
+    count, last = shape.microbatches, shape.stages - 1
+    every = shape.stages * count
+    nothing = 4 * every
+    found = []
+    for actions in ranks:
+        own: list[tuple[int, int, int]] = []
+        for kind, stage, microbatch in actions:
+            at = stage * count + microbatch
+            if kind == "F":
+                own.append((at, nothing, at - count if stage else nothing))
+            elif kind == "W":
+                own.append((3 * every + at, 2 * every + at, nothing))
+            else:
+                behind = nothing
+                if stage != last:
+                    behind = at + count + (2 * every if (stage + 1, microbatch) in split else every)
+                own.append((at + (every if kind == "B" else 2 * every), at, behind))
+        found.append(own)
+    return found
+
+
 def _order(
     schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]], split: set[tuple[int, int]]
 ) -> tuple[tuple[int, Action], ...]:
     found: list[tuple[int, Action]] = []
-    done: set[Action] = set()
+    numbers = numbered(shape, ranks, split)
+    done = bytearray(4 * shape.stages * shape.microbatches) + b"\1"
     place = [0] * shape.ranks
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
-            while place[rank] < len(actions):
-                action = actions[place[rank]]
-                if not done.issuperset(needs(action, shape, split)):
+            own, here = numbers[rank], place[rank]
+            while here < len(own):
+                number, same, other = own[here]
+                if not (done[same] and done[other]):
                     break
-                done.add(action)
-                found.append((rank, action))
-                place[rank] += 1
-                moved = True
+                done[number] = 1
+                found.append((rank, actions[here]))
+                here += 1
+            moved |= here > place[rank]
+            place[rank] = here
     stuck = [(rank, actions[place[rank]]) for rank, actions in enumerate(ranks) if place[rank] < len(actions)]
     if stuck:
+        past = {action for _, action in found}
         missing = {
-            rank: next(one for one in needs(action, shape, split) if one not in done)
+            rank: next(one for one in needs(action, shape, split) if one not in past)
             for rank, action in stuck
         }
         # the cause, where there is one: a rank that waits for what it does itself later

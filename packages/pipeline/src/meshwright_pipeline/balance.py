@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -133,28 +133,25 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
     found = known.read(request.work)
-    parts = found.once(
-        ("divided", shape.stages, shape.microbatches), lambda: _divided(found, known, schedule, shape)
-    )
-    costs = _stage_costs(parts.loads, parts.shares, parts.messages, link, request, shape)
+    parts = found.once(("divided", shape.stages), lambda: _divided(found, known, schedule, shape))
+    costs = _stage_costs(parts, link, request, shape)
     costs = _with_host(costs, parts.sizes, request, shape)
     spoken, silent = (
         found.once((schedule.name, shape, one), functools.partial(_predicted, schedule, shape, one))
         for one in (costs, costs.silent())
     )
-    fullest = max(
-        _ranks(spoken, [schedule.own(rank, shape) for rank in range(degree)], parts, known),
-        key=lambda one: one.total(request),
-    )
+    owned = found.once(("owned", schedule.name, shape), lambda: _owned(schedule, shape, parts.held, known))
+    fullest = max(_ranks(spoken, owned, parts.messages), key=lambda one: one.total(request))
+    whole = found.whole * shape.microbatches
     return StrategyCost(
         exposed_seconds=max(0.0, spoken.seconds - silent.seconds),
         parameters=fullest.share,
         gradients=fullest.share,
         optimizer=fullest.share,
-        activations=fullest.peak.kept / found.kept,
-        collectives=tuple(parts.messages),
-        compute=silent.seconds / found.whole,
-        idle=(silent.seconds - max(silent.busy)) / found.whole,
+        activations=fullest.peak.kept / (found.kept * shape.microbatches),
+        collectives=tuple(_messages(parts.messages, shape.microbatches)),
+        compute=silent.seconds / whole,
+        idle=(silent.seconds - max(silent.busy)) / whole,
         stages=tuple(one.seconds / found.whole for one in parts.loads),
         forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in parts.loads),
         holds=fullest.holds,
@@ -172,8 +169,8 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
 
 @dataclass(frozen=True)
 class _Divided:
-    """Stages: their units, their work, the names of the parameters that each holds and their part of all; sizes as for
-    `_with_host`; and messages.
+    """Stages: their units, their work on a microbatch, the names of the parameters that each holds and their part of all;
+    sizes as for `_with_host`; and bytes of the messages between them.
     """
 
     stages: list[list[str]]
@@ -181,7 +178,7 @@ class _Divided:
     held: list[frozenset[str]]
     shares: list[float]
     sizes: list[tuple[int, int, float]]
-    messages: list[CollectiveUse]
+    messages: list[int]
 
 
 def _divided(found: Read, known: Surveyed, schedule: Schedule, shape: Shape) -> _Divided:
@@ -207,7 +204,7 @@ def _divided(found: Read, known: Surveyed, schedule: Schedule, shape: Shape) -> 
         held,
         shares,
         [(len(stage), len(names), part * total) for stage, names, part in zip(stages, held, shares)],
-        _messages(found, cuts, shape.microbatches),
+        [found.crossing[place] for place in cuts],
     )
 
 
@@ -230,45 +227,44 @@ class _Rank:
         return Peak(min(1.0, self.peak.gradients / own) if own else 1.0, self.peak.over)
 
 
-def _ranks(
-    step: Prediction, owned: Sequence[Sequence[int]], parts: _Divided, known: Surveyed
-) -> Iterator[_Rank]:
+_Owned: TypeAlias = tuple[list[int], frozenset[str], float]
+"""Of a rank: its stages, names of the parameters that it holds, and their part of all."""
+
+
+def _owned(schedule: Schedule, shape: Shape, held: Sequence[frozenset[str]], known: Surveyed) -> list[_Owned]:
+    stages: list[list[int]] = [[] for _ in range(shape.ranks)]
+    for stage in range(shape.stages):
+        stages[schedule.owner(stage, shape)].append(stage)
     nothing: frozenset[str] = frozenset()
     total = sum(known.sizes.values()) or 1
-    for own, peak in zip(owned, step.fullest, strict=True):
-        holds = nothing.union(*(parts.held[i] for i in own))
-        passing = _passing(parts.messages, own)
-        share = sum(known.sizes[name] for name in holds) / total
+    holds = [nothing.union(*(held[stage] for stage in own)) for own in stages]
+    return [
+        (own, names, sum(known.sizes[name] for name in names) / total)
+        for own, names in zip(stages, holds, strict=True)
+    ]
+
+
+def _ranks(step: Prediction, owned: Sequence[_Owned], messages: Sequence[int]) -> Iterator[_Rank]:
+    sizes = [0, *messages, 0]
+    for (own, holds, share), peak in zip(owned, step.fullest, strict=True):
+        # messages that a rank has beside what its stages keep: one that comes, one that goes, and one ahead
+        passing = max(sizes[i] + sizes[i + 1] + max(sizes[i], sizes[i + 1]) for i in own)
         yield _Rank(holds, share, replace(peak, over=peak.over + passing))
 
 
-def _stage_costs(
-    loads: Sequence[Run],
-    shares: Sequence[float],
-    messages: Sequence[CollectiveUse],
-    link: Link,
-    request: SearchRequest,
-    shape: Shape,
-) -> StageCosts:
+def _stage_costs(parts: _Divided, link: Link, request: SearchRequest, shape: Shape) -> StageCosts:
     """What a microbatch costs on each stage. What a stage sends it keeps until that has gone backward."""
-    sent = [use.nbytes for use in messages if use.phase == "forward"]
-    count = shape.microbatches
+    loads, sent = parts.loads, parts.messages
     return StageCosts(
-        tuple(one.forward / count for one in loads),
-        tuple((one.seconds - one.forward) / count for one in loads),
-        tuple(one.kept / count + out for one, out in zip(loads, [*sent, 0], strict=True)),
+        tuple(one.forward for one in loads),
+        tuple(one.seconds - one.forward for one in loads),
+        tuple(one.kept + out for one, out in zip(loads, [*sent, 0], strict=True)),
         tuple(link.seconds("send_recv", size, shape.ranks) for size in sent),
-        tuple(one.over / count for one in loads),
+        tuple(one.over for one in loads),
         # the first stage has no inputs: all of its backward is left to the second half
-        tuple((one.waiting if i else 0.0) / count for i, one in enumerate(loads)),
-        tuple(share * request.gradient_bytes for share in shares),
+        tuple(one.waiting if i else 0.0 for i, one in enumerate(loads)),
+        tuple(share * request.gradient_bytes for share in parts.shares),
     )
-
-
-def _passing(messages: Sequence[CollectiveUse], own: Sequence[int]) -> float:
-    """Bytes of messages that a rank has beside what its stages keep: one that comes, one that goes, and one ahead."""
-    sizes = [0, *(use.nbytes for use in messages if use.phase == "forward"), 0]
-    return max(sizes[i] + sizes[i + 1] + max(sizes[i], sizes[i + 1]) for i in own)
 
 
 def _with_host(
@@ -382,14 +378,8 @@ def _checked(count: int, rows: int) -> int:
     return count
 
 
-def _messages(found: Read, cuts: Sequence[int], count: int) -> list[CollectiveUse]:
-    """What crosses the cuts in a step: what units behind one take from units before it."""
-    uses = []
-    for index, place in enumerate(cuts):
-        nbytes = sum(size for made, taken, size in found.crossing if made < place <= taken) // count
-        for phase in ("forward", "backward"):
-            why = (
-                f"from stage {index} to {index + 1}" if phase == "forward" else f"gradients to stage {index}"
-            )
-            uses.append(CollectiveUse("send_recv", nbytes, count, phase, why))  # type: ignore[arg-type]
-    return uses
+def _messages(sizes: Sequence[int], count: int) -> Iterator[CollectiveUse]:
+    """What crosses the cuts in a step: what units behind one take from units before it, in every microbatch."""
+    for index, nbytes in enumerate(sizes):
+        yield CollectiveUse("send_recv", nbytes, count, "forward", f"from stage {index} to {index + 1}")
+        yield CollectiveUse("send_recv", nbytes, count, "backward", f"gradients to stage {index}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from meshwright_pipeline.actions import Schedule, Shape, needs, ordered, require
+from meshwright_pipeline.actions import Schedule, Shape, numbered, ordered, require
 
 WALKED = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
@@ -107,27 +105,42 @@ def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     )
 
 
-_Step: TypeAlias = tuple[int, str, int, tuple[tuple[int, int], ...]]
-"""One action: its rank, kind and stage, and (place in the order, cut that a message crosses or -1) of what it waits for."""
+@dataclass(frozen=True)
+class _Steps:
+    """A checked schedule in numbers.
+
+    Attributes:
+        actions: in an order in which each comes behind what it waits for: rank, kind and stage in one number (as in
+            `_lengths`), place (from 1 on) of what it waits for on another rank, and the cut that its message crosses.
+        ranks: the kinds (as in KINDS) and stages of each rank alone.
+    """
+
+    actions: tuple[tuple[int, int, int, int], ...]
+    ranks: tuple[tuple[tuple[int, int], ...], ...]
+
+
+KINDS = "FBIW"
+
+
+def _lengths(costs: StageCosts) -> tuple[float, ...]:
+    """Seconds of an action by its kind, as in KINDS, and its stage."""
+    stages = len(costs.forward)
+    if not costs.split:
+        return (*costs.forward, *costs.backward, *costs.backward, *((0.0,) * stages))
+    more = costs.halving or (0.0,) * stages
+    half = tuple(b / 2 + longer for b, longer in zip(costs.backward, more, strict=True))
+    return (*costs.forward, *costs.backward, *half, *half)
 
 
 def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
-    steps = _steps(schedule, shape)
-    ends: list[float] = []
+    steps, lengths = _steps(schedule, shape), _lengths(costs)
+    ends = [0.0]  # the first one is that of nothing
     clock, busy = [0.0] * shape.ranks, [0.0] * shape.ranks
-    more = costs.halving or (0.0,) * shape.stages
-    half = tuple(b / 2 + longer for b, longer in zip(costs.backward, more, strict=True))
-    lengths = {"F": costs.forward, "B": costs.backward, "I": half, "W": half}
-    if not costs.split:
-        lengths |= {"I": costs.backward, "W": (0.0,) * shape.stages}
     sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last one is that of no message, -1
-    for rank, kind, stage, waits in steps:
-        start = clock[rank]
-        for place, cut in waits:
-            arrival = ends[place] + sending[cut]
-            if arrival > start:
-                start = arrival
-        length = lengths[kind][stage]
+    for rank, number, place, cut in steps.actions:
+        start, arrival, length = clock[rank], ends[place] + sending[cut], lengths[number]
+        if arrival > start:
+            start = arrival
         busy[rank] += length
         clock[rank] = end = start + length
         ends.append(end)
@@ -135,59 +148,63 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     return Prediction(max(clock), tuple(busy), held, fullest)
 
 
-def _held(
-    steps: Iterable[_Step], shape: Shape, costs: StageCosts
-) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
+def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
     """What ranks hold, from action to action, as in Prediction."""
-    held, most, made = ([0.0] * shape.ranks for _ in range(3))
-    fullest = [(0.0, 0.0, 0.0, 0.0)] * shape.ranks  # of all, then as in Fullest
     nothing = (0.0,) * shape.stages
     saved, over, waiting = costs.saved, costs.over or nothing, costs.waiting or nothing
     left = list(costs.gradients or nothing)
-    for rank, kind, stage, _ in steps:
-        now, beside = held[rank], 0.0
-        if not costs.split and kind in "IW":
-            if kind == "W":
-                continue
-            kind = "B"
-        if kind == "F":
-            held[rank] = now = now + saved[stage]
-            if now > most[rank]:
-                most[rank] = now
-        elif kind == "W":
-            held[rank] = now - (saved[stage] + waiting[stage])
-            made[rank], left[stage] = made[rank] + left[stage], 0.0
-            continue
-        else:
-            beside = over[stage]
-        total = now + beside + made[rank]
-        if total > fullest[rank][0]:
-            fullest[rank] = (total, now, beside, made[rank])
-        if kind == "B":
-            held[rank] = now - saved[stage]
-            made[rank], left[stage] = made[rank] + left[stage], 0.0
-        elif kind == "I":
-            held[rank] = now = now + waiting[stage]
-            if now + made[rank] > fullest[rank][0]:
-                fullest[rank] = (now + made[rank], now, 0.0, made[rank])
-    return tuple(most), tuple(Fullest(*parts) for _, *parts in fullest)
+    held: list[float] = []
+    fullest: list[Fullest] = []
+    forward, whole, _, late = range(len(KINDS))
+    for own in steps.ranks:
+        now = most = made = top = 0.0
+        full = (0.0, 0.0, 0.0)  # as in Fullest
+        for kind, stage in own:
+            if kind == forward:
+                now += saved[stage]
+                if now > most:
+                    most = now
+                if now + made > top:
+                    top, full = now + made, (now, 0.0, made)
+            elif kind == late:
+                if costs.split:
+                    now -= saved[stage] + waiting[stage]
+                    made, left[stage] = made + left[stage], 0.0
+            else:
+                beside = over[stage]
+                if now + beside + made > top:
+                    top, full = now + beside + made, (now, beside, made)
+                if kind == whole or not costs.split:
+                    now -= saved[stage]
+                    made, left[stage] = made + left[stage], 0.0
+                else:
+                    now += waiting[stage]
+                    if now + made > top:
+                        top, full = now + made, (now, 0.0, made)
+        held.append(most)
+        fullest.append(Fullest(*full))
+    return tuple(held), tuple(fullest)
 
 
 @functools.lru_cache(maxsize=256)
-def _steps(schedule: Schedule, shape: Shape) -> tuple[_Step, ...]:
+def _steps(schedule: Schedule, shape: Shape) -> _Steps:
     """The actions of a checked schedule; kept, since a search asks for the same ones again and again."""
-    _, order, split = ordered(schedule, shape)
-    places = {action: place for place, (_, action) in enumerate(order)}
-
-    def cut(rank: int, stage: int, other: int) -> int:
-        return -1 if schedule.owner(other, shape) == rank else min(stage, other)
-
-    return tuple(
-        (
-            rank,
-            action.kind,
-            action.stage,
-            tuple((places[one], cut(rank, action.stage, one.stage)) for one in needs(action, shape, split)),
-        )
-        for rank, action in order
+    ranks, order, split = ordered(schedule, shape)
+    owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
+    numbers = [iter(own) for own in numbered(shape, ranks, split)]
+    places = [0] * (4 * shape.stages * shape.microbatches + 1)  # the last one is that of nothing
+    kinds = {kind: number for number, kind in enumerate(KINDS)}
+    # what flows forwards comes from the stage before, gradients from the one behind
+    before = [stage > 0 and owners[stage - 1] != rank for stage, rank in enumerate(owners)]
+    behind = [*before[1:], False]
+    found = []
+    for place, (rank, (kind, stage, _)) in enumerate(order, 1):
+        number, _, other = next(numbers[rank])
+        places[number] = place
+        code = kinds[kind] * shape.stages + stage
+        waits = before[stage] if kind == "F" else behind[stage] and kind != "W"
+        cut = stage - 1 if kind == "F" else stage
+        found.append((rank, code, places[other], cut) if waits else (rank, code, 0, -1))
+    return _Steps(
+        tuple(found), tuple(tuple((kinds[action.kind], action.stage) for action in own) for own in ranks)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,7 @@ class Read:
     """The work of a model as it is divided.
 
     Attributes:
-        work: what was read.
+        work: what was read, of one microbatch, as is all else here.
         shared: units that all stages hold.
         runs: the work of the others.
         between: what lies before each of them: a stage does all that comes before its last run.
@@ -92,7 +93,7 @@ class Read:
         blocks: runs that stay together.
         whole: seconds in all.
         kept: bytes that autograd keeps in all.
-        crossing: what crosses cuts: the run before which none is behind it, the last run that takes it, its bytes.
+        crossing: bytes that cross a cut, by the run that it is before.
         found: what was asked of it before, and the answer.
     """
 
@@ -104,7 +105,7 @@ class Read:
     blocks: list[list[Run]]
     whole: float
     kept: float
-    crossing: list[tuple[int, int, int]]
+    crossing: list[int]
     found: dict[object, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -170,14 +171,19 @@ def read_outside(work: Sequence[ModuleWork], known: Units) -> list[str]:
     return [unit for unit in known.units if unit in found]
 
 
-def _crossing(runs: Sequence[Run], known: Units) -> list[tuple[int, int, int]]:
+def _crossing(runs: Sequence[Run], known: Units) -> list[int]:
     first: dict[str, int] = {}
     last: dict[tuple[int, str, int], int] = {}
     for place, run in enumerate(runs):
         first.setdefault(run.unit, place)
         last.update(dict.fromkeys(run.entering, place))
-    made = {item: first.get(known.unit(item[1])) for item in last}
-    return [(begin, last[item], item[2]) for item, begin in made.items() if begin is not None]
+    change = [0] * (len(runs) + 1)
+    for item, taken in last.items():
+        made = first.get(known.unit(item[1]))
+        if made is not None and made < taken:
+            change[made + 1] += item[2]
+            change[taken + 1] -= item[2]
+    return list(itertools.accumulate(change))
 
 
 def _bytes(*shared: Shared) -> float:

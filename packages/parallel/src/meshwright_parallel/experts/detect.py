@@ -9,6 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -35,6 +36,11 @@ class Detection:
 
     experts: tuple[Experts, ...]
     rejected: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def known(self) -> dict[object, Any]:
+        """What follows from it, kept: a search asks the same again and again."""
+        return {}
 
 
 def detect(model: nn.Module) -> Detection:

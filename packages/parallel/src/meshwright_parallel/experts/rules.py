@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,13 @@ def owner_of(plan: ParallelPlan, fqn: str, ranks: int) -> int | None:
 
 def rules_of(detection: Detection) -> tuple[ExpertsRule, ...]:
     """One rule for all modules that are alike but for the numbers in their names."""
+    if "rules" not in detection.known:
+        detection.known["rules"] = _rules(detection)
+    found: tuple[ExpertsRule, ...] = detection.known["rules"]
+    return found
+
+
+def _rules(detection: Detection) -> tuple[ExpertsRule, ...]:
     alike: dict[Any, list[Experts]] = {}
     for experts in detection.experts:
         pattern = _pattern(experts.candidate.name)
@@ -73,8 +81,16 @@ def parameters_of(detection: Detection) -> Iterator[str]:
                 yield from (f"{candidate.name}.{path}.{name}" for name, _ in child.named_parameters())
 
 
-def placements_of(detection: Detection, degrees: Mapping[str, int]) -> dict[str, dict[str, str]]:
+def placements_of(detection: Detection, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
     """Parameter name -> mesh axis -> state: rows of experts are shared along "ep", and their insides along "tp"."""
+    key = ("placements", degrees.get("tp", 1))
+    if key not in detection.known:
+        detection.known[key] = MappingProxyType(_placements(detection, degrees))
+    found: Mapping[str, Mapping[str, str]] = detection.known[key]
+    return found
+
+
+def _placements(detection: Detection, degrees: Mapping[str, int]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for experts in detection.experts:
         candidate = experts.candidate
@@ -103,6 +119,14 @@ def divided_inside(experts: Experts, degrees: Mapping[str, int]) -> bool:
         and bool(experts.inner)
         and all(divides(path, parse_state(text, 1)) for path, text in experts.inner.items())
     )
+
+
+def all_divided_inside(detection: Detection, degrees: Mapping[str, int]) -> bool:
+    """Whether every one of them is."""
+    key = ("inside", degrees.get("tp", 1))
+    if key not in detection.known:
+        detection.known[key] = all(divided_inside(experts, degrees) for experts in detection.experts)
+    return bool(detection.known[key])
 
 
 def notes_of(detection: Detection) -> tuple[str, ...]:

@@ -96,14 +96,10 @@ class Expert(Strategy):
 
         The sum of the other gradients over this axis is part of the one over all data axes, and costed there.
         """
-        from meshwright_parallel.experts.rules import divided_inside, rules_of
+        from meshwright_parallel.experts.rules import all_divided_inside, rules_of
 
         found = _found(request)
-        inside = (
-            request.degrees.get("tp", 1)
-            if all(divided_inside(e, request.degrees) for e in found.experts)
-            else 1
-        )
+        inside = request.degrees.get("tp", 1) if all_divided_inside(found, request.degrees) else 1
         width = {e.candidate.name: e.found.width for e in found.experts}
         moved = Counter(
             _moved(entering, width[name]) * degree for name, entering in request.entering.items() if entering

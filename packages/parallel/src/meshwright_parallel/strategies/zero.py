@@ -83,7 +83,9 @@ class Zero(Strategy):
         gathers all blocks for every microbatch, and gradients are whole, and shared after the last one.
         """
         least = BUCKET_BYTES if request.accelerated else SINGLE_BYTES
-        units = [_Unit.of(tuple(unit), degree, least) for unit in request.units]
+        # most units are one and the same object: to hash one is dearer than all else here
+        known = {key: _Unit.of(tuple(unit), degree, least) for key, unit in _by_id(request.units).items()}
+        units = [known[id(unit)] for unit in request.units]
         blocks, whole = units[:-1], sum(unit.stored for unit in units)
         if degree <= 1 or not whole:
             return StrategyCost()
@@ -113,7 +115,8 @@ class Zero(Strategy):
         exposed = total = 0.0
         for phase, seconds in (("forward", request.forward_seconds), ("backward", request.backward_seconds)):
             now = [use for use in uses if use.phase == phase]
-            each = [link.seconds(use.kind, use.nbytes, degree) * use.count for use in now]
+            once = {key: link.seconds(*key, degree) for key in {(use.kind, use.nbytes) for use in now}}
+            each = [once[use.kind, use.nbytes] * use.count for use in now]
             late = sum(s for use, s in zip(now, each, strict=True) if piped and use.kind != "all_gather")
             if each:
                 if phase == "forward":
@@ -201,6 +204,10 @@ class _Unit:
         return _Unit(
             stored, kept, computed, trained, trained_kept, tuple(gathers), tuple(shares), buffered, left
         )
+
+
+def _by_id(units: Iterable[Sequence[ParameterSize]]) -> dict[int, Sequence[ParameterSize]]:
+    return {id(unit): unit for unit in units}
 
 
 def _counted(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:

@@ -115,6 +115,12 @@ class Legality:
         other.tape, other._works = tape, {}
         return other
 
+    def across(self, costs: AxisCosts) -> Legality:
+        """The same with ranks that another link joins."""
+        other = copy.copy(self)
+        other.costs = costs
+        return other
+
     def flops(self, index: int) -> float:
         """Operations of the forward pass of a node."""
         node = self.tape.nodes[index]

@@ -36,7 +36,6 @@ class Placed:
         self.beside = 0.0  # bytes that are alive at the peak beside what is kept
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
-        self._work: dict[int, tuple[ModuleWork, ...]] = {}
         self._others: dict[object, Placed] = {}
         self._states: _States = _States(self) if like is None else like._states
 
@@ -79,10 +78,14 @@ class Placed:
         """The parameters of each unit; `holds`: names that the rank has, None for all."""
         found = self._states.sizes
         if holds not in found:
-            found[holds] = tuple(
+            alike: dict[
+                tuple[ParameterSize, ...], tuple[ParameterSize, ...]
+            ] = {}  # equal units are one object
+            every = (
                 tuple(size for name, size in unit.items() if holds is None or name in holds)
                 for unit in self._states.units
             )
+            found[holds] = tuple(alike.setdefault(unit, unit) for unit in every)
         return found[holds]
 
     def trained(self, holds: frozenset[str] | None) -> int:
@@ -104,24 +107,10 @@ class Placed:
             for m in modules
         }
 
-    def work(self, times: int) -> tuple[ModuleWork, ...]:
-        """What modules do in `times` microbatches."""
-        if 1 not in self._work:
-            self._work[1] = module_work(self.replay, self._states.runs)
-        if times not in self._work:
-            self._work[times] = tuple(
-                replace(
-                    part,
-                    seconds=part.seconds * times,
-                    saved_bytes=part.saved_bytes * times,
-                    shared=frozenset((key, size * times) for key, size in part.shared),
-                    beside=part.beside * times,
-                    waiting=part.waiting * times,
-                    entering=frozenset((i, name, size * times) for i, name, size in part.entering),
-                )
-                for part in self._work[1]
-            )
-        return self._work[times]
+    @cached_property
+    def work(self) -> tuple[ModuleWork, ...]:
+        """What modules do in a microbatch."""
+        return module_work(self.replay, self._states.runs)
 
     def at(self, tape: Tape) -> Placed:
         """The same placement of a tape with another number of rows."""

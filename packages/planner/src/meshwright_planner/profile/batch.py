@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,10 +56,16 @@ class Batch:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors with their names: the keyword or position, then the path inside it ("0", "input_ids")."""
+        return iter(self._named)
+
+    @cached_property
+    def _named(self) -> tuple[tuple[str, torch.Tensor], ...]:
         leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
-        for path, leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                yield ".".join(_key(part) for part in path[1:]), leaf
+        return tuple(
+            (".".join(_key(part) for part in path[1:]), leaf)
+            for path, leaf in leaves
+            if isinstance(leaf, torch.Tensor)
+        )
 
     @property
     def size(self) -> int:
@@ -70,7 +77,7 @@ class Batch:
         """Tokens of a row, None where the batch holds no sequence (see BatchSize)."""
         return self.sizes.tokens
 
-    @property
+    @cached_property
     def sizes(self) -> BatchSize:
         """Rows and tokens, as strategies see them."""
         return BatchSize.of((tuple(t.shape), t.is_floating_point()) for _, t in self.tensors())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.trace import Recorder
+from meshwright_dtensor.trace import Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
 
@@ -85,7 +85,9 @@ class Watcher(Recorder):
 
 def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """A guess at the elements of a result: that of broadcasting the inputs, or of a size among the arguments."""
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if any(map(_torch.is_fake, args)):
+        return 0
+    tensors = leaves((args, kwargs), torch.Tensor)
     if any(_torch.is_fake(t) for t in tensors):
         return 0
     shape: list[int] = []

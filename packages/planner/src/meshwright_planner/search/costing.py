@@ -69,7 +69,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided = StrategyCost()
     if outer is not None:  # what it leaves to one rank is what all others see
-        asked = replace(common, survey=basis.surveys.get(outer), work=placed.work(times))
+        asked = replace(common, survey=basis.surveys.get(outer), work=placed.work)
         divided = setting.strategies[outer].cost(asked, degrees[outer], basis.link(degrees, outer))
         common = inside_of(common, divided, math.ceil)
         own_part = 1 / degrees[outer]

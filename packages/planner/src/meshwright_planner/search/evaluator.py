@@ -198,17 +198,19 @@ class Search:
 
     def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
         surveyed = self._present(point)
-        key = (id(tape), degree, link, *surveyed)
-        problems = self.shared.problems
-        if key not in problems:
-            costs = AxisCosts(self.setting.cluster, link, degree)
+        costs = AxisCosts(self.setting.cluster, link, degree)
+        like: tuple[object, ...] = (id(tape), degree, *surveyed)
+        key, problems = (link, *like), self.shared.problems
+        if like not in problems:
             # what a strategy places itself is not for the search to place
             held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
             pins = {**held, **self.setting.stored} if degree > 1 else {}
             legality = Legality(
                 tape, self._quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
             )
-            problems[key] = PlacementProblem(legality, pins)
+            problems[like] = problems[key] = PlacementProblem(legality, pins)
+        if key not in problems:  # what is legal is so whatever joins the ranks
+            problems[key] = problems[like].across(costs)
         return problems[key]
 
     def _quotient(self, tape: Tape) -> Quotient:

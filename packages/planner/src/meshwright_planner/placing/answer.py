@@ -1,0 +1,54 @@
+"""What a search for placements answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright_dtensor.states import State
+from meshwright_planner.costs.prices import BACKWARD
+from meshwright_planner.placing.legal import Option
+from meshwright_planner.placing.program import Conversion
+
+RESULT = -1
+"""Stands for whoever receives the model's results, as the consumer of an edge."""
+
+
+@dataclass
+class Placement:
+    """A solution.
+
+    Args:
+        options: representative node -> its option.
+        stored: representative parameter value -> its state.
+        conversions: the collectives between nodes.
+        compute_seconds, communication_seconds: of one step on one rank, over all repetitions.
+        saved_bytes: what autograd keeps on one rank.
+        status: "optimal", or the solver's message when it stopped early with a solution.
+        variables, binaries, rows: size of the program.
+        seconds: time to build and solve.
+        times: microbatches that the counts, seconds and bytes are of.
+        again_seconds: of the compute seconds, those of forward work that runs once more in the backward pass.
+        again: representative node -> the part of its copies that runs twice, where some do.
+    """
+
+    options: dict[int, Option]
+    stored: dict[int, State]
+    conversions: list[Conversion]
+    compute_seconds: float
+    communication_seconds: float
+    saved_bytes: float
+    status: str
+    variables: int
+    binaries: int
+    rows: int
+    seconds: float
+    objective: float
+    times: int = 1
+    again_seconds: float = 0.0
+    again: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of the compute seconds, those of the forward pass: a backward takes twice as long, and what runs again."""
+        return (self.compute_seconds - self.again_seconds) / (1.0 + BACKWARD)

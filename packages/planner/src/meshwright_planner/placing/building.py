@@ -1,0 +1,233 @@
+"""The integer program of a placement problem.
+
+Variables, all in [0, 1]:
+
+- x[node, option]: the option of a representative node; binary, one per node.
+- l[value, state]: how a parameter is stored; binary, one per parameter.  Inputs and buffers are replicated.
+- e[edge, p, s]: the producer leaves the value in p and the consumer wants it in s.  Continuous: both marginals are
+  tied to the binaries (the local polytope), so the relaxation is tight and is mostly solved at the root.
+- c[value, kinds]: the conversion happens; at least every e that needs it, so that consumers share one collective.
+- m[storage, split]: autograd keeps this storage, whole or sharded; at least every option that keeps it so.
+
+Objective: seconds of compute and communication, plus a price per byte of memory.  Constraint, on demand: memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from meshwright_dtensor.runs import Runs
+from meshwright_dtensor.states import State, forward_kind, is_shard
+from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
+from meshwright_planner.placing.answer import RESULT, Placement
+from meshwright_planner.placing.program import Event, MemoryTerms, Phase, Program, User
+
+if TYPE_CHECKING:
+    from meshwright_planner.placing.placement import PlacementProblem
+
+TIE = 1e-9
+"""Seconds: breaks ties towards fewer conversions and replicated parameters."""
+
+_Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""(node, position among its inputs, the copies of the value that its copies read)."""
+
+
+class Build:
+    """The program: columns and rows, and the placement that a solution stands for."""
+
+    def __init__(self, problem: PlacementProblem, memory: MemoryTerms, divided: frozenset[int]) -> None:
+        self.problem, self.memory, self.divided = problem, memory, divided
+        self.tape, self.quotient, self.costs = problem.tape, problem.quotient, problem.costs
+        self.program = Program()
+        self.x: dict[int, list[int]] = {}
+        self.stored: dict[int, tuple[list[State], list[int]]] = {}
+        self.producers: dict[int, dict[State, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self.events: list[Event] = []
+        self.kept: dict[int, float] = {}
+        self._nodes()
+        self._leaves()
+        self._edges()
+        self._saved()
+        if memory.limit is not None:
+            terms = [(j, b) for j, b in enumerate(self.program.memory) if b]
+            scale = 1.0 / max(memory.limit, 1.0)
+            self.program.constrain([(j, b * scale) for j, b in terms], 0.0, 1.0)
+
+    def _nodes(self) -> None:
+        for k in self.quotient.nodes:
+            count, node = self.quotient.node_count[k], self.tape.nodes[k]
+            columns = []
+            for option in self.problem.options[k]:
+                column = self.program.variable((option.seconds + option.inner_seconds) * count, integer=True)
+                columns.append(column)
+                for ref, state in zip(node.outs, option.outs):
+                    self.producers[self.quotient.value(ref.i)][state].append(column)
+            self.x[k] = columns
+            self.program.constrain([(c, 1.0) for c in columns], 1.0, 1.0)
+
+    def _leaves(self) -> None:
+        produced = {self.quotient.value(r.i) for k in self.quotient.nodes for r in self.tape.nodes[k].outs}
+        read = [*(value for value, _, _ in self.quotient.edges), *map(self.quotient.value, self.tape.results)]
+        for value in dict.fromkeys(v for v in read if v not in produced):
+            name = self.tape.values[value].name or ""
+            states: list[State] = ["I"]
+            if name.startswith("param:"):
+                pin = self.problem.pins.get(value)
+                states = self.problem.legality.parameter_states(value) if pin is None else [pin]
+                if pin is None and value in self.divided:
+                    states = [s for s in states if is_shard(s)]
+            total = (
+                self.tape.values[value].nbytes
+                * self.quotient.value_count[value]
+                * self.memory.parameter_factor
+            )
+            columns = []
+            for state in states:
+                nbytes = total * self.costs.share(state) if name.startswith("param:") else 0.0
+                tie = 0.0 if state == "I" else TIE * (1 + int(state) + isinstance(state, Runs) / 2)
+                column = self.program.variable(nbytes * self.memory.price + tie, integer=True, memory=nbytes)
+                columns.append(column)
+                self.producers[value][state].append(column)
+            self.stored[value] = (states, columns)
+            self.program.constrain([(c, 1.0) for c in columns], 1.0, 1.0)
+
+    def _edges(self) -> None:
+        by_value: dict[int, list[_Consumer]] = defaultdict(list)
+        for (value, node, position), flows in self.quotient.edges.items():
+            by_value[value].append((node, position, flows))
+        for result in self.tape.results:
+            by_value[self.quotient.value(result)].append((RESULT, 0, (result,)))
+        for value, consumers in by_value.items():
+            self._conversions(value, consumers)
+
+    def _wanted(self, node: int, position: int) -> dict[State, list[int]]:
+        """State -> columns of the options of `node` that want input `position` in it."""
+        wanted: dict[State, list[int]] = defaultdict(list)
+        for column, option in zip(self.x[node], self.problem.options[node]):
+            wanted[option.ins[position]].append(column)
+        return wanted
+
+    def _conversions(self, value: int, consumers: list[_Consumer]) -> None:
+        program, produced = self.program, self.producers[value]
+        nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
+        stays = self.problem.stays(value)
+        shared: dict[Any, Event] = {}  # by phase, source, target kind and which of the value's copies flow
+
+        def share(phase: Phase, kind: State, needs: Collective, user: User) -> None:
+            key = (phase, source, kind, flows)
+            if key not in shared:
+                column = program.variable(self.costs.collective(needs) * count)
+                shared[key] = Event(column, value, source, phase, needs, count)
+            shared[key].users.append(user)
+
+        for node, position, flows in consumers:
+            count = len(flows)  # a conversion is made once for all readers of a value
+            fixed = self.problem.inside_one_call(value, node)
+            wanted: dict[State, list[int]] = {"I": []} if node == RESULT else self._wanted(node, position)
+            if set(wanted) == {"I"} and set(produced) == {"I"}:
+                continue
+            leaving: dict[State, list[tuple[int, float]]] = {source: [] for source in produced}
+            arriving: dict[State, list[tuple[int, float]]] = {target: [] for target in wanted}
+            for source in produced:
+                for target in wanted:
+                    if not convertible(source, target) or (stays and source != target and is_shard(source)):
+                        continue
+                    if fixed and source != target:
+                        continue
+                    e = program.variable(TIE * count if source != target else 0.0)
+                    leaving[source].append((e, 1.0))
+                    arriving[target].append((e, 1.0))
+                    ahead, back = forward_move(source, target, nbytes), backward_move(source, target, nbytes)
+                    user = User(node, position, target, e)
+                    if ahead is not None:
+                        share("forward", forward_kind(target), ahead, user)
+                    if back is not None and grad:
+                        share("backward", target, back, user)
+            for source, columns in produced.items():
+                program.constrain([*leaving[source], *((x, -1.0) for x in columns)], 0.0, 0.0)
+            for target, columns in wanted.items():
+                if node == RESULT:
+                    program.constrain(arriving[target], 1.0, 1.0)
+                else:
+                    program.constrain([*arriving[target], *((x, -1.0) for x in columns)], 0.0, 0.0)
+        for event in shared.values():
+            self.events.append(event)
+            consumers_of: dict[tuple[int, int], list[int]] = defaultdict(list)
+            for user in event.users:
+                consumers_of[user.node, user.position].append(user.edge)
+            for edges_of in consumers_of.values():
+                program.constrain([(event.column, 1.0), *((e, -1.0) for e in edges_of)], 0.0, np.inf)
+
+    def _saved(self) -> None:
+        """Memory of what autograd keeps: one variable per storage and per way (whole, sharded) it is kept in."""
+        users: dict[tuple[int | None, bool], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        copies: dict[int, set[int]] = defaultdict(set)  # a mask that every layer keeps is kept once
+        for item in self.tape.saved:
+            if item.root is not None:
+                copies[self.quotient.value(item.root)].add(item.root)
+        size: dict[tuple[int | None, bool], float] = {}
+        for number, item in enumerate(self.tape.saved):
+            node = self.quotient.node(item.node)
+            if node != item.node:
+                continue
+            count = self.quotient.node_count[node]
+            root = None if item.root is None else self.quotient.value(item.root)
+            if root is None:
+                for column, option in zip(self.x[node], self.problem.options[node]):
+                    split = any(map(is_shard, (*option.ins, *option.outs)))
+                    nbytes = self.problem.kept_bytes(item) * count * (self.costs.share(0) if split else 1.0)
+                    self._price(column, nbytes)
+                continue
+            for column, option in zip(self.x[node], self.problem.options[node]):
+                split = self.problem.keeps_shard(item, option)
+                key = (root, split)
+                users[key][node * 1_000_000 + number].append(column)
+                nbytes = item.nbytes * len(copies[root]) * (self.costs.share(0) if split else 1.0)
+                size[key] = max(size.get(key, 0.0), nbytes)
+        for (root, split), by_user in users.items():
+            nbytes = size[root, split]
+            held = []
+            if root in self.stored:  # a parameter in the state it is stored in costs nothing more
+                ways, columns = self.stored[root]
+                held = [c for s, c in zip(ways, columns) if is_shard(s) == split]
+            column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
+            self.kept[column] = nbytes
+            for chosen in by_user.values():
+                terms = [(column, 1.0), *((c, -1.0) for c in chosen), *((c, 1.0) for c in held)]
+                self.program.constrain(terms, 0.0, np.inf)
+
+    def _price(self, column: int, nbytes: float) -> None:
+        self.program.cost[column] += nbytes * self.memory.price
+        self.program.memory[column] += nbytes
+        self.kept[column] = self.kept.get(column, 0.0) + nbytes
+
+    def read(self, answer: Any, seconds: float) -> Placement:
+        """The placement that a solution stands for."""
+        x = answer.x
+
+        def best(columns: list[int]) -> int:
+            return max(range(len(columns)), key=lambda i: (x[columns[i]], -i))
+
+        options = {k: self.problem.options[k][best(columns)] for k, columns in self.x.items()}
+        stored = {v: states[best(columns)] for v, (states, columns) in self.stored.items()}
+        conversions = [event.chosen(x) for event in self.events if x[event.column] > 0.5]
+        counts = self.quotient.node_count
+        inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
+        between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
+        return Placement(
+            options=options,
+            stored=stored,
+            conversions=conversions,
+            compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
+            communication_seconds=between + inner,
+            saved_bytes=float(sum(b for column, b in self.kept.items() if x[column] > 0.5)),
+            status="optimal" if answer.status == 0 else str(answer.message),
+            variables=len(self.program.cost),
+            binaries=sum(self.program.integer),
+            rows=len(self.program.low),
+            seconds=seconds,
+            objective=float(np.dot(self.program.cost, x)),
+        )
