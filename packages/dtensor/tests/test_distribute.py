@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from meshwright_dtensor.context import share_attention
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.global_tensor import distribute, wrap
 from meshwright_dtensor.testing import RankPool
@@ -46,7 +48,9 @@ def refusals(rank: int, world_size: int) -> None:
 def inside(rank: int, world_size: int) -> None:
     """What a place on one axis leaves is a global value on the other: its rows are those of one data rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    share_attention(mesh, "dp", "all_gather")  # which is nothing to the place on the other axis
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     for states in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
         t = distribute(x, mesh, states)
         layout = t.global_layout.inside([1])
@@ -55,6 +59,7 @@ def inside(rank: int, world_size: int) -> None:
         own = x.chunk(2)[rank // 2]
         assert part.shape == own.shape and torch.equal(part.full_tensor(), own)
         assert torch.equal(part.sort(0).values.full_tensor(), own.sort(0).values)
+        torch.testing.assert_close(F.linear(part, weight).full_tensor(), F.linear(own, weight))
     assert layout.space.report is t.global_layout.space.report
 
 

@@ -406,7 +406,8 @@ def context(space: Space, node: Node, values: Sequence[Value], choice: Choice, k
         outs=tuple(choice.outs[k]),
         in_shapes=tuple(values[r.i].shape for r in node.ins),
         out_shapes=tuple(values[r.i].shape for r in node.outs),
-        attention={space.axes.index(name): form for name, form in space.attention.items()},
+        # an inner space (see Space.inner) shares what is said of all axes and has some of them
+        attention={i: space.attention[name] for i, name in enumerate(space.axes) if name in space.attention},
         record=lambda kind, axis, nbytes, phase: record(
             kind, space.axes[axis], nbytes, phase, here(node.name).module, node.name, f"inside {node.name}"
         ),
