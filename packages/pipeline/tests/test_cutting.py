@@ -13,7 +13,8 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule, RecomputeRule
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.checks import check_division
-from meshwright_pipeline.cutting import balanced, cut
+from meshwright_pipeline.cutting import cut
+from meshwright_pipeline.dividing import balanced
 from meshwright_pipeline.profiling import Profiler
 from meshwright_pipeline.skeleton import skeleton
 from meshwright_pipeline.units import find_units, ownership

@@ -20,8 +20,8 @@ from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.testing import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
 from meshwright_pipeline.agreement import Agreement
-from meshwright_pipeline.division import schedule_named
 from meshwright_pipeline.runtime import Running, Runtime
+from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.transport import Transport
 
 

@@ -12,8 +12,8 @@ from pipe_models import Chain
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Action, Schedule, Shape, timetable
-from meshwright_pipeline.division import schedule_named
 from meshwright_pipeline.predicting import WALKED, StageCosts, predict
+from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)

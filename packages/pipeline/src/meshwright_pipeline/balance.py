@@ -23,10 +23,10 @@ from meshwright_dtensor.strategy import (
     divisors,
 )
 from meshwright_pipeline.actions import Schedule, Shape
-from meshwright_pipeline.cutting import balanced
-from meshwright_pipeline.division import schedule_named
+from meshwright_pipeline.dividing import balanced
 from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
 from meshwright_pipeline.reading import Read, Run, read
+from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.units import find_units
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40

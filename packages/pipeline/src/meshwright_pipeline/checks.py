@@ -8,7 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_pipeline.actions import Shape
-from meshwright_pipeline.division import checked_timetable, schedule_named
+from meshwright_pipeline.division import checked_timetable
+from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.units import ownership
 
 

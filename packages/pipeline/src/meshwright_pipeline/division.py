@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,40 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import PipelineRule
-from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.stages import StageInfo, describe_stages
 from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.actions import Schedule, Shape, Timetable, timetable
 from meshwright_pipeline.call import PipelinedCall
 from meshwright_pipeline.ending import Place
+from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.skeleton import empty, skeleton
 from meshwright_pipeline.tied import TiedSum, ties
 from meshwright_pipeline.units import Ownership, ownership
 
 _ATTRIBUTE = "_meshwright_pipeline"
-
-
-def schedule_named(name: str) -> Schedule:
-    """The installed schedule of this name.
-
-    Raises:
-        PluginError: it is not installed.
-        UsageError: it is no Schedule.
-    """
-    target = discover().get(ScheduleSpec, name).load()
-    made = _made(target) if isinstance(target, type) else target
-    if not isinstance(made, Schedule):
-        raise UsageError(
-            f"schedule {name!r} is a {type(made).__name__}; it has to be a meshwright_pipeline.Schedule"
-        )
-    return made
-
-
-@functools.cache
-def _made(target: type[Any]) -> Any:
-    """One of each class: schedules are stateless, and what is known of one is kept by its identity."""
-    return target()
 
 
 class StageDivision(Division):

@@ -14,8 +14,9 @@ from torch import nn
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_pipeline.actions import DURATION, NAMES, Shape, Timetable
-from meshwright_pipeline.division import call_of, checked_timetable, schedule_named
+from meshwright_pipeline.division import call_of, checked_timetable
 from meshwright_pipeline.runtime import Span
+from meshwright_pipeline.schedules.named import schedule_named
 
 
 def planned(plan: ParallelPlan) -> Timetable:

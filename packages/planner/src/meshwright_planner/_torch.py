@@ -82,5 +82,5 @@ class _Computed(torch.autograd.Function):
 
 def computed(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as if it had been computed from something that requires a gradient."""
-    anchor = torch.empty_like(tensor).requires_grad_()
+    anchor = torch.empty(0, requires_grad=True)  # only says that there is a gradient
     return _Computed.apply(anchor, tensor)  # type: ignore[no-untyped-call,no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -16,8 +17,27 @@ def parameter_factor(optimizer: str) -> float:
     return 2.0 + OPTIMIZERS[optimizer]
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model, looked up once.
+
+    Args:
+        parameters: name, bytes, and whether it is trained.
+        buffers: bytes of all of them.
+    """
+
+    parameters: tuple[tuple[str, int, bool], ...]
+    buffers: int
+
+    @staticmethod
+    def of(model: nn.Module) -> Sizes:
+        """Those of a model; a parameter counts once however many names it has."""
+        every = tuple((n, p.numel() * p.element_size(), p.requires_grad) for n, p in model.named_parameters())
+        return Sizes(every, sum(b.numel() * b.element_size() for b in model.buffers()))
+
+
 def memory_parts(
-    model: nn.Module, problem: PlacementProblem, placement: Placement, optimizer: str
+    sizes: Sizes, problem: PlacementProblem, placement: Placement, optimizer: str
 ) -> dict[str, int]:
     """Bytes by part: parameters, gradients, optimizer, buffers, activations, temporaries.
 
@@ -25,19 +45,12 @@ def memory_parts(
     saves, sharded as the placement says; a parameter counts once however many names it has.  Each part is as large as it
     gets; which of it is there at once, and what is alive beside it, is `peak.py`'s to say.
     """
-    tape, share = problem.tape, problem.costs.share
-    parameters = trainable = 0.0
-    for name, parameter in model.named_parameters():
-        value = tape.parameters.get(name)
-        state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
-        size = parameter.numel() * parameter.element_size() * share(state)
-        parameters += size
-        trainable += size if parameter.requires_grad else 0.0
+    parameters, trainable = parameter_bytes(sizes, problem, placement)
     parts = {
         "parameters": parameters,
         "gradients": trainable,
         "optimizer": trainable * OPTIMIZERS[optimizer],
-        "buffers": sum(b.numel() * b.element_size() for b in model.buffers()),
+        "buffers": sizes.buffers,
         "activations": placement.saved_bytes,
         "temporaries": 0,
     }
@@ -45,16 +58,16 @@ def memory_parts(
 
 
 def parameter_bytes(
-    model: nn.Module, problem: PlacementProblem, placement: Placement, names: Iterable[str]
+    sizes: Sizes, problem: PlacementProblem, placement: Placement, names: Iterable[str] | None = None
 ) -> tuple[float, float]:
-    """Bytes of these parameters on one rank, of all and of those that are trained."""
-    wanted, tape = frozenset(names), problem.tape
+    """Bytes of these parameters on one rank (None for all there are), of all and of those that are trained."""
+    wanted, tape = None if names is None else frozenset(names), problem.tape
     every = trained = 0.0
-    for name, parameter in model.named_parameters():
-        if name in wanted:
+    for name, nbytes, trains in sizes.parameters:
+        if wanted is None or name in wanted:
             value = tape.parameters.get(name)
             state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
-            size = parameter.numel() * parameter.element_size() * problem.costs.share(state)
+            size = nbytes * problem.costs.share(state)
             every += size
-            trained += size if parameter.requires_grad else 0.0
+            trained += size if trains else 0.0
     return every, trained

@@ -43,7 +43,7 @@ class Placed:
     def memory(self) -> dict[str, int]:
         """Bytes by part."""
         setting = self.basis.setting
-        parts = memory_parts(setting.model, self.problem, self.placement, setting.optimizer)
+        parts = memory_parts(self.basis.sizes, self.problem, self.placement, setting.optimizer)
         parts["temporaries"] += math.ceil(self.beside)
         return parts
 
@@ -71,7 +71,7 @@ class Placed:
         """Bytes of these parameters on one rank, of all and of those that are trained."""
         found = self._states.own
         if names not in found:
-            found[names] = parameter_bytes(self.basis.setting.model, self.problem, self.placement, names)
+            found[names] = parameter_bytes(self.basis.sizes, self.problem, self.placement, names)
         return found[names]
 
     def sizes(self, holds: frozenset[str] | None = None) -> tuple[tuple[ParameterSize, ...], ...]:

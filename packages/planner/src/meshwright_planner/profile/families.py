@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright_planner import _torch
 
-LEAST = 4
+LEAST = 3
 """Members from which a family is worth anything: the first two and the last one run whatever is known of them."""
 
 _NUMBERS = ("idx", "index", "layer_id", "layer_number", "block_id")

@@ -8,13 +8,14 @@ boundary a fixed point.  Parallel siblings (k_proj and v_proj) are never merged:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright_dtensor.trace import Node, Ref
 from meshwright_planner.profile.tape import Tape
 
+T = TypeVar("T")
 Edge = tuple[int, int, int]
 """(value, node, position among the node's tensor inputs), value and node being representatives."""
 
@@ -38,18 +39,30 @@ class Quotient:
     groups: list[list[str]] = field(default_factory=list)
     _node_of: dict[int, int] = field(default_factory=dict)
     _value_of: dict[int, int] = field(default_factory=dict)
+    _found: dict[Hashable, Any] = field(default_factory=dict)
 
     def node(self, index: int) -> int:
         """The representative of node `index`."""
-        while index in self._node_of:
-            index = self._node_of[index]
-        return index
+        return self._node_of.get(index, index)
 
     def value(self, index: int) -> int:
         """The representative of value `index`."""
-        while index in self._value_of:
-            index = self._value_of[index]
-        return index
+        return self._value_of.get(index, index)
+
+    def flatten(self) -> None:
+        """A representative may have been merged into another since: say at once which one is left."""
+        for table in (self._node_of, self._value_of):
+            for index, other in table.items():
+                while other in table:
+                    other = table[other]
+                table[index] = other
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for a key: what follows from the operations alone, whatever their sizes."""
+        if key not in self._found:
+            self._found[key] = make()
+        answer: T = self._found[key]
+        return answer
 
 
 def quotient(tape: Tape, merge: bool = True) -> Quotient:
@@ -57,6 +70,7 @@ def quotient(tape: Tape, merge: bool = True) -> Quotient:
     result = Quotient()
     if merge:
         _Merger(tape, result).visit("")
+        result.flatten()
     produced = {r.i for node in tape.nodes for r in node.outs}
     outside: set[int] = set()
     flows: dict[Edge, dict[int, None]] = defaultdict(dict)

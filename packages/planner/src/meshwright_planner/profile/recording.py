@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -299,7 +299,7 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Sa
         own = item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
         node = kept.get(item.node - 1 if own else item.node)
         if node is not None:
-            yield replace(item, node=node, output=own or item.root is None)
+            yield item._replace(node=node, output=own or item.root is None)
 
 
 def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int | None]) -> Saved | None:

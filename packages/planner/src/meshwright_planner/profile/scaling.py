@@ -49,7 +49,7 @@ class Family:
             for i, args, kwargs, flops in self._nodes:
                 nodes[i] = replace(nodes[i], args=args(rows), kwargs=kwargs(rows), flops=flops(rows))
             for i, nbytes in self._saved:
-                saved[i] = replace(saved[i], nbytes=nbytes(rows))
+                saved[i] = saved[i]._replace(nbytes=nbytes(rows))
         except _Bent:
             return None
         return replace(first, values=values, nodes=nodes, saved=saved, rows=rows, origin=first)

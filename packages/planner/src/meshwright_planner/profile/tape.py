@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from meshwright_dtensor.trace import Node, Value
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """A tensor that autograd keeps because of one node.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from meshwright_dtensor.plan import RecomputeRule
@@ -22,12 +22,14 @@ def recomputed(
     again; with "alternate" those of attention and of every other product.  Its forward pass, and what it communicates in
     it, comes once more.
     """
-    region = _Region(problem, rules)
-    kept = [item for item in problem.tape.saved if item.node not in region.policy]
-    tape = replace(problem.tape, saved=[*kept, *region.inputs(), *region.results()])
+    region = problem.quotient.once(("recomputed", tuple(rules)), lambda: _Region(problem, rules))
+    values, policy = problem.tape.values, region.policy
+    kept = [item for item in problem.tape.saved if item[0] not in policy]
+    kept += [Saved(*item, values[item[2]].nbytes) for item in region.kept]
+    tape = replace(problem.tape, saved=kept)
     other = problem.on(tape)
     whole, left = kept_bytes(problem, placement), kept_bytes(other, placement)
-    again = region.again()
+    again = region.again
     ahead = 1 / (1 + BACKWARD)
     options = {
         k: replace(
@@ -61,13 +63,20 @@ def recomputed(
 
 
 class _Region:
-    """The nodes that run twice."""
+    """The nodes that run twice.
+
+    Attributes:
+        policy: node -> whether its results are kept.
+        kept: node, storage and value of what is kept of them, and whether the node made it, as in Saved.
+        again: representative node -> the part of its copies that run twice.
+        blocks: how many modules run twice.
+    """
 
     def __init__(self, problem: PlacementProblem, rules: Iterable[RecomputeRule]) -> None:
-        self.problem, tape = problem, problem.tape
+        tape, quotient = problem.tape, problem.quotient
         chosen = recomputed_blocks(tape, rules)
         block_of: dict[str, str | None] = {}
-        self.policy: dict[int, bool] = {}  # node -> whether its results are kept
+        self.policy: dict[int, bool] = {}
         self.block: dict[int, str] = {}
         met: Counter[str] = Counter()
         for index, node in enumerate(tape.nodes):
@@ -86,38 +95,29 @@ class _Region:
                 self.block[index] = block
         self.blocks = len(set(self.block.values()))
         self._root = {item.value: item.root for item in tape.saved if item.value is not None}
-
-    def again(self) -> dict[int, float]:
-        """Representative node -> the part of its copies that run twice."""
-        quotient = self.problem.quotient
+        self.kept = [*self._inputs(tape), *self._results(tape)]
         twice = Counter(quotient.node(index) for index, kept in self.policy.items() if not kept)
-        return {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}
+        self.again = {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}
 
-    def inputs(self) -> list[Saved]:
+    def _inputs(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
         """What goes into the blocks: it is kept."""
-        tape, made, seen = self.problem.tape, dict[int, str](), set[tuple[str, int]]()
-        found = []
+        made, seen = dict[int, str](), set[tuple[str, int]]()
         for index, node in enumerate(tape.nodes):
             block = self.block.get(index)
             if block is not None:
                 for ref in node.ins:
-                    value = tape.values[ref.i]
-                    named = (value.name or "").partition(":")[0] in ("param", "buffer")
+                    named = (tape.values[ref.i].name or "").partition(":")[0] in ("param", "buffer")
                     if made.get(ref.i) != block and not named and (block, ref.i) not in seen:
                         seen.add((block, ref.i))
-                        found.append(Saved(index, self._storage(ref.i), ref.i, False, value.nbytes))
+                        yield index, self._storage(ref.i), ref.i, False
             made.update((ref.i, block or "") for ref in node.outs)
-        return found
 
-    def results(self) -> list[Saved]:
+    def _results(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
         """What is computed in the blocks and kept."""
-        tape = self.problem.tape
-        return [
-            Saved(index, self._storage(ref.i), ref.i, True, tape.values[ref.i].nbytes)
-            for index, kept in self.policy.items()
-            if kept
-            for ref in tape.nodes[index].outs
-        ]
+        for index, kept in self.policy.items():
+            if kept:
+                for ref in tape.nodes[index].outs:
+                    yield index, self._storage(ref.i), ref.i, True
 
     def _storage(self, value: int) -> int:
         root = self._root.get(value)

@@ -100,7 +100,7 @@ def _first_fit(search: Search) -> Candidate | None:
         chain = _savings(search, degrees)
         try:
             last = search.estimate(chain[-1])
-            if least_bytes(last, search.setting.model) > search.setting.limit:
+            if least_bytes(last, search.basis.sizes) > search.setting.limit:
                 continue  # not even with everything given up
             for point in chain:
                 if not search.estimate(point).excess_bytes or point == chain[-1]:

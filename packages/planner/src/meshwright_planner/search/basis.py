@@ -8,6 +8,7 @@ from functools import cached_property
 
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.strategy import Link, SearchRequest
+from meshwright_planner.costs.memory import Sizes
 from meshwright_planner.search.setting import Setting
 from meshwright_planner.search.surveys import Surveys
 
@@ -23,9 +24,13 @@ class Basis:
     @cached_property
     def bytes(self) -> tuple[int, int]:
         """Of the parameters, of all and of those that are trained."""
-        every = list(self.setting.model.parameters())
-        sizes = [p.numel() * p.element_size() for p in every]
-        return sum(sizes), sum(size for p, size in zip(every, sizes) if p.requires_grad)
+        every = self.sizes.parameters
+        return sum(size for _, size, _ in every), sum(size for _, size, trained in every if trained)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of the model."""
+        return Sizes.of(self.setting.model)
 
     def request(self, axis: str | None = None) -> SearchRequest:
         """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""

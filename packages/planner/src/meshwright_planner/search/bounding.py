@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import nn
-
-from meshwright_planner.costs.memory import parameter_bytes
+from meshwright_planner.costs.memory import Sizes, parameter_bytes
 from meshwright_planner.costs.prices import OPTIMIZERS
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.candidate import Candidate
@@ -33,7 +31,7 @@ def _replicas(basis: Basis, axis: str) -> bool:
     return strategy.gradient == "deferred" and not strategy.gathers and not own
 
 
-def least_bytes(candidate: Candidate, model: nn.Module) -> float:
+def least_bytes(candidate: Candidate, sizes: Sizes) -> float:
     """Bytes below which no other placement on its searched axis brings a candidate: with everything divided there."""
     axis, problem, placement = candidate.searched, candidate.problem, candidate.placement
     if axis is None:
@@ -43,9 +41,8 @@ def least_bytes(candidate: Candidate, model: nn.Module) -> float:
     if (
         candidate.fields.get("pipeline") is None
     ):  # a stage may have other shares of what is divided than the model
-        every = [(name, p.numel() * p.element_size()) for name, p in model.named_parameters()]
-        now, _ = parameter_bytes(model, problem, placement, (name for name, _ in every))
-        stored = min(1.0, sum(size for _, size in every) / degree / now) if now else 1.0
+        now, _ = parameter_bytes(sizes, problem, placement)
+        stored = min(1.0, sum(size for _, size, _ in sizes.parameters) / degree / now) if now else 1.0
         undivided = problem.replicated().saved_bytes * placement.times
         kept = min(1.0, undivided / degree / placement.saved_bytes) if placement.saved_bytes else 1.0
     factors = {"parameters": stored, "gradients": stored, "optimizer": stored, "activations": kept}

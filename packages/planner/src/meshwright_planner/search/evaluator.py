@@ -98,7 +98,7 @@ class Search:
         placed = self._exact(point, axis, degree)
         candidate = self._costed(point, placed, axis)
         if candidate.excess_bytes and degree > 1:
-            hopeless = least_bytes(candidate, self.setting.model) > self.setting.limit
+            hopeless = least_bytes(candidate, self.basis.sizes) > self.setting.limit
             factor = parameter_factor(self.setting.optimizer)
             own = placed.with_recompute(self.recompute(point))
             problem = own.problem

@@ -263,14 +263,14 @@ def _exactly(
     points = dict.fromkeys(c.point for c in (*chosen, *estimates[: wanted + SPARE], *close))
     exact = [search.evaluate(point) for point in points]
     # with placements chosen for the memory, more may fit than estimates say
-    model, limit, nearer = search.setting.model, search.setting.limit, 0
+    sizes, limit, nearer = search.basis.sizes, search.setting.limit, 0
     for estimate in estimates:
         fitting = sum(not c.excess_bytes for c in exact)
         if fitting >= wanted or len(points) >= FEW:
             break
         if estimate.point in points:
             continue
-        least = least_bytes(estimate, model)
+        least = least_bytes(estimate, sizes)
         if least > limit:  # it does not fit, but may come nearer than all others
             if fitting or nearer >= NEARER or least >= min(c.total_bytes for c in exact):
                 continue
