@@ -177,7 +177,7 @@ class _Divided:
     loads: list[Run]
     held: list[frozenset[str]]
     shares: list[float]
-    sizes: list[tuple[int, int, float]]
+    sizes: list[tuple[int, int]]
     messages: list[int]
 
 
@@ -203,7 +203,7 @@ def _divided(found: Read, known: Surveyed, schedule: Schedule, shape: Shape) -> 
         [found.load(a, b) for a, b in ends],
         held,
         shares,
-        [(len(stage), len(names), part * total) for stage, names, part in zip(stages, held, shares)],
+        [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)],
         [found.crossing[place] for place in cuts],
     )
 
@@ -268,11 +268,11 @@ def _stage_costs(parts: _Divided, link: Link, request: SearchRequest, shape: Sha
 
 
 def _with_host(
-    costs: StageCosts, held: Sequence[tuple[int, int, float]], request: SearchRequest, shape: Shape
+    costs: StageCosts, held: Sequence[tuple[int, int]], request: SearchRequest, shape: Shape
 ) -> StageCosts:
-    """The same with what the host does; `held`: units, parameters and bytes of parameters of each stage.
+    """The same with what the host does; `held`: units and parameters of each stage.
 
-    Gradients of a microbatch are added to those before: two reads and a write.
+    Gradients of a microbatch are added to those before, a rank's part of them: two reads and a write.
     """
     call = request.call_seconds
     added = 3 * request.byte_seconds if shape.microbatches > 1 else 0.0
@@ -280,11 +280,11 @@ def _with_host(
         costs,
         forward=tuple(
             s + call * (ACTION_CALLS + UNIT_CALLS * units)
-            for s, (units, _, _) in zip(costs.forward, held, strict=True)
+            for s, (units, _) in zip(costs.forward, held, strict=True)
         ),
-        backward=tuple(s + added * nbytes for s, (_, _, nbytes) in zip(costs.backward, held, strict=True)),
+        backward=tuple(s + added * nbytes for s, nbytes in zip(costs.backward, costs.gradients, strict=True)),
         split=not request.recompute,
-        halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights, _ in held),
+        halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights in held),
     )
 
 

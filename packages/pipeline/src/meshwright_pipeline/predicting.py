@@ -38,7 +38,7 @@ class StageCosts:
 
     def silent(self) -> StageCosts:
         """The same seconds without messages; nothing is kept."""
-        return StageCosts(self.forward, self.backward, halving=self.halving)
+        return StageCosts(self.forward, self.backward, halving=self.halving, split=self.split)
 
 
 @dataclass(frozen=True)
