@@ -13,6 +13,8 @@ from meshwright_checkpoint.errors import CheckpointError
 from meshwright_dtensor.errors import MeshwrightError
 
 T = TypeVar("T")
+SHORT = 1016
+"""Bytes of a message that are sent with its length."""
 
 
 class Ranks:
@@ -32,20 +34,26 @@ class Ranks:
         return _device(self.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, in rank order, on every rank (two collective calls). Values are JSON."""
+        """What every rank gives, in rank order, on every rank (one collective call, two where it is long). Values are JSON."""
         if self.size == 1:
             return [value]
         data = json.dumps(value).encode()
+        rows = self._all(len(data).to_bytes(8, "little") + data[:SHORT], 8 + SHORT)
+        lengths = [int.from_bytes(row[:8], "little") for row in rows]
+        if max(lengths) > SHORT:
+            rest = self._all(data[SHORT:], max(lengths) - SHORT)
+            rows = [row + more for row, more in zip(rows, rest, strict=True)]
+        return [json.loads(row[8 : 8 + n]) for row, n in zip(rows, lengths, strict=True)]
+
+    def _all(self, data: bytes, nbytes: int) -> list[bytes]:
+        """`data` of every rank, filled up to `nbytes`."""
         device = self.device
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_single(lengths, torch.tensor([len(data)], device=device), group=self.group)
-        longest = int(lengths.max())
-        mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = torch.zeros(self.size, longest, dtype=torch.uint8, device=device)
-        dist.all_gather_single(parts.view(-1), mine, group=self.group)
-        rows = parts.cpu().numpy()
-        return [json.loads(rows[r, :n].tobytes()) for r, n in enumerate(lengths.tolist())]
+        mine = torch.zeros(nbytes, dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = torch.empty(self.size * nbytes, dtype=torch.uint8, device=device)
+        dist.all_gather_single(parts, mine.to(device), group=self.group)
+        return [row.tobytes() for row in parts.cpu().view(self.size, nbytes).numpy()]
 
     def together(self, work: Callable[[], T]) -> T:
         """`work()` of this rank, once it has succeeded on every rank; else the first error, on every rank (collective)."""

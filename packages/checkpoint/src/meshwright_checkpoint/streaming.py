@@ -31,21 +31,14 @@ LARGE = 1 << 20
 """Bytes from which it is worth to write what lies aligned where it lies."""
 WAITING = 2
 """Chunks that are on their way at a time."""
-_PAGE = 2 << 20
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
 def aligned_memory(nbytes: int) -> torch.Tensor:
-    """New memory that starts with a page, in large pages where the system has them; what is not touched costs nothing."""
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, nbytes + _PAGE, **flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system built without
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _PAGE
-    return whole[start : start + nbytes]
+    """New memory that starts with a page; what is not touched costs nothing."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1), **private), dtype=torch.uint8)[:nbytes]
 
 
 class Writer:
