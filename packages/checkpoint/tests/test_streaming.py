@@ -31,8 +31,8 @@ class Calls:
     def __call__(self, fd: int, data: memoryview, at: int) -> int:
         """See os.pwrite."""
         around = KNOWS and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-        if self.wrong == "refused" and around and at:
-            raise OSError(errno.EINVAL, "Invalid argument")
+        if self.wrong in ("EINVAL", "EFAULT") and around and at:
+            raise OSError(getattr(errno, self.wrong), self.wrong)
         if self.wrong == "full" and at:
             raise OSError(errno.ENOSPC, "No space left on device")
         if self.wrong == "short" and len(data) > ALIGN:
@@ -74,8 +74,8 @@ def file() -> memoryview:
     return bytes_of_tensor(memory)
 
 
-@pytest.mark.parametrize("wrong", ["", "short", "refused"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("wrong", ["", "short", "EINVAL", "EFAULT"])
+@pytest.mark.parametrize("seed", range(2))
 def test_the_same_bytes(
     seed: int, wrong: str, file: memoryview, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +83,7 @@ def test_the_same_bytes(
     monkeypatch.setattr(os, "pwrite", calls)
     put(tmp_path / "x", writes_of(random.Random(seed), file))
     assert (tmp_path / "x").read_bytes() == file
-    if wrong == "refused" and calls.around:
+    if wrong.startswith("E") and calls.around:
         assert calls.through
 
 

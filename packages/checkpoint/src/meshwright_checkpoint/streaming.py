@@ -31,6 +31,8 @@ LARGE = 1 << 20
 """Bytes from which it is worth to write what lies aligned where it lies."""
 WAITING = 2
 """Chunks that are on their way at a time."""
+_REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
+"""What systems say of writes that cannot go around the cache (memory that a driver has pinned, larger blocks)."""
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
