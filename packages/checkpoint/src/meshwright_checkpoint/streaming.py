@@ -125,11 +125,9 @@ class Writer:
             try:
                 done += os.pwrite(self._fd, view[done:], at + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._around:
+                if error.errno not in _REFUSED or not self._around:
                     raise
-                self._around = _around(
-                    self._fd, False
-                )  # this disk wants more than ALIGN, or only a part was taken
+                self._around = _around(self._fd, False)
         if not self._around:
             _start_writing(self._fd, at, len(view))
 
