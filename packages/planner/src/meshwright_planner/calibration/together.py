@@ -116,23 +116,36 @@ def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iter
             yield MeasuredCollective(kind, degree, tuple(rising), ranks)
 
 
+CHAIN, REPEATS = 5, 9
+"""Pieces of compute in a row, and how often rows are timed."""
+
+
 def _collective(run: Callable[[], None], budget: float, beside: Callable[[], object] | None) -> float:
-    """Seconds that `run` takes, or adds to what it stands behind: the mean over ranks of their medians."""
+    """Seconds that `run` takes, or adds to compute that it stands between: the mean over ranks of their medians."""
     run()
     dist.barrier()
     count = max(3, min(100, int(budget / max(_agreed(_timed(run)), 1e-6))))
     alone = _agreed(sorted(_timed(run) for _ in range(count))[count // 2])
     if beside is None:
         return alone
-    bare = []
-    both = []
-    for _ in range(max(10, count // 4)):
-        bare.append(_timed(beside))
-        start = time.perf_counter()
-        beside()
-        run()
-        both.append(time.perf_counter() - start)
-    return max(alone, _agreed(sorted(both)[len(both) // 2] - sorted(bare)[len(bare) // 2]))
+    once, often = [], []
+    for _ in range(REPEATS):  # ranks wait for each other at the end of both: only the others count
+        once.append(_timed(_row(beside, run, often=False)))
+        often.append(_timed(_row(beside, run, often=True)))
+    added = sorted(often)[REPEATS // 2] - sorted(once)[REPEATS // 2]
+    return max(alone, _agreed(added / (CHAIN - 1)))
+
+
+def _row(beside: Callable[[], object], run: Callable[[], None], often: bool) -> Callable[[], None]:
+    """Pieces of compute, with `run` behind each or behind the last."""
+
+    def row() -> None:
+        for number in range(CHAIN):
+            beside()
+            if often or number == CHAIN - 1:
+                run()
+
+    return row
 
 
 def _call(kind: str, nbytes: int, degree: int, group: Any) -> Callable[[], None]:
