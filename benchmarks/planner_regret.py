@@ -246,9 +246,7 @@ def spearman(first: list[float], second: list[float]) -> float:
     return statistics.correlation(ranks_of(first), ranks_of(second))
 
 
-def race(
-    name: str, ranks: int, cluster: str, measured: Callable[[list[Run], Run], None]
-) -> dict[str, Any]:
+def race(name: str, ranks: int, cluster: str, measured: Callable[[list[Run], Run], None]) -> dict[str, Any]:
     """One model on so many ranks; `measured` fills in the times of the runs and of the pick among them."""
     begin = time.monotonic()
     runs = configurations(name, ranks, cluster)
@@ -331,7 +329,9 @@ def main() -> int:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--minutes", type=float, default=20.0, help="for all of it")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each configuration")
-    parser.add_argument("--json", type=Path, default=None, help="write the results here; groups in it are kept")
+    parser.add_argument(
+        "--json", type=Path, default=None, help="write the results here; groups in it are kept"
+    )
     parser.add_argument("--measured", type=Path, default=None, help="results to take the times from")
     options = parser.parse_args()
     groups = list(itertools.product(options.models.split(","), map(int, options.ranks.split(","))))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from meshwright_dtensor.commlog import communication
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import auto_parallelize
 from meshwright_planner import plan
+from meshwright_planner.machines.known import LAPTOP_CPU
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -185,3 +188,17 @@ def test_llama_3_8b_on_eight_devices_is_megatrons_plan() -> None:
         assert calls[phase, "all_gather"] == 64 and calls[phase, "reduce_scatter"] == 64
     assert all(p.is_meta for p in model.parameters())
     assert len(found.parameters) < 12 and len(found.to_json()) < 20_000
+
+
+def test_a_pipeline_alone_lays_no_operation_over_a_mesh() -> None:
+    """What a mesh costs the host is not paid where ranks hold different modules and nothing else."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    plain = replace(LAPTOP_CPU, hides_launch=False, launch_s=0.0)
+
+    def compute(dispatch: float, **degrees: int) -> float:
+        cluster = replace(plain, dispatch_s=dispatch)
+        found = plan(model, torch.randn(4, 16), world_size=2, cluster=cluster, planner="manual", **degrees)
+        return float(found.predicted.compute_seconds)
+
+    assert compute(1e-3, pp=2, microbatches=2) == compute(0.0, pp=2, microbatches=2)
+    assert compute(1e-3, dp=2) == pytest.approx(compute(0.0, dp=2) + 4e-3)

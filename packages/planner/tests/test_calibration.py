@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from planner_models import LAPTOP_CPU, Mlp, eager
+from torch import nn
 
 from meshwright_dtensor.cluster import Cluster, MeasuredWork
 from meshwright_dtensor.links import interpolated
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.testing import RankPool
-from meshwright_planner.calibration import machine, work
+from meshwright_planner.calibration import block, machine, work
 from meshwright_planner.calibration.machine import Together
 from meshwright_planner.costs.prices import optimizer_seconds
 from meshwright_planner.machines.file import read, write
@@ -21,8 +23,25 @@ from meshwright_planner.machines.file import read, write
 FEW = 2e-3  # seconds for each point
 
 
+class Twice(nn.Module):
+    """Stands for a model over a mesh: its part of the rows, and as much work again."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        super().__init__()
+        self.model, self.rows = model, rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.model(x[: self.rows])
+        out: torch.Tensor = self.model(x[: self.rows])
+        return out
+
+
+def lay(model: nn.Module, batch: torch.Tensor) -> nn.Module:
+    return Twice(model, len(batch) // dist.get_world_size())
+
+
 def measured_together(rank: int, size: int, path: str) -> None:
-    found = machine.beside(FEW, (2**10, 2**14))
+    found = machine.beside(lay, FEW, (2**10, 2**14))
     if rank == 0:
         found.save(Path(path))
 
@@ -60,7 +79,7 @@ def test_ranks_measure_each_other_and_the_profile_can_be_planned_with(
 ) -> None:
     rank_pool.run(2, measured_together, str(tmp_path / "part.json"))
     part = Together.load(tmp_path / "part.json")
-    assert part.slower >= 1.0 and part.dispatch_s >= 0.0
+    assert part.slower >= 1.0 and part.dispatch_s > 0.0
     kinds = {m.kind for m in part.collectives}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
     cluster = machine.joined(small_profile(), [part])
@@ -71,7 +90,7 @@ def test_ranks_measure_each_other_and_the_profile_can_be_planned_with(
     plans = eager().plan(Mlp(), torch.randn(4, 64), request)
     assert all(p.predicted is not None and p.predicted.step_seconds > 0 for p in plans)
     link = cluster.running(2).link(1, 2)
-    reduced = next(m for m in part.collectives if m.kind == "all_reduce")
+    reduced = next(m for m in part.collectives if m.kind == "all_reduce" and m.degree == 2)
     assert link.seconds("all_reduce", 2**14, 2) == reduced.points[-1][1]
 
 
@@ -120,3 +139,22 @@ def test_one_rank_measures_all_but_links(rank_pool: RankPool, tmp_path: Path) ->
     assert cluster.links == alone.links and cluster.crowding == ((1, 1.0),)
     assert "links are not measured" in cluster.source
     assert eager().plan(Mlp(), torch.randn(4, 64), PlanRequest(cluster=cluster, world_size=1))[0].predicted
+
+
+def test_a_model_s_own_code_is_what_its_step_takes_beyond_its_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measured on a step of a given length; priced once for each operation."""
+    count, predicted = block.recorded(LAPTOP_CPU, 2)
+    assert count > 100 and predicted > 0
+    monkeypatch.setattr(block, "step_seconds", lambda model, x: predicted + count * 5e-6)
+    assert block.host(LAPTOP_CPU) == pytest.approx(5e-6)
+    plain = replace(LAPTOP_CPU, hides_launch=False)
+    (_, before), (_, after) = (block.recorded(replace(plain, host_s=s), 2) for s in (0.0, 5e-6))
+    assert after - before == pytest.approx(count * 5e-6)
+
+
+def test_backward_passes_are_timed_without_the_call_of_autograd() -> None:
+    cases = list(work.streams("pointwise", torch.float32, 2e4))
+    with_call, without = (work.measured("pointwise", torch.float32, iter(cases), FEW, e) for e in (0.0, 1.0))
+    assert without.backward[0][1] < with_call.backward[0][1] / 2

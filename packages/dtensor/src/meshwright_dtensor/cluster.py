@@ -100,7 +100,8 @@ class Cluster:
         memory_efficiency: share of `memory_bandwidth` that a streaming kernel reaches.
         launch_s: seconds that the host needs to issue one operation in eager mode.
         launch_backward_s: the same of what autograd issues; None for as long.
-        dispatch_s: seconds that laying an operation over a mesh adds to its forward.
+        host_s: seconds that a model's own code adds to each operation, forward and backward: calls of modules, Python.
+        dispatch_s: the same that laying operations over a mesh adds.
         update_s: seconds that an optimizer step takes for each parameter, however small.
         hides_launch: the host issues operations ahead of the device, so that the longer of the two counts.
         hides_communication: collectives run beside compute; False where they take the cores that compute needs.
@@ -127,6 +128,7 @@ class Cluster:
     reserved_bytes: int = 0
     fused_attention: bool = True
     launch_backward_s: float | None = None
+    host_s: float = 0.0
     dispatch_s: float = 0.0
     update_s: float = 0.0
     hides_launch: bool = True
@@ -193,6 +195,7 @@ class Cluster:
             memory_bandwidth=self.memory_bandwidth / slower,
             launch_s=self.launch_s * slower,
             launch_backward_s=None if launch is None else launch * slower,
+            host_s=self.host_s * slower,
             dispatch_s=self.dispatch_s * slower,
             update_s=self.update_s * slower,
             work=tuple(replace(m, forward=longer(m.forward), backward=longer(m.backward)) for m in self.work),

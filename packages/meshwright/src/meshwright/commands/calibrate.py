@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import check_folder
 from meshwright_dtensor.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @click.command("calibrate")
@@ -74,7 +78,7 @@ def _as_rank(output: Path, name: str, part: Path | None, as_json: bool) -> int:
     from meshwright_planner.calibration.machine import alone, beside, joined
 
     mw.init()
-    together = beside()
+    together = beside(_divided)
     dist.barrier()
     if ranks.rank() == 0 and part is not None:
         together.save(part)
@@ -83,6 +87,16 @@ def _as_rank(output: Path, name: str, part: Path | None, as_json: bool) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _divided(model: nn.Module, batch: Tensor) -> nn.Module:
+    """The model with the rows of its batch divided over the ranks."""
+    import meshwright as mw
+
+    size = ranks.world_size()
+    strategies = {"dp": "data"}
+    plan = mw.ParallelPlan(world_size=size, degrees={"dp": size}, strategies=strategies)
+    return mw.parallelize(model, plan, batch=batch)
 
 
 def _devices() -> int:
@@ -118,6 +132,7 @@ def _finish(cluster: object, output: Path, as_json: bool) -> None:
         f"matrix products: {', '.join(f'{dtype} {rate / 1e9:.0f} GFLOP/s' for dtype, rate in best.items())}",
         f"memory: {cluster.memory_bandwidth / 1e9:.1f} GB/s",
         f"one operation: {1e6 * cluster.launch_s:.1f} us forward, {1e6 * cluster.backward_launch_s:.1f} backward, "
+        f"{1e6 * cluster.host_s:.1f} of the model's own code, "
         f"{1e6 * cluster.dispatch_s:.1f} more on a mesh",
         "slower with ranks: " + ", ".join(f"{n}: {f:.2f} x" for n, f in cluster.crowding),
     ]

@@ -37,13 +37,3 @@ def least(action: Callable[[], object], budget: float, repeats: int = 50) -> flo
         if number >= 2 and time.perf_counter() - begin > budget:
             break
     return best
-
-
-def many(action: Callable[[], object], count: int) -> Callable[[], None]:
-    """`action`, `count` times: what takes microseconds is timed many at once."""
-
-    def repeated() -> None:
-        for _ in range(count):
-            action()
-
-    return repeated

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.cores import usable_cores
 from meshwright_dtensor.links import MeasuredCollective
-from meshwright_planner.calibration import together, work
+from meshwright_planner.calibration import block, together, work
 from meshwright_planner.calibration.clock import device
 from meshwright_planner.costs.kinds import HEAD_WIDTHS, attention_kind
 
@@ -54,13 +55,16 @@ def alone(name: str) -> Cluster:
     accelerated = device().type == "cuda"
     top, room = (4e12, 2**31) if accelerated else (5e9, 2**27)
     curves = []
+    work.settle()
+    entry = work.entry(POINT_S)
     for dtype in DTYPES:
-        curves.append(work.measured("matmul", dtype, work.products(dtype, top), POINT_S))
+        curves.append(work.measured("matmul", dtype, work.products(dtype, top), POINT_S, entry))
         for width in HEAD_WIDTHS:
             cases = work.attentions(width, dtype, top / 4)
-            curves.append(work.measured(attention_kind(width), dtype, cases, POINT_S))
+            curves.append(work.measured(attention_kind(width), dtype, cases, POINT_S, entry))
     for kind in work.KINDS:
-        curves.append(work.measured(kind, torch.float32, work.streams(kind, torch.float32, room), POINT_S))
+        cases = work.streams(kind, torch.float32, room)
+        curves.append(work.measured(kind, torch.float32, cases, POINT_S, entry))
     curves += [work.views(POINT_S), work.updates(POINT_S, 4.0 * room)]
     pages = None if accelerated else work.fresh(POINT_S, room)
     curves += [] if pages is None else [pages]
@@ -69,7 +73,7 @@ def alone(name: str) -> Cluster:
         m.dtype: max(size / seconds for size, seconds in m.forward) for m in curves if m.kind == "matmul"
     }
     memory = torch.cuda.get_device_properties(0).total_memory if accelerated else _memory()
-    return Cluster(
+    found = Cluster(
         name=name,
         devices_per_node=torch.cuda.device_count() if accelerated else 64,
         memory_bytes=memory,
@@ -93,22 +97,28 @@ def alone(name: str) -> Cluster:
         cores=0 if accelerated else usable_cores(),
         work=tuple(curves),
     )
+    return replace(found, host_s=block.host(found))
 
 
-def beside(budget: float = POINT_S, sizes: Sequence[int] = together.SIZES) -> Together:
+def beside(
+    lay: Callable[[nn.Module, torch.Tensor], nn.Module],
+    budget: float = POINT_S,
+    sizes: Sequence[int] = together.SIZES,
+) -> Together:
     """What the ranks of the running job find out together; the same on all.
 
-    `budget`: seconds for each point; `sizes`: bytes of the full tensors that collectives are measured with.
+    `lay`: divides the batch of a model over the ranks; `budget`: seconds for each point; `sizes`: bytes of the full tensors
+    that collectives are measured with.
     """
     ranks = dist.get_world_size()
     crowded, single = together.crowding()
-    dispatched = together.dispatch(ranks)
+    dispatched = block.laid(ranks, lay)
     found = tuple(together.collectives(ranks, budget, sizes))
     mine = torch.tensor([crowded, single, dispatched], dtype=torch.float64, device=device())
     dist.all_reduce(mine)
     crowded, single, dispatched = (float(x) for x in mine)  # only the first rank was alone
     slower = max(1.0, crowded / ranks / single)
-    return Together(ranks, slower, dispatched / ranks / slower, found)
+    return Together(ranks, slower, dispatched / ranks, found)
 
 
 def joined(cluster: Cluster, parts: Sequence[Together]) -> Cluster:

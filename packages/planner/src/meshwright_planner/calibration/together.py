@@ -9,10 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright_dtensor.global_tensor import distribute
 from meshwright_dtensor.links import CollectiveKind, MeasuredCollective
 from meshwright_planner.calibration.clock import device, sync
 
@@ -60,38 +57,6 @@ def _fastest(step: Callable[[], object], count: int, typical: bool = False) -> f
     return sorted(times)[len(times) // 2 if typical else 0]
 
 
-def dispatch(mesh_size: int) -> float:
-    """Seconds that an operation on global tensors takes longer than on plain ones, forward; over those of a small block."""
-    mesh = init_device_mesh(device().type, (mesh_size,), mesh_dim_names=("tp",))
-    plain = torch.randn(8, 16, 32, device=device())
-    up, down = (torch.randn(32, 32, device=device()) for _ in range(2))
-    laid = [distribute(x, mesh, ["I"]) for x in (plain, up, down)]
-
-    def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """As a layer does it: a norm, a product, heads and back, an activation, a product, a residual."""
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        heads = F.linear(y, up).view(8, 16, 4, 8).transpose(1, 2)
-        y = heads.transpose(1, 2).reshape(8, 16, 32)
-        return x + F.linear(F.silu(y), down)
-
-    calls, repeats = 13, 10
-
-    def chain(*given: Tensor) -> Callable[[], object]:
-        def run() -> object:
-            x = given[0]
-            for _ in range(repeats):
-                x = block(x, *given[1:])
-            return x
-
-        return run
-
-    every = [chain(*laid), chain(plain, up, down)]
-    for run in every:
-        run()
-    mine, bare = (sorted(_timed(run) for _ in range(20))[10] for run in every)
-    return max(0.0, (mine - bare) / (calls * repeats))
-
-
 def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iterator[MeasuredCollective]:
     """Every kind over every group size that divides `ranks`, all groups of that size at once.
 
@@ -99,7 +64,7 @@ def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iter
     long as one after the other: threads wait for their turn, and ranks for each other. There each stands behind a little
     compute, and counts with what it adds. `budget`: seconds for each size of each.
     """
-    beside = _step(64) if device().type == "cpu" else None
+    beside = _step(32) if device().type == "cpu" else None
     for degree in (d for d in range(2, ranks + 1) if ranks % d == 0):
         groups = [dist.new_group(list(range(low, low + degree))) for low in range(0, ranks, degree)]
         group = groups[dist.get_rank() // degree]
@@ -116,7 +81,7 @@ def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iter
             yield MeasuredCollective(kind, degree, tuple(rising), ranks)
 
 
-CHAIN, REPEATS = 5, 9
+CHAIN, REPEATS = 5, 7
 """Pieces of compute in a row, and how often rows are timed."""
 
 

@@ -80,11 +80,16 @@ class Work:
 
 @dataclass(frozen=True)
 class AxisCosts:
-    """Costs on a mesh axis of `degree` ranks joined by `link`."""
+    """Costs on a mesh axis of `degree` ranks joined by `link`.
+
+    `meshed`: operations are laid over a mesh; they are not on one rank, nor where ranks hold different modules and nothing
+    else.
+    """
 
     cluster: Cluster
     link: Link
     degree: int
+    meshed: bool = False
 
     def collective(self, collective: Collective | None) -> float:
         """Seconds of a collective on this axis."""
@@ -102,10 +107,11 @@ class AxisCosts:
         """Seconds of one operation, forward and backward, on one rank with its tensors in these states."""
         cluster = self.cluster
         launches = cluster.launch_s + (cluster.backward_launch_s if work.grad else 0.0)
-        launches += cluster.dispatch_s if self.on_mesh else 0.0
+        around = cluster.host_s + (cluster.dispatch_s if self.meshed else 0.0)
+        launches += around
         if not work.moves_data:
             view = cluster.measured("view", "float32")
-            return launches if view is None else view.seconds(1.0, (True, work.grad))
+            return launches if view is None else view.seconds(1.0, (True, work.grad)) + around
         split = any(is_shard(s) for s in (*ins, *outs))
         flops = work.flops / self.degree if split else work.flops
         streamed = sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs))
@@ -120,7 +126,8 @@ class AxisCosts:
         known = cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
         if known is not None:
             made = [values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)]
-            return self._measured(work, known, flops, streamed, sum(map(self._fresh, made))) + filled
+            busy = self._measured(work, known, flops, streamed, sum(map(self._fresh, made))) + filled
+            return max(busy, launches) if cluster.hides_launch else busy + around
         operands = min(work.inputs_back, 2) / 2 if flops else 1.0
         passes = 1.0 + (BACKWARD * operands if work.grad else 0.0)
         busy = max(flops / cluster.rate(work.dtype), streamed / cluster.streams) * passes + filled
@@ -136,22 +143,13 @@ class AxisCosts:
             if work.kind == "matmul":  # measured with both gradients
                 back *= min(work.inputs_back, 2) / 2
             least = streamed / self.cluster.streams
-            return max(ahead, least) + max(back, least if work.grad else 0.0) + fresh + self._laid
-        return known.seconds(streamed, (True, work.grad)) + self._laid
+            return max(ahead, least) + max(back, least if work.grad else 0.0) + fresh
+        return known.seconds(streamed, (True, work.grad))
 
     def _fresh(self, nbytes: float) -> float:
         """Seconds that a new tensor takes before anything is written to it: large ones get pages of their own."""
         known = self.cluster.measured("fresh", "float32")
         return 0.0 if known is None or nbytes < known.forward[0][0] else known.seconds(nbytes, (True, False))
-
-    @property
-    def _laid(self) -> float:
-        return self.cluster.dispatch_s if self.on_mesh else 0.0
-
-    @property
-    def on_mesh(self) -> bool:
-        """Whether operations are laid over a mesh: they are where there is more than one rank."""
-        return self.cluster.ranks > 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:

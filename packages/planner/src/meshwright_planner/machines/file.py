@@ -76,6 +76,7 @@ class ClusterFile(_Part):
     memory_efficiency: Share = 0.8
     launch_s: NotNegative = 5e-6
     launch_backward_s: NotNegative | None = None
+    host_s: NotNegative = 0.0
     dispatch_s: NotNegative = 0.0
     update_s: NotNegative = 0.0
     hides_launch: bool = True

@@ -33,7 +33,7 @@ class ChoosingPlanner(EagerPlanner):
 
     def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         host = self._host or discover()
-        setting = self._setting(model, batch, request, host)
+        setting = self.setting(model, batch, request, host)
         search = Search(setting, self._rules or default_rules())
         found, note = self.choose(search, request)
         fitting = [(place, c) for place, c in enumerate(found) if not c.excess_bytes]

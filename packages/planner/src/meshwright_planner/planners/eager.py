@@ -46,7 +46,7 @@ class EagerPlanner(Planner):
 
     def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         host = self._host or discover()
-        setting = self._setting(model, batch, request, host)
+        setting = self.setting(model, batch, request, host)
         search = Search(setting, self._rules or default_rules())
         explored = explore(search, request.top_k)
         fitting = [c for c in explored.ranked if not c.excess_bytes]
@@ -76,7 +76,8 @@ class EagerPlanner(Planner):
             pins.setdefault(SHARED, 1)
         return pins
 
-    def _setting(self, model: nn.Module, batch: Any, request: PlanRequest, host: PluginHost) -> Setting:
+    def setting(self, model: nn.Module, batch: Any, request: PlanRequest, host: PluginHost) -> Setting:
+        """What a request asks a search for."""
         strategies = installed(host)
         request.check(strategies)
         if request.optimizer not in OPTIMIZERS:

@@ -128,6 +128,7 @@ class Search:
             self.setting.dtype,
             degree,
             self.basis.link(dict(point.degrees), axis),
+            self._meshed(point),
             tuple(self._present(point)),
             len(tape.nodes),
         )
@@ -173,11 +174,18 @@ class Search:
     def _present(self, point: Point) -> list[str]:
         return [axis for axis in self.surveys if point.degree(axis) > 1 and self.surveys[axis].parameters]
 
+    def _meshed(self, point: Point) -> bool:
+        """Whether laying operations over a mesh costs something: not where ranks hold different modules and nothing else."""
+        if not self.setting.cluster.dispatch_s:
+            return False
+        return any(d > 1 and not self.setting.strategies[a].divides for a, d in point.degrees)
+
     def _tape(self, point: Point) -> Tape:
         return self.shared.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
 
     def _key(self, point: Point, tape: Tape, degree: int, axis: str | None) -> tuple[object, ...]:
-        return (id(tape), degree, self.basis.link(dict(point.degrees), axis), *self._present(point))
+        link = self.basis.link(dict(point.degrees), axis)
+        return (id(tape), degree, link, self._meshed(point), *self._present(point))
 
     def _exact(self, point: Point, axis: str | None, degree: int) -> Placed:
         tape = self._tape(point)
@@ -198,8 +206,9 @@ class Search:
 
     def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
         surveyed = self._present(point)
-        costs = AxisCosts(self.setting.cluster, link, degree)
-        like: tuple[object, ...] = (id(tape), degree, *surveyed)
+        meshed = self._meshed(point)
+        costs = AxisCosts(self.setting.cluster, link, degree, meshed)
+        like: tuple[object, ...] = (id(tape), degree, meshed, *surveyed)
         key, problems = (link, *like), self.shared.problems
         if like not in problems:
             # what a strategy places itself is not for the search to place
