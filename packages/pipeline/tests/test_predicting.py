@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -198,3 +199,20 @@ class Nowhere(Schedule):
 def test_a_schedule_that_forgets_is_refused() -> None:
     with pytest.raises(Exception, match="every forward needs its backward"):
         predict(Nowhere(), Shape(1, 1, 1), StageCosts((1.0,), (1.0,), (1.0,)))
+
+
+def test_what_a_step_takes_if_messages_took_no_time() -> None:
+    """It is what the same step takes without messages, also where the steady part is drawn out."""
+    draw = random.Random(3)
+    for name in NAMES:
+        schedule = schedule_named(name)
+        for ranks, microbatches in ((2, 4), (4, 8), (8, 480)):
+            shape = Shape(ranks, ranks * schedule.stages_each, microbatches)
+            seconds = [tuple(draw.uniform(1.0, 3.0) for _ in range(shape.stages)) for _ in range(3)]
+            costs = StageCosts(seconds[0], seconds[1], sending=seconds[2][1:])
+            found, without = (
+                predict(schedule, shape, costs),
+                predict(schedule, shape, replace(costs, sending=())),
+            )
+            assert found.silent == pytest.approx(without.seconds) and found.busy == without.busy
+            assert without.silent == without.seconds < found.seconds

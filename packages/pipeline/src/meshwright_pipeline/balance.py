@@ -136,22 +136,19 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     parts = found.once(("divided", shape.stages), lambda: _divided(found, known, schedule, shape))
     costs = _stage_costs(parts, link, request, shape)
     costs = _with_host(costs, parts.sizes, request, shape)
-    spoken, silent = (
-        found.once((schedule.name, shape, one), functools.partial(_predicted, schedule, shape, one))
-        for one in (costs, costs.silent())
-    )
+    step = found.once((schedule.name, shape, costs), functools.partial(_predicted, schedule, shape, costs))
     owned = found.once(("owned", schedule.name, shape), lambda: _owned(schedule, shape, parts.held, known))
-    fullest = max(_ranks(spoken, owned, parts.messages), key=lambda one: one.total(request))
+    fullest = max(_ranks(step, owned, parts.messages), key=lambda one: one.total(request))
     whole = found.whole * shape.microbatches
     return StrategyCost(
-        exposed_seconds=max(0.0, spoken.seconds - silent.seconds),
+        exposed_seconds=max(0.0, step.seconds - step.silent),
         parameters=fullest.share,
         gradients=fullest.share,
         optimizer=fullest.share,
         activations=fullest.peak.kept / (found.kept * shape.microbatches),
         collectives=tuple(_messages(parts.messages, shape.microbatches)),
-        compute=silent.seconds / whole,
-        idle=(silent.seconds - max(silent.busy)) / whole,
+        compute=step.silent / whole,
+        idle=(step.silent - max(step.busy)) / whole,
         stages=tuple(one.seconds / found.whole for one in parts.loads),
         forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in parts.loads),
         holds=fullest.holds,

@@ -36,10 +36,6 @@ class StageCosts:
     halving: tuple[float, ...] = ()
     split: bool = True
 
-    def silent(self) -> StageCosts:
-        """The same seconds without messages; nothing is kept."""
-        return StageCosts(self.forward, self.backward, halving=self.halving, split=self.split)
-
 
 @dataclass(frozen=True)
 class Fullest:
@@ -64,12 +60,14 @@ class Prediction:
         busy: per rank, the seconds in which it computes.
         held: per rank, the most bytes of activations that it holds at once.
         fullest: per rank, when it holds most, with all that there is beside activations.
+        silent: what the seconds would be if messages took none.
     """
 
     seconds: float
     busy: tuple[float, ...]
     held: tuple[float, ...]
     fullest: tuple[Fullest, ...] = ()
+    silent: float = 0.0
 
     @property
     def bubble(self) -> float:
@@ -102,6 +100,7 @@ def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
             Fullest(drawn(a.kept, b.kept), drawn(a.over, b.over), drawn(a.gradients, b.gradients))
             for a, b in zip(short.fullest, longer.fullest, strict=True)
         ),
+        drawn(short.silent, longer.silent),
     )
 
 
@@ -134,9 +133,9 @@ def _lengths(costs: StageCosts) -> tuple[float, ...]:
 
 def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     steps, lengths = _steps(schedule, shape), _lengths(costs)
-    ends = [0.0]  # the first one is that of nothing
-    clock, busy = [0.0] * shape.ranks, [0.0] * shape.ranks
     sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last one is that of no message, -1
+    clock, silent, busy = ([0.0] * shape.ranks for _ in range(3))
+    ends, quiet = [0.0], [0.0]  # the first one is that of nothing; with messages, and if they took no time
     for rank, number, place, cut in steps.actions:
         start, arrival, length = clock[rank], ends[place] + sending[cut], lengths[number]
         if arrival > start:
@@ -144,8 +143,13 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
         busy[rank] += length
         clock[rank] = end = start + length
         ends.append(end)
+        start, arrival = silent[rank], quiet[place]
+        if arrival > start:
+            start = arrival
+        silent[rank] = end = start + length
+        quiet.append(end)
     held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
-    return Prediction(max(clock), tuple(busy), held, fullest)
+    return Prediction(max(clock), tuple(busy), held, fullest, max(silent))
 
 
 def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
