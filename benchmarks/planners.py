@@ -5,15 +5,16 @@ take to answer.
     python benchmarks/planners.py --only gpt2-1.3b      # one of them
     python benchmarks/planners.py --out benchmarks/results/planners.json
 
-Times are of the processor. Every planner starts from nothing for every model: what one records is not there for the next.
-Models are on meta: nothing is
-allocated. Exit code 4 where the default planner's step is longer than another's, or its answer takes longer.
+Times are of the processor. Every planner answers for every model in a process of its own, which has planned a tiny model
+before. Models are on meta: nothing is allocated. Exit code 4 where the default planner's step is longer than another's, or
+its answer takes longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright_dtensor.planning import PlanRequest
-from meshwright_planner.reports.comparing import Answer, compare
+from meshwright_planner.reports.comparing import compare
 
 PLANNERS = ("eager", "alpa", "mcmc")
 
@@ -104,13 +105,26 @@ def made(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def run(case: Case) -> dict[str, Answer]:
-    """The planners' answers, each for a model of its own."""
-    found = {}
-    for planner in PLANNERS:
-        model, batch = made(case)
-        request = PlanRequest(cluster=case.cluster, world_size=case.ranks, precision="bf16")
-        (found[planner],) = compare(model, batch, request, [planner]).answers
+def answer(case: Case, planner: str) -> dict[str, Any]:
+    """What one planner says, in this process."""
+    model, batch = made(case)
+    request = PlanRequest(cluster=case.cluster, world_size=case.ranks, precision="bf16")
+    (found,) = compare(model, batch, request, [planner]).answers
+    plan = found.plan
+    return {
+        "step_seconds": None if plan is None or plan.predicted is None else plan.predicted.step_seconds,
+        "answer_seconds": found.processor_seconds,
+        "degrees": None if plan is None else dict(plan.degrees),
+    }
+
+
+def apart(name: str, planner: str) -> dict[str, Any]:
+    """The same in a process of its own: what the first one learns of a model's operators would be a gift to the second."""
+    command = [sys.executable, __file__, "--here", name, planner]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}, {planner}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -119,39 +133,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CASES, action="append")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--here", nargs=2, metavar=("MODEL", "PLANNER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    run(WARM)  # what is imported and learnt of operators the first time is nobody's
+    if options.here:
+        name, planner = options.here
+        answer(WARM, planner)  # what is imported is nobody's
+        print(json.dumps(answer(CASES[name], planner)))
+        return 0
     results, failed = {}, []
     print(f"{'model':16}" + "".join(f"{name + ' step, answer':>30}" for name in PLANNERS), flush=True)
     for name in options.only or CASES:
-        answers = run(CASES[name])
-        steps = {
-            p: a.plan.predicted.step_seconds if a.plan is not None and a.plan.predicted is not None else None
-            for p, a in answers.items()
-        }
+        found = results[name] = {planner: apart(name, planner) for planner in PLANNERS}
+        steps = {planner: one["step_seconds"] for planner, one in found.items()}
+        seconds = {planner: one["answer_seconds"] for planner, one in found.items()}
         row = [
-            f"{'nothing fits' if steps[p] is None else f'{steps[p]:.4f} s'}, {answers[p].processor_seconds:7.2f} s"
+            f"{'nothing fits' if steps[p] is None else f'{steps[p]:.4f} s'}, {seconds[p]:7.2f} s"
             for p in PLANNERS
         ]
         print(f"{name:16}" + "".join(f"{text:>30}" for text in row), flush=True)
-        own = steps["eager"] if steps["eager"] is not None else float("inf")
+        own = float("inf") if steps["eager"] is None else steps["eager"]
         others = [s for p, s in steps.items() if p != "eager" and s is not None]
         if others and own > min(others) * (1 + 1e-9):
             failed.append(f"{name}: eager predicts {own:.4f} s, another {min(others):.4f} s")
-        if answers["eager"].processor_seconds > min(
-            answers[p].processor_seconds for p in PLANNERS if p != "eager"
-        ):
-            failed.append(
-                f"{name}: eager answers in {answers['eager'].processor_seconds:.2f} s, another sooner"
-            )
-        results[name] = {
-            p: {
-                "step_seconds": steps[p],
-                "answer_seconds": answers[p].processor_seconds,
-                "degrees": None if answers[p].plan is None else dict(answers[p].plan.degrees),  # type: ignore[union-attr]
-            }
-            for p in PLANNERS
-        }
+        if seconds["eager"] > min(seconds[p] for p in PLANNERS if p != "eager"):
+            failed.append(f"{name}: eager answers in {seconds['eager']:.2f} s, another sooner")
     for line in failed:
         print(line)
     if options.out is not None:
