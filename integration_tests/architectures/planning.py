@@ -2,6 +2,8 @@
 
 No ranks are started: a model is built, its training batch is an example, and the planner is asked for the best plan on a
 cluster that exists only as a name. Printed: how many there are, what could not be planned and why, seconds of one core, memory.
+
+    python -m integration_tests.architectures.planning --store FILE     # go on where a sweep was cut off; again, to tally
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -32,12 +36,16 @@ CLUSTER, RANKS = "dgx-h100", 8
 
 @dataclass(frozen=True)
 class Planned:
-    """One architecture: "planned", "failed", "not built" or "not trained", what there is to say, and the planner's seconds."""
+    """One architecture: "planned", "failed", "not built" or "not trained", what there is to say, and the planner's seconds.
+
+    `peak`: the most bytes that the process had had by then.
+    """
 
     architecture: Architecture
     kind: str
     text: str
     seconds: float = 0.0
+    peak: int = 0
 
 
 def plan_architecture(architecture: Architecture, ranks: int = RANKS, cluster: str = CLUSTER) -> Planned:
@@ -75,6 +83,28 @@ def _trains(architecture: Architecture) -> str:
     return ""
 
 
+def stored(path: Path | None, known: Mapping[str, Architecture]) -> dict[str, Planned]:
+    """Name -> what a file says of it, its last line; nothing of names that are not known."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    entries = {entry.pop("name"): entry for entry in map(json.loads, lines)}
+    return {name: Planned(known[name], **entry) for name, entry in entries.items() if name in known}
+
+
+def keep(path: Path | None, one: Planned) -> None:
+    """Add a line to the file at `path`, made if need be."""
+    if path is not None:
+        entry = {
+            "name": one.architecture.name,
+            **{f: getattr(one, f) for f in ("kind", "text", "seconds", "peak")},
+        }
+        with path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:260]}"
 
@@ -88,25 +118,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="one in so many")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--cluster", default=CLUSTER)
+    parser.add_argument(
+        "--store", type=Path, help="a file of results: what it holds is not run again, what is run is added"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     chosen = [a for a in architectures() if not options.only or any(part in a.name for part in options.only)]
     chosen = chosen[:: options.every]
     begin, found = time.monotonic(), list[Planned]()
+    known = stored(options.store, {a.name: a for a in chosen})
     for architecture in chosen:
-        one = plan_architecture(architecture, options.ranks, options.cluster)
+        one = known.get(architecture.name)
+        if one is None:
+            one = replace(plan_architecture(architecture, options.ranks, options.cluster), peak=_peak())
+            keep(options.store, one)
+            place = f"{len(found) + 1:3}/{len(chosen)}"
+            print(f"{place} {one.kind:11} {architecture.name} {one.seconds:.2f} s {one.text}", flush=True)
         found.append(one)
-        place = f"{len(found):3}/{len(chosen)}"
-        print(f"{place} {one.kind:11} {architecture.name} {one.seconds:.2f} s {one.text}", flush=True)
+    if not found:
+        parser.error(f"no architecture's name contains {' or '.join(options.only)}")
     tally = {
         kind: sum(one.kind == kind for one in found) for kind in dict.fromkeys(one.kind for one in found)
     }
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = max(one.peak for one in found)
     print(
         f"{tally}; {sum(one.seconds for one in found):.0f} s of processor time in planning, "
         f"{time.monotonic() - begin:.0f} s in all, slowest {max(found, key=lambda one: one.seconds).architecture.name} "
         f"{max(one.seconds for one in found):.1f} s; peak memory {peak / 2**30:.2f} GiB"
     )
+    for one in found:
+        if one.kind == "failed":
+            print(f"failed: {one.architecture.name}: {one.text}")
     return 1 if tally.get("failed") else 0
 
 

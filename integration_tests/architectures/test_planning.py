@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from .catalogue import Architecture, architectures
-from .planning import plan_architecture
+from .planning import main, plan_architecture
 
 EVERY = 37
 """One in so many, across tasks and families."""
@@ -17,3 +20,20 @@ def test_an_architecture_is_planned(architecture: Architecture) -> None:
     if found.kind in ("not built", "not trained"):
         pytest.skip(found.text)
     assert found.kind == "planned", found.text
+
+
+def test_a_sweep_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, asked = tmp_path / "planned.jsonl", ["--only", "GPT2LMHead", "--only", "ResNetForImage"]
+    done = {"kind": "failed", "text": "as it was then", "seconds": 7.0, "peak": 3 * 2**30}
+    store.write_text(json.dumps({"name": "GPT2LMHeadModel", **done}) + "\n")
+    assert main([*asked, "--store", str(store)]) == 1
+    out = capsys.readouterr().out
+    assert "planned     ResNetForImageClassification" in out and "planned     GPT2LMHeadModel" not in out
+    assert "slowest GPT2LMHeadModel 7.0 s; peak memory 3.00 GiB" in out
+    assert "failed: GPT2LMHeadModel: as it was then" in out
+    assert [json.loads(line)["name"] for line in store.read_text().splitlines()] == [
+        "GPT2LMHeadModel",
+        "ResNetForImageClassification",
+    ]
+    main([*asked, "--store", str(store)])
+    assert len(store.read_text().splitlines()) == 2
