@@ -261,3 +261,8 @@ def is_fake(x: Any) -> bool:
 def stock_call() -> AbstractContextManager[Any]:
     """Inside, torch functions do not ask subclasses: a DTensor is handled by its dispatch alone."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """Inside, no function mode sees torch functions: even reading a shape is one, and takes ten times as long when seen."""
+    return torch._C.DisableTorchFunction()

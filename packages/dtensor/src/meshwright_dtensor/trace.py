@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from meshwright_dtensor._torch import TorchDispatchMode, is_fake, pytree
+from meshwright_dtensor._torch import TorchDispatchMode, is_fake, pytree, unwatched
 from meshwright_dtensor._torch_metas import FLOPS, METAS
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ T = TypeVar("T")
 aten = torch.ops.aten
 _ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 _QUERIES = frozenset({aten.sym_size.int, aten._local_scalar_dense.default})
+DEVICE = torch.ops.prim.device.default
+"""Autograd asks fake tensors for theirs again and again."""
 
 
 class Ref:
@@ -212,9 +214,7 @@ class Recorder(TorchDispatchMode):
         index = self._index.get(id(tensor))
         if index is None:
             index = len(self.values)
-            self.values.append(
-                Value(tuple(tensor.shape), _stride(tensor), tensor.dtype, tensor.requires_grad)
-            )
+            self.values.append(_value(tensor))
             self._bind(tensor, index)
         return Ref(index)
 
@@ -296,6 +296,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         meta = METAS.get(func)
         if meta is not None and is_fake(args[0]):
@@ -361,11 +363,13 @@ class Recorder(TorchDispatchMode):
         """Give ``tensor`` and its aliases a new value: what they held has been overwritten."""
         old = self._index[id(tensor)]
         new = len(self.values)
-        self.values.append(Value(tuple(tensor.shape), _stride(tensor), tensor.dtype, tensor.requires_grad))
+        self.values.append(_value(tensor))
         for alias in self._aliases.pop(old):
             self._index[alias] = new
             self._aliases.setdefault(new, set()).add(alias)
 
 
-def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+def _value(tensor: torch.Tensor) -> Value:
+    with unwatched():
+        stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        return Value(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)

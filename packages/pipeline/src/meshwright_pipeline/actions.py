@@ -121,11 +121,24 @@ def require(schedule: Schedule, shape: Shape) -> None:
         raise UsageError(f"schedule {schedule.name!r}: {refused}")
 
 
-def ordered(
-    schedule: Schedule, shape: Shape
-) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[int, Action], ...], set[tuple[int, int]]]:
-    """The actions of a schedule: per rank; every one with its rank, behind what it waits for; and (stage, microbatch) whose
-    backward is split.
+class Ordered(NamedTuple):
+    """The actions of a schedule that can run.
+
+    Attributes:
+        ranks: per rank.
+        order: every one with its rank, behind what it waits for.
+        split: (stage, microbatch) whose backward is.
+        numbers: as `numbered`.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    order: tuple[tuple[int, Action], ...]
+    split: set[tuple[int, int]]
+    numbers: list[list[tuple[int, int, int]]]
+
+
+def ordered(schedule: Schedule, shape: Shape) -> Ordered:
+    """The actions of a schedule, put into an order in which they can run.
 
     Raises:
         UsageError: the schedule refuses the pipeline, or its actions are not complete or wait for each other.
@@ -134,7 +147,8 @@ def ordered(
     ranks = tuple(tuple(schedule.actions(rank, shape)) for rank in range(shape.ranks))
     _check_complete(schedule, shape, ranks)
     split = {(action.stage, action.microbatch) for own in ranks for action in own if action.kind == "I"}
-    return ranks, _order(schedule, shape, ranks, split), split
+    numbers = numbered(shape, ranks, split)
+    return Ordered(ranks, _order(schedule, shape, ranks, split, numbers), split, numbers)
 
 
 def timetable(schedule: Schedule, shape: Shape) -> Timetable:
@@ -143,7 +157,7 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
     Raises:
         UsageError: as `ordered`.
     """
-    ranks, order, split = ordered(schedule, shape)
+    ranks, order, split, _ = ordered(schedule, shape)
     ends: dict[Action, float] = {}
     clock, held, most = [0.0] * shape.ranks, [0] * shape.ranks, [0] * shape.ranks
     for rank, action in order:
@@ -244,10 +258,13 @@ def numbered(
 
 
 def _order(
-    schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]], split: set[tuple[int, int]]
+    schedule: Schedule,
+    shape: Shape,
+    ranks: Sequence[Sequence[Action]],
+    split: set[tuple[int, int]],
+    numbers: Sequence[Sequence[tuple[int, int, int]]],
 ) -> tuple[tuple[int, Action], ...]:
     found: list[tuple[int, Action]] = []
-    numbers = numbered(shape, ranks, split)
     done = bytearray(4 * shape.stages * shape.microbatches) + b"\1"
     place = [0] * shape.ranks
     moved = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from meshwright_pipeline.actions import Schedule, Shape, numbered, ordered, require
+from meshwright_pipeline.actions import Schedule, Shape, ordered, require
 
 WALKED = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
@@ -193,9 +193,9 @@ def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, 
 @functools.lru_cache(maxsize=256)
 def _steps(schedule: Schedule, shape: Shape) -> _Steps:
     """The actions of a checked schedule; kept, since a search asks for the same ones again and again."""
-    ranks, order, split = ordered(schedule, shape)
+    ranks, order, _, every = ordered(schedule, shape)
     owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
-    numbers = [iter(own) for own in numbered(shape, ranks, split)]
+    numbers = [iter(own) for own in every]
     places = [0] * (4 * shape.stages * shape.microbatches + 1)  # the last one is that of nothing
     kinds = {kind: number for number, kind in enumerate(KINDS)}
     # what flows forwards comes from the stage before, gradients from the one behind

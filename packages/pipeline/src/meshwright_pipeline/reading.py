@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -48,14 +48,6 @@ class Run:
     waiting: float = 0.0
     entering: frozenset[tuple[int, str, int]] = frozenset()
 
-    @staticmethod
-    def of(unit: str, part: ModuleWork) -> Run:
-        """The work of one module."""
-        ahead = part.seconds * part.forward
-        return Run(
-            unit, part.seconds, ahead, part.saved_bytes, part.shared, part.beside, part.waiting, part.entering
-        )
-
     @property
     def kept(self) -> float:
         """Bytes that autograd keeps."""
@@ -78,6 +70,25 @@ class Run:
 
 
 NOTHING = Run("")
+
+
+def joined(unit: str, parts: Iterable[ModuleWork], before: Run = NOTHING) -> Run:
+    """The work of modules, one behind the other, behind what came before: as `Run.then`, part by part, but made once."""
+    seconds, forward, saved, waiting = before.seconds, before.forward, before.saved_bytes, before.waiting
+    over, shared, entering = before.over, before.shared, set(before.entering)
+    for part in parts:
+        seconds += part.seconds
+        forward += part.seconds * part.forward
+        later = part.saved_bytes
+        if part.shared:
+            both = shared | part.shared
+            later = part.saved_bytes + _bytes(both) - _bytes(shared)
+            shared = both
+        over = max(over - later, part.beside)
+        saved += part.saved_bytes
+        waiting += part.waiting
+        entering |= part.entering
+    return Run(unit, seconds, forward, saved, shared, over, waiting, frozenset(entering))
 
 
 @dataclass(frozen=True)
@@ -138,20 +149,19 @@ def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) ->
     shared = read_outside(work, known)
     runs: list[Run] = []
     between: list[Run] = []
-    waiting = NOTHING
-    for part in work:
-        unit = known.unit(part.module)
+    waiting: list[ModuleWork] = []
+    for unit, parts in itertools.groupby(work, lambda part: known.unit(part.module)):
         if not unit or unit in shared:
-            waiting = waiting.then(Run.of("", part))
-            continue
-        if runs and runs[-1].unit == unit:
-            between[-1] = between[-1].then(waiting)
-            runs[-1] = runs[-1].then(Run.of(unit, part))
+            waiting += parts
+        elif runs and runs[-1].unit == unit:
+            between[-1] = between[-1].then(joined("", waiting))
+            runs[-1] = joined(unit, parts, runs[-1])
+            waiting = []
         else:
-            between.append(waiting)
-            runs.append(Run.of(unit, part))
-        waiting = NOTHING
-    *both, tail = _folded([*runs, *between, waiting])
+            between.append(joined("", waiting))
+            runs.append(joined(unit, parts))
+            waiting = []
+    *both, tail = _folded([*runs, *between, joined("", waiting)])
     runs, between = both[: len(runs)], both[len(runs) :]
     kept = sum(run.saved_bytes for run in (*both, tail)) + _bytes(*(run.shared for run in (*both, tail)))
     whole = sum(part.seconds for part in work) or 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ DispatchMode = TorchDispatchMode
 def storage_key(tensor: torch.Tensor) -> int | None:
     """An integer that is equal for tensors that share memory while both live; None where there is no storage."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():
+            return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -47,9 +49,17 @@ def fake_mode() -> FakeTensorMode:
 def fake_like(
     mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A fake tensor with the geometry of `tensor` on `device`; the memory of `tensor` is not read."""
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, device)
+    """A fake tensor with the geometry of `tensor` on `device`; the memory of `tensor` is not read, and no mode sees it made."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
+        return FakeTensor(mode, meta, device)
+
+
+def as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A fake tensor that nobody else has, made a parameter: as nn.Parameter does it, but for a detached copy."""
+    fake.requires_grad_(requires_grad)
+    fake._is_param = True  # type: ignore[attr-defined]
+    return fake
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -76,11 +86,12 @@ class _Computed(torch.autograd.Function):
     """A tensor that requires a gradient and is no leaf."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return tensor.detach()
+    def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return make()
 
 
-def computed(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as if it had been computed from something that requires a gradient."""
-    anchor = torch.empty(0, requires_grad=True)  # only says that there is a gradient
-    return _Computed.apply(anchor, tensor)  # type: ignore[no-untyped-call,no-any-return]
+def computed(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The new tensor that `make` returns, as if it had been computed from something that requires a gradient."""
+    with torch._C.DisableTorchFunction():
+        anchor = torch.empty(0, requires_grad=True)  # only says that there is a gradient
+        return _Computed.apply(anchor, make)  # type: ignore[no-untyped-call,no-any-return]

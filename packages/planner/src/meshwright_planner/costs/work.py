@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from meshwright_dtensor.states import State, is_shard
+from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
 from meshwright_dtensor.units import parameter_units
+from meshwright_planner.costs.owing import Keepers
 from meshwright_planner.costs.peak import Replay
 from meshwright_planner.costs.prices import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
@@ -24,74 +25,104 @@ class ModuleRun:
 
     Args:
         module: its full name.
-        nodes: its operations: (node, representative).
+        kinds: the representatives of its operations.
         parameters: names of the parameters that they read.
-        entering: (value, module that made it).
+        entering: (value, its representative, module that made it).
     """
 
     module: str
-    nodes: tuple[tuple[int, int], ...]
+    kinds: tuple[int, ...]
     parameters: frozenset[str]
-    entering: tuple[tuple[int, str], ...]
+    entering: tuple[tuple[int, int, str], ...]
 
 
-def module_runs(problem: PlacementProblem) -> tuple[ModuleRun, ...]:
-    """The operations in the order of execution, consecutive ones of one module together."""
-    tape, representative = problem.tape, problem.quotient.node
+@dataclass(frozen=True)
+class ModuleRuns:
+    """The operations of a tape in the order of execution, consecutive ones of one module together.
+
+    Args:
+        runs: one after the other.
+        run_of: node -> number of its run.
+        kept: what was recomputed -> who keeps what then, filled as it is asked for.
+    """
+
+    runs: tuple[ModuleRun, ...]
+    run_of: tuple[int, ...]
+    kept: dict[Hashable, Keepers]
+
+
+def module_runs(problem: PlacementProblem) -> ModuleRuns:
+    """Those of the tape of a problem."""
+    tape, quotient = problem.tape, problem.quotient
     maker: dict[int, str] = {}
     found: list[ModuleRun] = []
+    run_of: list[int] = []
     for module, nodes in itertools.groupby(enumerate(tape.nodes), lambda entry: entry[1].module):
-        own: list[tuple[int, int]] = []
+        own: list[int] = []
         read: set[str] = set()
-        entering: dict[tuple[int, str], None] = {}
+        entering: dict[tuple[int, int, str], None] = {}
         for index, node in nodes:
-            own.append((index, representative(index)))
+            own.append(quotient.node(index))
+            run_of.append(len(found))
             for ref in node.ins:
                 value = tape.values[ref.i]
                 if value.name is not None and value.name.startswith("param:"):
                     read.add(value.name.removeprefix("param:"))
                 made = maker.get(ref.i)
                 if made is not None and made != module and value.dtype.is_floating_point:
-                    entering[ref.i, made] = None
+                    entering[ref.i, quotient.value(ref.i), made] = None
             maker.update((ref.i, module) for ref in node.outs)
         found.append(ModuleRun(module, tuple(own), frozenset(read), tuple(entering)))
-    return tuple(found)
+    return ModuleRuns(tuple(found), tuple(run_of), {})
 
 
-def module_work(replay: Replay, runs: Sequence[ModuleRun] | None = None) -> tuple[ModuleWork, ...]:
-    """The work of one rank in the order of execution; `runs`: those of the problem, where they are known."""
+def module_work(
+    replay: Replay, known: ModuleRuns | None = None, recompute: Hashable = ()
+) -> tuple[ModuleWork, ...]:
+    """The work of one rank in the order of execution.
+
+    `known`: the runs of the problem, where they are known; `recompute`: what says which of its saved tensors are left.
+    """
     problem, placement = replay.problem, replay.placement
     tape, quotient, share = problem.tape, problem.quotient, problem.costs.share
-    runs = module_runs(problem) if runs is None else runs
-    run_of = {index: number for number, run in enumerate(runs) for index, _ in run.nodes}
-    own, common = _kept(problem, placement, run_of)
+    known = module_runs(problem) if known is None else known
+    if recompute not in known.kept:
+        known.kept[recompute] = Keepers.of(problem, known.run_of)
+    own, common = known.kept[recompute].bytes(problem, placement, len(known.runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
     ahead = {k: s / (1 + BACKWARD + placement.again.get(k, 0.0)) for k, s in seconds.items()}
     beside = {k: replay.alive[n] + replay.gradient.get(n, 0.0) for k, n in replay.place.items()}
     waiting = {k: _waiting(problem, placement, k) for k in replay.place}
     states: dict[int, State] = {}
+    for k in replay.place:
+        for ref, state in zip(tape.nodes[k].outs, placement.options[k].outs):
+            states[quotient.value(ref.i)] = state
+    alike: dict[tuple[int, ...], tuple[float, float, float, float]] = {}  # copies of a block do the same
     found = []
-    for number, run in enumerate(runs):
-        whole = sum(seconds[k] for _, k in run.nodes)
+    for number, run in enumerate(known.runs):
+        same = alike.get(run.kinds)
+        if same is None:
+            whole = sum(seconds[k] for k in run.kinds)
+            same = alike[run.kinds] = (
+                whole,
+                max(beside[k] for k in run.kinds),
+                sum(waiting[k] for k in run.kinds),
+                sum(ahead[k] for k in run.kinds) / whole if whole else 1 / (1 + BACKWARD),
+            )
         found.append(
             ModuleWork(
                 run.module,
-                whole,
+                same[0],
                 own[number],
                 run.parameters,
                 frozenset(
-                    (i, made, math.ceil(tape.values[i].nbytes * share(states.get(quotient.value(i), "I"))))
-                    for i, made in run.entering
+                    (i, made, math.ceil(tape.values[i].nbytes * share(states.get(like, "I"))))
+                    for i, like, made in run.entering
                 ),
                 frozenset(common[number].items()),
-                max(beside[k] for _, k in run.nodes),
-                sum(waiting[k] for _, k in run.nodes),
-                sum(ahead[k] for _, k in run.nodes) / whole if whole else 1 / (1 + BACKWARD),
+                *same[1:],
             )
         )
-        for index, k in run.nodes:
-            for ref, state in zip(tape.nodes[index].outs, placement.options[k].outs):
-                states[quotient.value(ref.i)] = state
     return tuple(found)
 
 
@@ -104,33 +135,6 @@ def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
         return 0.0
     outs = zip(node.outs, placement.options[k].outs, strict=True)
     return sum(tape.values[r.i].nbytes * problem.costs.share(s) for r, s in outs if tape.grad[r.i])
-
-
-def _kept(
-    problem: PlacementProblem, placement: Placement, run_of: Mapping[int, int]
-) -> tuple[list[float], list[dict[int, float]]]:
-    """By run, the bytes that autograd keeps of it alone, and by tensor those that it keeps of others too."""
-    tape, share = problem.tape, problem.costs.share
-    count = 1 + max(run_of.values(), default=-1)
-    own, common = [0.0] * count, [dict[int, float]() for _ in range(count)]
-    keepers: dict[int, dict[int, float]] = {}
-    for item in tape.saved:
-        option, run = placement.options[problem.quotient.node(item.node)], run_of[item.node]
-        if item.root is None:
-            split = any(map(is_shard, (*option.ins, *option.outs)))
-            own[run] += problem.kept_bytes(item) * (share(0) if split else 1.0)
-        elif not (tape.values[item.root].name or "").startswith("param:"):
-            size = item.nbytes * (share(0) if problem.keeps_shard(item, option) else 1.0)
-            of = keepers.setdefault(item.root, {})
-            of[run] = max(of.get(run, 0.0), size)
-    for root, of in keepers.items():
-        if len(of) == 1:
-            ((run, size),) = of.items()
-            own[run] += size
-        else:
-            for run in of:
-                common[run][root] = max(of.values())
-    return own, common
 
 
 def parameter_sizes(

@@ -113,7 +113,11 @@ def _run_mixed(
             return fake(tensor)
         found = known.parameters.get(id(tensor))
         if found is None or found[0] is not tensor:
-            new = nn.Parameter(fake(tensor), tensor.requires_grad)
+            new = fake(tensor)
+            if _torch.is_fake(new):
+                new = _torch.as_parameter(new, tensor.requires_grad)
+            else:
+                new = nn.Parameter(new, tensor.requires_grad)
             found = known.parameters[id(tensor)] = tensor, new
         return found[1]
 

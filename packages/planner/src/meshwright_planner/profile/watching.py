@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.trace import Recorder, leaves
+from meshwright_dtensor.trace import DEVICE, Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
 
@@ -21,6 +21,7 @@ class Watcher(Recorder):
 
     def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
         self.storages: dict[int, list[int]] = {}
+        self._stored: set[tuple[int, int]] = set()  # (id of a tensor, value) whose storage is noted
         self.fake = mode
         self.copied: dict[str, str] = {}
         self.packed: list[tuple[int, Any]] = []
@@ -30,11 +31,13 @@ class Watcher(Recorder):
     def ref(self, tensor: torch.Tensor) -> Any:
         """See Recorder.ref."""
         ref = super().ref(tensor)
-        key = _torch.storage_key(tensor)
-        if key is not None:
-            known = self.storages.setdefault(key, [])
-            if ref.i not in known:
-                known.append(ref.i)
+        if (id(tensor), ref.i) not in self._stored:
+            self._stored.add((id(tensor), ref.i))
+            key = _torch.storage_key(tensor)
+            if key is not None:
+                known = self.storages.setdefault(key, [])
+                if ref.i not in known:
+                    known.append(ref.i)
         return ref
 
     def storage_of(self, tensor: torch.Tensor, none: list[int]) -> list[int]:
@@ -50,9 +53,12 @@ class Watcher(Recorder):
         """A new fake tensor with the geometry of `like`, as value `index`, whose storage is that of `storage`."""
         self._silent += 1
         try:
-            new = _torch.fake_like(self.fake, like, like.device)
-            if like.requires_grad:
-                new = _torch.computed(new)
+            device = like.device
+            new = (
+                _torch.computed(lambda: _torch.fake_like(self.fake, like, device))
+                if like.requires_grad
+                else _torch.fake_like(self.fake, like, device)
+            )
         finally:
             self._silent -= 1
         self._bind(new, index)
@@ -66,6 +72,8 @@ class Watcher(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         if self.fake is not None and _result_elements(func, args, kwargs) > REAL_ELEMENTS:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
