@@ -11,11 +11,13 @@ from pipe_models import Chain, Crossed, chain_batch, chain_plan, crossed_batch, 
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule, RecomputeRule
+from meshwright_dtensor.strategy import ModuleWork
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.checks import check_division
 from meshwright_pipeline.cutting import cut
 from meshwright_pipeline.dividing import balanced
 from meshwright_pipeline.profiling import Profiler
+from meshwright_pipeline.reading import NOTHING, joined
 from meshwright_pipeline.skeleton import skeleton
 from meshwright_pipeline.units import find_units, ownership
 
@@ -117,3 +119,24 @@ def test_fields_are_checked_and_explained() -> None:
 def test_what_a_pipeline_by_itself_would_not_do_is_refused() -> None:
     with pytest.raises(PlanError, match=r"plan field recompute .*use meshwright_parallel.parallelize"):
         pipeline(Chain(), chain_plan().replace(recompute=(RecomputeRule(pattern="layers.*"),)))
+
+
+def test_work_joined_at_once_is_work_joined_part_by_part() -> None:
+    draw = random.Random(0)
+
+    def part() -> ModuleWork:
+        shared = frozenset((draw.randrange(4), 8.0 * draw.randrange(9)) for _ in range(draw.randrange(3)))
+        taken = frozenset((draw.randrange(9), "made", 4) for _ in range(draw.randrange(3)))
+        numbers = [float(draw.randrange(100)) for _ in range(4)]
+        return ModuleWork(
+            "m", numbers[0], numbers[1], frozenset(), taken, shared, numbers[2], numbers[3], 0.25
+        )
+
+    for _ in range(50):
+        parts = [part() for _ in range(6)]
+        one_by_one = NOTHING
+        for each in parts:
+            one_by_one = one_by_one.then(joined("", [each]))
+        assert joined("", parts) == one_by_one == joined("", parts[2:], joined("", parts[:2]))
+        # bytes are alive beside what was kept by then, not beside what comes later
+        assert one_by_one.over >= parts[-1].beside

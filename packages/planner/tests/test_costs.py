@@ -12,9 +12,14 @@ from torch import nn
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_planner.costs.peak import Replay
 from meshwright_planner.costs.prices import AxisCosts, backward_move, convertible, forward_move, work_of
+from meshwright_planner.costs.work import module_work
 from meshwright_planner.machines.known import DGX_A100, DGX_H100, LAPTOP_CPU, cluster_of
+from meshwright_planner.placing.legal import Legality
+from meshwright_planner.placing.placement import PlacementProblem
 from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.quotient import quotient
 from meshwright_planner.profile.recording import record
 
 # (source, target) -> collective of the forward pass, of the backward pass
@@ -134,3 +139,22 @@ def test_dead_code_is_dropped_and_gradients_flow_where_they_should() -> None:
     assert tape.recorded == 4 and tape.scalar
     grad = {tape.values[r.i].name: tape.grad[r.i] for r in tape.nodes[0].ins}
     assert grad == {"input:0": False, "param:used.weight": True, "param:used.bias": False}
+
+
+def test_copies_of_a_block_have_the_work_that_their_own_operations_have() -> None:
+    book = RuleBook.first_party()
+    tape = record(Transformer(), Batch.of(tokens()), book.composites)
+
+    def work(merge: bool) -> list[tuple[object, ...]]:
+        costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 1), 1)
+        problem = PlacementProblem(
+            Legality(tape, quotient(tape, merge), book, costs, tape.rows, {}, None), {}
+        )
+        parts = module_work(Replay(problem, problem.replicated()))
+        said = ("module", "seconds", "saved_bytes", "parameters", "entering", "shared", "waiting", "forward")
+        return [tuple(getattr(part, name) for name in said) for part in parts]
+
+    merged = work(merge=True)
+    assert len(quotient(tape).nodes) < len(tape.nodes)
+    assert merged == work(merge=False)
+    assert len(merged) > 20 and all(part[1] for part in merged[1:])
