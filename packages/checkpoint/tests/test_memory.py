@@ -48,5 +48,5 @@ def test_memory_is_bounded(rank_pool: RankPool, tmp_path: Path) -> None:
     for waited, behind, same, across in rank_pool.run(2, takes, str(tmp_path)):
         assert waited < 26 << 20  # two chunks of 8 MiB that are written
         assert behind < HELD + (15 << 20)
-        assert same < 10 << 20  # it is read right into the model
+        assert same < 26 << 20  # two slots of 8 MiB are read into, around the system's cache
         assert across < 74 << 20  # 64 MiB of slots for all ranks of a machine

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright_checkpoint import CheckpointError, CorruptError, load, loading, local, save
+from meshwright_checkpoint import CheckpointError, CorruptError, load, loading, save
+from meshwright_checkpoint.filling import Filling
 from meshwright_dtensor.testing import RankError, RankPool
 
 SHAPES = {"even": (1024, 2048), "odd": (701, 1003), "long": (3, 700_001), "small": (5, 8)}
@@ -44,28 +45,26 @@ def put(rank: int, size: int, path: str) -> None:
 def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
     """Bytes of tensors that this rank reads in a load."""
     model = model_of(size, dim, False)
-    meet, read_into, read = loading.meet, local.Reader.read_into, 0
+    meet, fetch, read = loading.meet, Filling._fetch, []
 
-    def counted(self: Any, buffer: memoryview, offset: int) -> None:
-        nonlocal read
-        if self.where.endswith(".safetensors") and offset:  # not headers
-            read += len(buffer)
-        read_into(self, buffer, offset)
+    def counted(self: Any, portion: Any, data: Any, there: bool = False) -> None:
+        read.append(portion.nbytes)
+        fetch(self, portion, data, there)
 
-    local.Reader.read_into = counted  # type: ignore[method-assign]
+    Filling._fetch = counted  # type: ignore[method-assign]
     if alone:
         loading.meet = lambda ranks, what, nbytes: None  # type: ignore[assignment]
     try:
         load(path, model=model, random=False)
     finally:
-        local.Reader.read_into, loading.meet = read_into, meet  # type: ignore[method-assign]
+        Filling._fetch, loading.meet = fetch, meet  # type: ignore[method-assign]
     full = model_of(size, dim, True)
     for name, value in model.items():
         want = full[name]
         if dim is not None:
             value, want = value.to_local(), want.to_local()
         assert torch.equal(value.view(torch.int32), want.view(torch.int32)), name
-    return read
+    return sum(read)
 
 
 @pytest.mark.parametrize(("size", "dim"), [(2, 1), (4, None)])
@@ -81,23 +80,23 @@ def test_a_machine_reads_once(size: int, dim: int | None, rank_pool: RankPool, t
 def fails(rank: int, size: int, path: str, how: str) -> str:
     """What a load says of which one rank fails."""
     model = model_of(size, 1, False)
-    read_into = local.Reader.read_into
+    preadv = os.preadv
 
-    def failing(self: Any, buffer: memoryview, offset: int) -> None:
+    def failing(fd: int, buffers: Any, offset: int) -> int:
         if offset and rank == 1:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(5, "Input/output error")
-        read_into(self, buffer, offset)
+        return preadv(fd, buffers, offset)
 
     if how != "damage":
-        local.Reader.read_into = failing  # type: ignore[method-assign]
+        os.preadv = failing  # through the cache and around it
     try:
         load(path, model=model)
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        local.Reader.read_into = read_into  # type: ignore[method-assign]
+        os.preadv = preadv
     return "loaded"
 
 

@@ -38,11 +38,17 @@ def lay_out(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     metadata: Mapping[str, str],
 ) -> Body:
-    """Header and offsets of a file that holds `pieces`; wide elements first, so that every tensor is aligned.
+    """Header and offsets of a file that holds `pieces`: in the order of the power of two that divides their size, so that every
+    tensor is aligned to its elements, and those of whole pages to pages (they are read and written around the system's cache).
 
     A piece that is a whole tensor is stored under its key, others under key and box: "model/w[0:4, 0:8]".
     """
-    ordered = sorted(pieces, key=lambda piece: -shapes[piece.key][1].itemsize)  # stable: else the given order
+
+    def alignment(piece: Piece) -> int:
+        nbytes = bytes_of(piece.box, shapes[piece.key][1])
+        return min(nbytes & -nbytes or ALIGN, ALIGN)
+
+    ordered = sorted(pieces, key=alignment, reverse=True)  # stable: else the given order
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at, placed = 0, []
     for piece in ordered:

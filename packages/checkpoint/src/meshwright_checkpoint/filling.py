@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright_checkpoint._torch import bytes_of_tensor
+from meshwright_checkpoint.around import ALIGN, PagedFile
 from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.neighbours import BYE, FAILED, FREE, OVER, READY, WANTS, Line, Message, Neighbours
@@ -40,9 +41,14 @@ def step_of(members: int) -> int:
     return max(CHUNK // members // BLOCK, 1) * BLOCK
 
 
+def slot_of(members: int) -> int:
+    """Bytes of a slot: a portion lies in it as it lies in the pages of its file."""
+    return step_of(members) + 2 * ALIGN
+
+
 def memory_of(members: int) -> int:
     """Bytes of all slots of one rank."""
-    return SLOTS * step_of(members)
+    return SLOTS * slot_of(members)
 
 
 class StoppedError(CheckpointError):
@@ -86,7 +92,7 @@ class Filling:
         self._ranks = neighbours.ranks if neighbours else [0]
         self._lines: dict[int, Line] = neighbours.lines if neighbours else {}
         self._threads = min(threads, SLOTS)
-        self._step = step_of(len(self._ranks))
+        self._step, self._slot = step_of(len(self._ranks)), slot_of(len(self._ranks))
         self._memories = dict(neighbours.memories) if neighbours else {}
         self._parts = _parts(store, wanted)
         self._wants: dict[int, Runs] = {}
@@ -172,7 +178,7 @@ class Filling:
         for number in self._left:
             self._store.file(plan[number].stored.file)  # opened, and its header checked, by one thread
         if self._me not in self._memories:
-            self._memories[self._me] = _alone(SLOTS * self._step)
+            self._memories[self._me] = _alone(SLOTS * self._slot)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="meshwright-load") as pool:
             for _ in range(min(self._threads, len(self._left))):
                 pool.submit(self._guarded, self._read)
@@ -200,7 +206,8 @@ class Filling:
                     return
                 number = self._left.pop()
                 portion = self._plan[number]
-            straight = self._straight(portion)
+            around = self._around(portion)
+            straight = None if around else self._straight(portion)
             if straight is not None:
                 self._fetch(portion, straight)
                 continue
@@ -208,14 +215,26 @@ class Filling:
                 self._until(lambda: set() in self._using)
                 slot = self._using.index(set())
                 self._using[slot] = set(portion.takers)
-            start = slot * self._step
-            data = self._memories[self._me][start : start + portion.nbytes]
-            self._fetch(portion, data)
+            data = self._slot_data(portion, self._me, slot)
+            if around is not None:
+                pages = self._memories[self._me][slot * self._slot : (slot + 1) * self._slot]
+                around.read_pages(bytes_of_tensor(pages), portion.at, portion.nbytes)
+            self._fetch(portion, data, there=around is not None)
             for member in portion.takers:
                 if member != self._me:
                     self._lines[member].send(READY, number, slot)
             self._take(portion, data)
             self._used(slot, self._me)
+
+    def _around(self, portion: Portion) -> PagedFile | None:
+        """The file of a portion, where it is to be read around the system's cache."""
+        file = self._store.file(portion.stored.file)
+        return file if isinstance(file, PagedFile) and file.around(portion.at, portion.nbytes) else None
+
+    def _slot_data(self, portion: Portion, member: int, slot: int) -> torch.Tensor:
+        """Where a portion lies in a slot of a member's memory."""
+        start = slot * self._slot + portion.at % ALIGN
+        return self._memories[member][start : start + portion.nbytes]
 
     def _straight(self, portion: Portion) -> torch.Tensor | None:
         """The memory that a portion may be read right into: only one target wants it, all of it, as it is stored."""
@@ -232,24 +251,26 @@ class Filling:
             return None
         return there
 
-    def _fetch(self, portion: Portion, data: torch.Tensor) -> None:
-        """Read a portion, and check it."""
+    def _fetch(self, portion: Portion, data: torch.Tensor, there: bool = False) -> None:
+        """Read a portion, if it is not `there`, and check it."""
         part = self._parts[portion.stored]
         file = self._store.file(portion.stored.file)
         view = bytes_of_tensor(data)
-        file.read_into(view, portion.stored.offset + portion.start)
+        if not there:
+            file.read_into(view, portion.at)
         if part.sums:
             first = portion.start // BLOCK * DIGITS
             if block_sums(view) != part.sums[first : first + -(-portion.nbytes // BLOCK) * DIGITS]:
                 raise CorruptError(
                     f"{file.where}: the stored values of {part.key} are damaged (checksum differs at byte "
-                    f"{portion.stored.offset + portion.start} or up to {portion.nbytes} bytes later)"
+                    f"{portion.at} or up to {portion.nbytes} bytes later)"
                 )
 
     def _take(self, portion: Portion, data: torch.Tensor) -> None:
         """Copy what is wanted here out of the bytes of a portion."""
         for one in self._parts[portion.stored].targets:
-            values = data.view(one.dtype)
+            aligned = data.storage_offset() % one.dtype.itemsize == 0  # files of others may have it anywhere
+            values = (data if aligned else data.clone()).view(one.dtype)
             low = portion.start // one.dtype.itemsize
             strides = [prod(one.shape[d + 1 :]) for d in range(len(one.shape))]
             for box in within(one.shape, one.box, low, low + values.numel()):
@@ -297,8 +318,7 @@ class Filling:
             self._until(lambda: self._plan is not None)
         assert self._plan is not None
         portion = self._plan[message.first]
-        start = message.second * self._step
-        self._take(portion, self._memories[member][start : start + portion.nbytes])
+        self._take(portion, self._slot_data(portion, member, message.second))
         line.send(FREE, 0, message.second)
 
 

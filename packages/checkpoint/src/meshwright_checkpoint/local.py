@@ -19,6 +19,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright_checkpoint.around import ALIGN, Around
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_checkpoint.streaming import Writer
@@ -88,12 +89,12 @@ def sync_directory(path: Path) -> None:
 
 
 class Reader:
-    """A file that parts are read of, from several threads, one at a time: the system reads ahead of one that reads on, and
-    two that take turns at it stop that.
+    """A file that parts are read of, from several threads. Through the system's cache one at a time: it reads ahead of one that
+    reads on, and two that take turns at it stop that. Around it (`read_pages`) all at once.
     """
 
     def __init__(self, path: Path, follow: bool = False) -> None:
-        """`follow`: the file may be a symbolic link (as in a cache of downloads)."""
+        """`follow`: it may be a symbolic link (as in a cache of downloads), and other programs read it too: through the cache."""
         try:
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
             self._fd = os.open(path, flags)
@@ -106,6 +107,21 @@ class Reader:
         if not stat.S_ISREG(status.st_mode):
             os.close(self._fd)
             raise CorruptError(f"{path} cannot be read: it is no ordinary file")
+        self._around = None if follow else Around(self._fd)
+
+    def around(self, offset: int, nbytes: int) -> bool:
+        """Whether `read_pages` is the faster way to these bytes."""
+        return self._around is not None and self._around.better(offset, nbytes)
+
+    def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
+        """Read the pages that hold `nbytes` from `offset` on into `memory`, which starts with a page and has room for them."""
+        start = offset // ALIGN * ALIGN
+        try:
+            done = 0 if self._around is None else self._around.read(memory, offset, nbytes)
+        except OSError as error:
+            raise CorruptError(f"{self.where} cannot be read: {error.strerror}") from error
+        if start + done < offset + nbytes:
+            self.read_into(memory[done : offset - start + nbytes], start + done)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`. Raises CorruptError where the file ends before."""
@@ -127,6 +143,8 @@ class Reader:
 
     def close(self) -> None:
         """Close."""
+        if self._around is not None:
+            self._around.close()
         os.close(self._fd)
 
 

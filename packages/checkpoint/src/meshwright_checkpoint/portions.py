@@ -41,6 +41,11 @@ class Portion:
     takers: tuple[int, ...]
     reader: int
 
+    @property
+    def at(self) -> int:
+        """Where it starts in the file."""
+        return self.stored.offset + self.start
+
 
 Runs: TypeAlias = Mapping[Stored, Sequence[tuple[int, int]]]
 """Of each part the bytes (start, end) that somebody wants."""

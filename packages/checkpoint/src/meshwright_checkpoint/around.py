@@ -1,0 +1,113 @@
+"""Read a file around the system's page cache (O_DIRECT), where that is the faster way.
+
+Through the cache every byte is copied once more, into memory that the system has to find first: on a busy machine that costs more
+than the disk does.  What is in the cache already is read from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from contextlib import suppress
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+ALIGN = 4096
+"""What addresses, offsets and lengths have to be multiples of: no disk has larger blocks."""
+LARGE = 1 << 20
+"""Bytes from which it is worth it."""
+_REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
+"""What systems say of reads that cannot go around the cache."""
+
+
+def pages_of(offset: int, nbytes: int) -> int:
+    """Bytes of the pages that hold `nbytes` from `offset` on."""
+    return -(-(offset + nbytes) // ALIGN) * ALIGN - offset // ALIGN * ALIGN
+
+
+class Around:
+    """The way around the cache to a file that is open as `fd`, which stays the caller's."""
+
+    def __init__(self, fd: int) -> None:
+        self._through = fd
+        self._fd: int | None = None
+        self._refused = not hasattr(os, "O_DIRECT")
+        if not self._refused:
+            try:  # the same file, whatever its name means by now
+                self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:  # this file system cannot
+                self._refused = True
+
+    def better(self, offset: int, nbytes: int) -> bool:
+        """Whether to go around the cache for these bytes: they are many, and not in it."""
+        return not self._refused and nbytes >= LARGE and not cached(self._through, offset, nbytes)
+
+    def read(self, memory: memoryview, offset: int, nbytes: int) -> int:
+        """Read the pages that hold `nbytes` from `offset` on into `memory`, which starts with a page.
+
+        Returns:
+            How many bytes of `memory` are filled; fewer than needed where the rest has to come through the cache (at the end of
+            the file, or from a file system that refuses).
+
+        Raises:
+            OSError: the disk has failed.
+        """
+        start, room = offset // ALIGN * ALIGN, pages_of(offset, nbytes)
+        done = 0
+        while done < room and done % ALIGN == 0 and not self._refused and self._fd is not None:
+            try:
+                count = os.preadv(self._fd, [memory[done:room]], start + done)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self._refused = True
+                break
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        """Close; the caller's descriptor stays open."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            with suppress(OSError):
+                os.close(fd)
+
+
+def cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether most of these bytes of a file are in the system's cache, or it does not tell. Nothing is read."""
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    length = offset + nbytes - start
+    try:
+        mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+        there = np.zeros(-(-length // mmap.PAGESIZE), dtype=np.uint8)
+        with mapped:
+            address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+            if _mincore()(address, length, there.ctypes.data):
+                return True
+    except (OSError, ValueError, AttributeError):  # the file is shorter, or the system has no such call
+        return True
+    return int(np.count_nonzero(there & 1)) * 2 > there.size
+
+
+@cache
+def _mincore() -> Any:
+    found = ctypes.CDLL(None).mincore
+    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
+    return found
+
+
+@runtime_checkable
+class PagedFile(Protocol):
+    """A file that can also be read around the system's cache, in whole pages."""
+
+    def around(self, offset: int, nbytes: int) -> bool:
+        """Whether that is the faster way to these bytes."""
+
+    def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
+        """Read the pages that hold these bytes into `memory`, which starts with a page; CorruptError where it is not possible."""
