@@ -10,7 +10,7 @@ from resident import extra, freed_goes_back
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright_checkpoint import load, save
+from meshwright_checkpoint import load, prepare_save, save, saving
 from meshwright_dtensor.testing import RankPool
 
 COUNT, ROWS = 16, 2048
@@ -38,15 +38,20 @@ def takes(rank: int, size: int, folder: str) -> list[int]:
     save(f"{folder}/step-0", model=torch.nn.Linear(8, 8), asynchronous=False)  # what the first save imports
     waited = extra(lambda: save(f"{folder}/step-1", model=model, asynchronous=False))
     behind = extra(lambda: save(f"{folder}/step-2", model=model).wait())
+    saving._saver.cache_clear()  # and with it its memory
+    prepared = extra(lambda: prepare_save(model, wait=True))
+    first = extra(lambda: save(f"{folder}/step-3", model=model).wait())
     same = extra(lambda: load(f"{folder}/step-2", model=model))
     across = extra(lambda: load(f"{folder}/step-2", model=other))
     assert all(bool((p.to_local() == number + 1).all()) for number, p in enumerate(other.values()))
-    return [waited, behind, same, across]
+    return [waited, behind, prepared, first, same, across]
 
 
 def test_memory_is_bounded(rank_pool: RankPool, tmp_path: Path) -> None:
-    for waited, behind, same, across in rank_pool.run(2, takes, str(tmp_path)):
+    for waited, behind, prepared, first, same, across in rank_pool.run(2, takes, str(tmp_path)):
         assert waited < 26 << 20  # two chunks of 8 MiB that are written
-        assert behind < HELD + (15 << 20)
+        assert HELD < behind < HELD + (15 << 20)
+        assert HELD <= prepared < HELD + (2 << 20)
+        assert first < 15 << 20  # it finds all it needs
         assert same < 26 << 20  # two slots of 8 MiB are read into, around the system's cache
         assert across < 74 << 20  # 64 MiB of slots for all ranks of a machine

@@ -23,6 +23,7 @@ OWNERS = {
     "load": "meshwright_checkpoint",
     "parallelize": "meshwright_parallel",
     "plan": "meshwright_planner",
+    "prepare_save": "meshwright_checkpoint",
     "save": "meshwright_checkpoint",
     "shard_loader": "meshwright_parallel",
     "verify": "meshwright_parallel",

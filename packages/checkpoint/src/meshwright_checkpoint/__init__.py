@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright_checkpoint.loading import load as load
     from meshwright_checkpoint.retention import checkpoints as checkpoints
     from meshwright_checkpoint.retention import latest as latest
+    from meshwright_checkpoint.saving import prepare_save as prepare_save
     from meshwright_checkpoint.saving import save as save
     from meshwright_checkpoint.writing import SaveHandle as SaveHandle
 
@@ -36,6 +37,7 @@ _EXPORTS = MappingProxyType(
         "export_checkpoint": "exporting",
         "latest": "retention",
         "load": "loading",
+        "prepare_save": "saving",
         "save": "saving",
     }
 )

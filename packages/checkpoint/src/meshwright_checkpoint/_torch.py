@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,20 +41,28 @@ def give_up(tensor: torch.Tensor) -> None:
         local.data = local.new_empty(0)
 
 
-def indices_of(tensor: DTensor, dim: int) -> torch.Tensor | None:
-    """Which indices of `dim` this rank holds of a stock DTensor, in local order; None where it is outside of the mesh.
+def indices_of(
+    placements: Sequence[Any],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    shape: Sequence[int],
+    dim: int,
+) -> torch.Tensor:
+    """Which indices of `dim` a rank holds of a stock DTensor of `shape`, in local order.
 
     Asks the placements themselves, so that torch's strided shards (FSDP over tensor parallelism) are right too.
+
+    Args:
+        placements, sizes, coordinate: of each axis of its mesh.
+        shape: of the global value.
+        dim: not negative.
     """
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    held = torch.arange(tensor.shape[dim]).view([-1 if d == dim else 1 for d in range(tensor.ndim)])
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, (Shard, _StridedShard)) and placement.dim % tensor.ndim == dim:
-            parts, _ = placement._split_tensor(held, mesh.size(axis), with_padding=False, contiguous=True)
-            held = parts[coordinate[axis]]
+    ndim = len(shape)
+    held = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(ndim)])
+    for placement, size, here in zip(placements, sizes, coordinate, strict=True):
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim % ndim == dim:
+            parts, _ = placement._split_tensor(held, size, with_padding=False, contiguous=True)
+            held = parts[here]
     return held.flatten()
 
 

@@ -55,22 +55,30 @@ class Ranks:
         dist.all_gather_single(parts, mine.to(device), group=self.group)
         return [row.tobytes() for row in parts.cpu().view(self.size, nbytes).numpy()]
 
-    def together(self, work: Callable[[], T]) -> T:
-        """`work()` of this rank, once it has succeeded on every rank; else the first error, on every rank (collective)."""
+    def told(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work()` gives on every rank (JSON), once it has succeeded on every rank; else the first error, on every rank
+        (collective).
+        """
         value, error = None, None
         try:
             value = work()
         except (MeshwrightError, OSError) as caught:
             error = caught
-        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        told = self.gather([None if error is None else f"{type(error).__name__}: {error}", value])
         if error is not None:
             if isinstance(error, OSError):
                 raise CheckpointError(f"{type(error).__name__}: {error}") from error
             raise error
-        first = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
+        first = next(((rank, text) for rank, (text, _) in enumerate(told) if text is not None), None)
         if first is not None:
             raise CheckpointError(f"rank {first[0]} failed: {first[1]}")
-        return value  # type: ignore[return-value]
+        return [given for _, given in told]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work()` of this rank, once it has succeeded on every rank; else the first error, on every rank (collective)."""
+        kept: list[T] = []
+        self.told(lambda: kept.append(work()))
+        return kept[0]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -85,11 +87,25 @@ def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> 
             raise UnsupportedError(
                 f"{name} has placement {placement}, which checkpoints do not know; use Shard or Replicate"
             )
-    region = []
-    for dim in range(tensor.dim()):
-        indices = indices_of(tensor, dim)
-        region.append(((0, 0),) if indices is None else _intervals(indices))
-    return tuple(region)
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # it is outside of the mesh
+        return tuple(((0, 0),) for _ in tensor.shape)
+    kinds = tuple(map(type, placements))
+    return _stock_region(placements, kinds, tuple(mesh.shape), tuple(coordinate), tuple(tensor.shape))
+
+
+@lru_cache(maxsize=1024)
+def _stock_region(
+    placements: tuple[Any, ...],
+    kinds: tuple[type, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> Region:
+    """What a rank holds of a stock DTensor. `kinds`: a strided shard is equal to a plain one, and is another."""
+    found = (indices_of(placements, sizes, coordinate, shape, dim) for dim in range(len(shape)))
+    return tuple(_intervals(indices) for indices in found)
 
 
 def _intervals(indices: torch.Tensor) -> tuple[Interval, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright_checkpoint import rng
 from meshwright_checkpoint.agree import Ranks
-from meshwright_checkpoint.datafile import lay_out
+from meshwright_checkpoint.datafile import Body, lay_out
 from meshwright_checkpoint.dtypes import dtype_name
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.places import DEFAULT, ForeignPlace, Place, any_place_of
@@ -87,6 +87,28 @@ def save(
     return handle
 
 
+def prepare_save(
+    model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, wait: bool = False
+) -> None:
+    """Find the memory of asynchronous saves now, in the background (a collective call).
+
+    Without it the first save finds it, page by page, while training waits: several times as long as the next ones take. Call it
+    when the optimizer has its states, after the first step. It takes what the first save would take: this rank's share of
+    all tensors, once, pinned where they lie on a GPU.
+
+    Args:
+        model, optimizer: what will be saved, as for `save`.
+        wait: return when the memory is there, not at once.
+
+    Raises:
+        CheckpointError: an earlier asynchronous save failed.
+        UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
+    """
+    _saver().prepare(model, optimizer)
+    if wait:
+        _saver().prepared()
+
+
 class Saver:
     """What is kept between saves: the plan of who writes what, the buffer of the snapshot, and the save in flight."""
 
@@ -107,15 +129,19 @@ class Saver:
     ) -> SaveHandle:
         """Copy (where values may change before they are written), start writing, return the handle. See `save`."""
         ranks = Ranks()
-        ranks.together(self._settle)
-        told = ranks.gather({"path": place.where, "rng": rng.digests(), "id": uuid.uuid4().hex})
+
+        def tell() -> dict[str, Any]:
+            self._settle()
+            return {"path": place.where, "rng": rng.digests(), "id": uuid.uuid4().hex}
+
+        told = ranks.told(tell)
         paths = sorted({one["path"] for one in told})
         if len(paths) > 1:
             raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
-        save_id, shared = told[0]["id"], rng.shared([one["rng"] for one in told])
-        collected = ranks.together(lambda: collect(model, optimizer, extra, ranks.rank, ranks.size, shared))
-        catalog = _catalog(collected)
-        shares, kinds = self._shares(ranks, catalog)
+        save_id = told[0]["id"]
+        collected, shares, kinds = self._planned(
+            ranks, model, optimizer, extra, rng.shared([one["rng"] for one in told])
+        )
         job = Job(place, save_id, ranks.rank, ranks.size, step, retention, behind=asynchronous)
 
         def begin() -> None:
@@ -124,9 +150,7 @@ class Saver:
 
         def snapshot() -> None:
             place.claim(save_id, ranks.rank)
-            metadata = {"format": "pt", "checkpoint": save_id, "file": str(ranks.rank)}
-            shapes = {key: (part.shape, part.dtype) for key, part in collected.held.items()}
-            job.body = lay_out(shares[ranks.rank], shapes, metadata)
+            job.body = _file_of(ranks.rank, shares, collected, save_id)
             on_gpu = any(part.local.is_cuda for part in collected.held.values())
             if asynchronous or on_gpu:
                 job.data = self._snapshots.take(job.body, collected.held)
@@ -153,10 +177,44 @@ class Saver:
             except CheckpointError as error:
                 raise CheckpointError(f"the save before this one failed: {error}") from error
 
-    def _shares(self, ranks: Ranks, catalog: list[Any]) -> tuple[list[list[Piece]], dict[str, Any]]:
-        """Who writes what, and shape and dtype of every tensor; worked out anew only when a layout has changed."""
-        mine = hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
-        key = hashlib.sha256("".join(ranks.gather(mine)).encode()).hexdigest()
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `prepare_save`."""
+        ranks = Ranks()
+
+        def tell() -> Any:
+            self._settle()
+            return rng.digests()
+
+        shared = rng.shared(ranks.told(tell))
+        collected, shares, _ = self._planned(ranks, model, optimizer, None, shared)
+        body = _file_of(ranks.rank, shares, collected, uuid.uuid4().hex)
+        self._snapshots.prepare(body.nbytes, collected.held)
+
+    def prepared(self) -> None:
+        """Return once the memory that `prepare` asked for is there."""
+        self._snapshots.prepared()
+
+    def _planned(
+        self,
+        ranks: Ranks,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Any,
+        shared: set[str],
+    ) -> tuple[Collected, list[list[Piece]], dict[str, Any]]:
+        """What there is on this rank, who writes what, and shape and dtype of every tensor.
+
+        The plan is worked out anew only when a layout has changed.
+        """
+        collected, catalog = Collected(), []
+
+        def tell() -> str:
+            nonlocal collected, catalog
+            collected = collect(model, optimizer, extra, ranks.rank, ranks.size, shared)
+            catalog = _catalog(collected)
+            return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
+
+        key = hashlib.sha256("".join(ranks.told(tell)).encode()).hexdigest()
         if key not in self._plans:
             everyone = ranks.gather(catalog)
             kinds, tensors = ranks.together(lambda: _merged(everyone))
@@ -164,13 +222,19 @@ class Saver:
             while len(self._plans) >= MAX_PLANS:
                 self._plans.popitem(last=False)
             self._plans[key] = shares, kinds
-        return self._plans[key]
+        return collected, *self._plans[key]
 
 
 @cache
 def _saver() -> Saver:
     """The saver of this process."""
     return Saver()
+
+
+def _file_of(rank: int, shares: list[list[Piece]], collected: Collected, save_id: str) -> Body:
+    metadata = {"format": "pt", "checkpoint": save_id, "file": str(rank)}
+    shapes = {key: (part.shape, part.dtype) for key, part in collected.held.items()}
+    return lay_out(shares[rank], shapes, metadata)
 
 
 def _catalog(collected: Collected) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 
 from meshwright_checkpoint.datafile import Body
 from meshwright_checkpoint.holding import Held, part_of
-from meshwright_checkpoint.streaming import aligned_memory
+from meshwright_checkpoint.reserving import Reserved, new_memory
 from meshwright_dtensor.boxes import box_shape, intersect, slice_of
 
 
@@ -18,17 +18,29 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._reserved: Reserved | None = None
+
+    def prepare(self, nbytes: int, held: Mapping[str, Held]) -> None:
+        """Begin to find the memory for a file of about so many bytes, in the background. No snapshot may be in use."""
+        gpu = _gpu(held)
+        self._settle()
+        if not self._fits(nbytes, gpu):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._reserved = Reserved(nbytes, gpu)
+
+    def prepared(self) -> None:
+        """Return once what `prepare` has begun is done."""
+        if self._reserved is not None:
+            self._reserved.ready()
 
     def take(self, body: Body, held: Mapping[str, Held]) -> list[torch.Tensor]:
         """The file as `body` lays it out, as the bytes of header and pieces; valid until the next call."""
-        cuda = any(held[piece.key].local.is_cuda for piece, _ in body.pieces)
-        if self._buffer.numel() < body.nbytes or (cuda and not self._buffer.is_pinned()):
+        gpu = _gpu(held)
+        cuda = gpu is not None
+        self._settle()
+        if not self._fits(body.nbytes, gpu):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = (
-                torch.empty(body.nbytes, dtype=torch.uint8, pin_memory=True)
-                if cuda
-                else aligned_memory(body.nbytes)  # written from where it is
-            )
+            self._buffer = new_memory(body.nbytes, gpu)
         file = self._buffer[: body.nbytes]
         with torch.no_grad():
             file[: len(body.header)] = torch.frombuffer(bytearray(body.header), dtype=torch.uint8)
@@ -38,6 +50,19 @@ class Snapshots:
             torch.cuda.synchronize()
         bounds = [0, *(offset for _, offset in body.pieces), body.nbytes]
         return [file[start:end] for start, end in pairwise(bounds)]
+
+    def _settle(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None and (memory := reserved.take()) is not None:
+            self._buffer = memory
+
+    def _fits(self, nbytes: int, gpu: int | None) -> bool:
+        return self._buffer.numel() >= nbytes and (gpu is None or self._buffer.is_pinned())
+
+
+def _gpu(held: Mapping[str, Held]) -> int | None:
+    """The number of the GPU that tensors lie on."""
+    return next((part.local.device.index for part in held.values() if part.local.is_cuda), None)
 
 
 def straight(body: Body, held: Mapping[str, Held]) -> Iterator[torch.Tensor]:

@@ -6,8 +6,6 @@ import atexit
 import datetime
 import importlib.metadata
 import json
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -26,17 +24,15 @@ from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.manifest import Manifest
 from meshwright_checkpoint.places import Place
 from meshwright_checkpoint.retention import Retention
-from meshwright_checkpoint.worker import Worker
+from meshwright_checkpoint.worker import Worker, yield_to_training
 from meshwright_dtensor.errors import MeshwrightError
 
 CHUNK = 16 << 20
 AHEAD = 2
 """Parts that are written before the checksum of the first of them is known."""
-NICE = 19
-"""How much lower the priority of a save behind training is: a processor that is busy gives each of its threads 1.5%. When the
-next save waits for it, the processor is free.
-"""
 POLL = 0.02
+HANDOVER = 0.005
+"""Seconds that a save behind training waits, so that who called it has the interpreter back at once."""
 GIVEN_UP = "rank 0 gave it up, or died; nothing was committed"
 
 
@@ -110,6 +106,7 @@ class SaveHandle:
     def _run(self, job: Job) -> None:
         try:
             if job.behind:
+                time.sleep(HANDOVER)
                 yield_to_training()
             _write(job)
             if job.rank == 0:
@@ -126,14 +123,6 @@ class SaveHandle:
             job.data = ()
             atexit.unregister(self._settle)
             self._done.set()
-
-
-def yield_to_training() -> None:
-    """Let this thread, and those that it starts, have what is left of the processor (on Linux a thread has a priority)."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            here = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, here, os.getpriority(os.PRIO_PROCESS, here) + NICE)
 
 
 def _write(job: Job) -> None:

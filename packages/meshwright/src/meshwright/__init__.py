@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshwright_checkpoint import export as export
     from meshwright_checkpoint import latest as latest
     from meshwright_checkpoint import load as load
+    from meshwright_checkpoint import prepare_save as prepare_save
     from meshwright_checkpoint import save as save
     from meshwright_dtensor import errors as errors
     from meshwright_dtensor.deferred import deferred_init as deferred_init
@@ -55,6 +56,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "mark_sharding": ("meshwright_dtensor.marks", "mark_sharding"),
     "parallelize": ("meshwright_parallel", "parallelize"),
     "plan": ("meshwright_planner", "plan"),
+    "prepare_save": ("meshwright_checkpoint", "prepare_save"),
     "reshard": ("meshwright.resharding", "reshard"),
     "save": ("meshwright_checkpoint", "save"),
     "shard_loader": ("meshwright_parallel", "shard_loader"),
