@@ -1,16 +1,23 @@
 """Saving and loading against raw writes and reads of the same bytes, torch's DCP, torch.save and safetensors by hand.
 
-    python benchmarks/checkpoint.py [--gigabytes 2] [--ranks 2] [--rounds 3] [--folder DIR] [--cold]
+    python benchmarks/checkpoint.py [--gigabytes 2] [--ranks 2] [--rounds 5] [--folder DIR]
+        [--only save load stall train] [--unprepared]
 
 All take turns in the same processes, and every rank holds (and writes) its half of each tensor; times are until the slowest
-rank is done, bytes on the disk (fsync) included. What is printed is the median over rounds, as GB/s of the whole state and
-relative to the raw write or read of the same round. --cold drops the page cache of the files before they are read.
+rank is done, bytes on the disk (fsync) included. Before a read the system forgets the files. What is compared with a raw read, a
+memcpy or training alone takes turns with it twice in a round (A B A B), and times of a round are added up. What is printed is the
+median over rounds, as GB/s of the whole state and as speed relative to the raw one of the same round, and each round's.
+
+The memcpy is of the same local bytes into memory that is there already, tensor by tensor, by as many threads, on all ranks at once.
+Stalls are those after `prepare_save`, called once at the start; `--unprepared` leaves it out: the first round shows what it is for.
+Training is timed only while a save goes on: as many steps as are done until it is over, and as many alone before and after.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -27,7 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright_checkpoint import load, save
+from meshwright_checkpoint import load, prepare_save, save
 from meshwright_dtensor.testing import RankPool
 
 CHUNK = 16 << 20
@@ -65,6 +72,16 @@ def raw_read(model: nn.Module, path: Path, rank: int) -> None:
         view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
         for start in range(0, len(view), CHUNK):
             at += os.preadv(fd, [view[start : start + CHUNK]], at)
+    os.close(fd)
+
+
+def direct_read(model: nn.Module, path: Path, rank: int) -> None:
+    """As the raw read, around the system's cache; it arrives beside the model, in small pages."""
+    fd = os.open(path / f"raw-{rank}", os.O_RDONLY | os.O_DIRECT)
+    nbytes = os.fstat(fd).st_size
+    memory = mmap.mmap(-1, CHUNK)
+    for at in range(0, nbytes, CHUNK):
+        os.preadv(fd, [memory], at)
     os.close(fd)
 
 
@@ -120,12 +137,19 @@ WRITES = {
     "torch.save per rank": torch_write,
     "safetensors by hand": safetensors_write,
 }
-READS = {
-    "raw read": raw_read,
-    "meshwright": our_read,
+OTHER_READS = {
+    "raw read around the cache": direct_read,
     "dcp.load": dcp_read,
     "safetensors by hand": safetensors_read,
 }
+SECTIONS = ("save", "load", "stall", "train")
+
+
+def slowest(number: float) -> float:
+    """The largest of all ranks'."""
+    largest = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -133,9 +157,7 @@ def seconds(work: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
     work()
-    took = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
+    return slowest(time.perf_counter() - start)
 
 
 def drop_cache(path: Path) -> None:
@@ -160,48 +182,92 @@ def folder(base: str, rank: int) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+Times = dict[str, list[float]]
+"""Name -> seconds, a number for each round."""
+
+
 def measure(
-    rank: int, ranks: int, base: str, gigabytes: float, rounds: int, cold: bool
-) -> dict[str, list[float]]:
-    """Name -> seconds, a number for each round."""
+    rank: int, ranks: int, base: str, gigabytes: float, rounds: int, only: list[str], unprepared: bool
+) -> Times:
+    """All that is asked for."""
     warnings.simplefilter("ignore")
-    times: dict[str, list[float]] = {}
+    times: Times = {}
     model, other = state(gigabytes, ranks, 0), state(gigabytes, ranks, 1)
+    if not unprepared:
+        prepare_save(model, wait=True)
     for number in range(rounds):
+        found: Times = {}
         with folder(base, rank) as path:
-            # disks that take a burst favour who writes first
-            turns = [*WRITES.items()][number % len(WRITES) :] + [*WRITES.items()][: number % len(WRITES)]
-            for name, write in turns:
-                times.setdefault(f"save: {name}", []).append(seconds(lambda w=write: w(model, path, rank)))
-            for name, read in READS.items():
-                if cold:
-                    drop_cache(path)
-                times.setdefault(f"load: {name}", []).append(seconds(lambda r=read: r(model, path, rank)))
-            for name, read in (("meshwright", our_read), ("dcp.load", dcp_read)):
-                if cold:
-                    drop_cache(path)
-                times.setdefault(f"load, other dim: {name}", []).append(
-                    seconds(lambda r=read: r(other, path, rank))
-                )
-            buffers = [t.clone() for t in locals_of(model)]
-            copies = [(a, b) for a, b in zip(buffers, locals_of(model), strict=True)]
-            times.setdefault("stall: memcpy", []).append(seconds(lambda c=copies: [a.copy_(b) for a, b in c]))
-            del buffers, copies
-            handles: list[Any] = []
-            stall = seconds(lambda h=handles: h.append(save(path / "async", model=model)))
-            times.setdefault("stall: meshwright", []).append(stall)
-            handles[0].wait()
-            times.setdefault("train: alone", []).append(seconds(lambda: train(rank)))
-            handle = save(path / "behind", model=model)
-            times.setdefault("train: while meshwright saves", []).append(seconds(lambda: train(rank)))
-            handle.wait()
+            if "save" in only or "load" in only:
+                saves(found, model, path, rank, number)
+            if "load" in only:
+                loads(found, model, other, path, rank)
+            if "stall" in only:
+                stalls(found, model, path)
+            if "train" in only:
+                trains(found, model, path)
+        for name, some in found.items():
+            times.setdefault(name, []).append(sum(some) / len(some))
     return times
 
 
-def train(rank: int) -> None:
-    """Two seconds or so of what training does: products on all cores."""
+def saves(found: Times, model: nn.Module, path: Path, rank: int, number: int) -> None:
+    """Disks that take a burst favour who writes first, so each round another one does."""
+    for name, write in [*WRITES.items()][number % len(WRITES) :] + [*WRITES.items()][: number % len(WRITES)]:
+        found.setdefault(f"save: {name}", []).append(seconds(lambda w=write: w(model, path, rank)))
+
+
+def loads(found: Times, model: nn.Module, other: nn.Module, path: Path, rank: int) -> None:
+    """Raw, same layout, other dim, and again; then the others."""
+
+    def cold(name: str, read: Callable[[nn.Module, Path, int], None], into: nn.Module) -> None:
+        dist.barrier()
+        drop_cache(path)
+        found.setdefault(name, []).append(seconds(lambda: read(into, path, rank)))
+
+    for _ in range(2):
+        cold("load: raw read", raw_read, model)
+        cold("load: meshwright", our_read, model)
+        cold("load, other dim: meshwright", our_read, other)
+    for name, read in OTHER_READS.items():
+        cold(f"load: {name}", read, model)
+    cold("load, other dim: dcp.load", dcp_read, other)
+
+
+def stalls(found: Times, model: nn.Module, path: Path) -> None:
+    """A copy of the local bytes into memory that is there, an asynchronous save, and again."""
+    copies = [(t.clone(), t) for t in locals_of(model)]
+    for turn in range(2):
+        found.setdefault("stall: memcpy", []).append(seconds(lambda: [a.copy_(b) for a, b in copies]))
+        handles: list[Any] = []
+        stall = seconds(lambda t=turn, h=handles: h.append(save(path / f"async-{t}", model=model)))
+        found.setdefault("stall: meshwright", []).append(stall)
+        handles[0].wait()
+
+
+def trains(found: Times, model: nn.Module, path: Path) -> None:
+    """Seconds a step of what training does, products, while a save goes on and alone; of the slowest rank."""
+    for turn in range(2):
+        handle = save(path / f"behind-{turn}", model=model)
+        dist.barrier()
+        steps, start = 0, time.perf_counter()
+        while not handle.done:
+            step()
+            steps += 1
+        behind = (time.perf_counter() - start) / steps
+        handle.wait()
+        found.setdefault("train: while meshwright saves", []).append(slowest(behind))
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        found.setdefault("train: alone", []).append(slowest((time.perf_counter() - start) / steps))
+
+
+def step() -> None:
+    """Some 20 ms of training."""
     a = torch.full((768, 768), 0.5)
-    for _ in range(200):
+    for _ in range(2):
         a = (a @ a).clamp_(0, 1)
 
 
@@ -209,12 +275,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=".")
-    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--unprepared", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    arguments = (options.folder, options.gigabytes, options.rounds, options.cold)
+    arguments = (options.folder, options.gigabytes, options.rounds, options.only, options.unprepared)
     with RankPool() as pool:
         times = pool.run(options.ranks, measure, *arguments, timeout=3600)[0]
     nbytes = max(round(options.gigabytes * 1e9 / (ROWS * COLUMNS * 4)), 1) * ROWS * COLUMNS * 4
@@ -230,14 +297,24 @@ def main() -> None:
             }[kind]
         ]
         ratios = [b / t for b, t in zip(base, found, strict=True)]
-        speed = nbytes / statistics.median(found) / 1e9
-        rows.append({"name": name, "GB/s": speed, "of raw": statistics.median(ratios), "seconds": found})
+        speed = None if kind == "train" else nbytes / statistics.median(found) / 1e9
+        rows.append(
+            {
+                "name": name,
+                "GB/s": speed,
+                "of raw": statistics.median(ratios),
+                "rounds": ratios,
+                "seconds": found,
+            }
+        )
     if options.json:
         print(json.dumps({"bytes": nbytes, "ranks": options.ranks, "rows": rows}))
         return
-    print(f"{nbytes / 1e9:.2f} GB, {options.ranks} ranks, {options.rounds} rounds{', cold' * options.cold}")
+    print(f"{nbytes / 1e9:.2f} GB, {options.ranks} ranks, {options.rounds} rounds")
     for row in rows:
-        print(f"{row['name']:34} {row['GB/s']:6.2f} GB/s  {row['of raw']:5.2f} of raw")
+        speed = f"{row['GB/s']:6.2f} GB/s" if row["GB/s"] else " " * 11
+        rounds = " ".join(f"{ratio:.2f}" for ratio in row["rounds"])
+        print(f"{row['name']:34} {speed}  {row['of raw']:5.2f} of raw  ({rounds})")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from meshwright_checkpoint import CorruptError, load, save
 from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.around import ALIGN, LARGE, Around, pages_of
 from meshwright_checkpoint.local import Reader
-from meshwright_checkpoint.streaming import aligned_memory
+from meshwright_checkpoint.memory import aligned_memory
 
 NBYTES = 3 * LARGE + 1234
 

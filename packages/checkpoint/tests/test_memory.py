@@ -51,7 +51,7 @@ def test_memory_is_bounded(rank_pool: RankPool, tmp_path: Path) -> None:
     for waited, behind, prepared, first, same, across in rank_pool.run(2, takes, str(tmp_path)):
         assert waited < 26 << 20  # two chunks of 8 MiB that are written
         assert HELD < behind < HELD + (15 << 20)
-        assert HELD <= prepared < HELD + (2 << 20)
+        assert HELD <= prepared < HELD + (15 << 20)
         assert first < 15 << 20  # it finds all it needs
-        assert same < 26 << 20  # two slots of 8 MiB are read into, around the system's cache
-        assert across < 74 << 20  # 64 MiB of slots for all ranks of a machine
+        assert same < 40 << 20  # three threads read 8 MiB each, around the system's cache
+        assert across < 104 << 20  # 64 MiB of slots for all ranks of a machine, and what each reads into

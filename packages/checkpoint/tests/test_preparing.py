@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright_checkpoint import load, prepare_save, reserving, save, saving
+from meshwright_checkpoint import load, prepare_save, save, saving
 from meshwright_checkpoint.holding import _stock_region
-from meshwright_checkpoint.reserving import SLACK, Reserved
+from meshwright_checkpoint.memory import SLACK, Reserved
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def model_of(value: float) -> torch.nn.Module:
 
 
 def test_nothing_touches_it_once_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserving, "PART", 4096)
+    monkeypatch.setattr("meshwright_checkpoint.memory.PART", 4096)
     reserved = Reserved(64 << 20, None)
     memory = reserved.take()
     assert memory is not None and memory.numel() == (64 << 20) + SLACK

@@ -16,7 +16,8 @@ import pytest
 
 from meshwright_checkpoint import latest, streaming
 from meshwright_checkpoint._torch import bytes_of_tensor
-from meshwright_checkpoint.streaming import ALIGN, CHUNK, LARGE, Writer, aligned_memory
+from meshwright_checkpoint.memory import aligned_memory
+from meshwright_checkpoint.streaming import ALIGN, CHUNK, LARGE, Writer
 
 KNOWS = hasattr(os, "O_DIRECT")
 

@@ -22,6 +22,7 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.around import ALIGN, PagedFile
 from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.memory import aligned_memory
 from meshwright_checkpoint.neighbours import BYE, FAILED, FREE, OVER, READY, WANTS, Line, Message, Neighbours
 from meshwright_checkpoint.portions import Portion, Runs, Stored, ends, portions, runs, within
 from meshwright_dtensor.boxes import Box, box_shape, intersect, relative_to, slice_of, whole_box
@@ -41,14 +42,9 @@ def step_of(members: int) -> int:
     return max(CHUNK // members // BLOCK, 1) * BLOCK
 
 
-def slot_of(members: int) -> int:
-    """Bytes of a slot: a portion lies in it as it lies in the pages of its file."""
-    return step_of(members) + 2 * ALIGN
-
-
 def memory_of(members: int) -> int:
     """Bytes of all slots of one rank."""
-    return SLOTS * slot_of(members)
+    return SLOTS * step_of(members)
 
 
 class StoppedError(CheckpointError):
@@ -92,7 +88,7 @@ class Filling:
         self._ranks = neighbours.ranks if neighbours else [0]
         self._lines: dict[int, Line] = neighbours.lines if neighbours else {}
         self._threads = min(threads, SLOTS)
-        self._step, self._slot = step_of(len(self._ranks)), slot_of(len(self._ranks))
+        self._step = step_of(len(self._ranks))
         self._memories = dict(neighbours.memories) if neighbours else {}
         self._parts = _parts(store, wanted)
         self._wants: dict[int, Runs] = {}
@@ -178,7 +174,7 @@ class Filling:
         for number in self._left:
             self._store.file(plan[number].stored.file)  # opened, and its header checked, by one thread
         if self._me not in self._memories:
-            self._memories[self._me] = _alone(SLOTS * self._slot)
+            self._memories[self._me] = _alone(SLOTS * self._step)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="meshwright-load") as pool:
             for _ in range(min(self._threads, len(self._left))):
                 pool.submit(self._guarded, self._read)
@@ -200,6 +196,7 @@ class Filling:
     def _read(self) -> None:
         """Read what is left, one portion after the other."""
         assert self._plan is not None
+        pages: torch.Tensor | None = None  # of this thread, to read into around the system's cache
         while True:
             with self._change:
                 if self._error is not None or not self._left:
@@ -207,23 +204,31 @@ class Filling:
                 number = self._left.pop()
                 portion = self._plan[number]
             around = self._around(portion)
-            straight = None if around else self._straight(portion)
-            if straight is not None:
-                self._fetch(portion, straight)
-                continue
+            data = None if around else self._straight(portion)
+            if around is not None:
+                if pages is None:
+                    pages = aligned_memory(self._step + 2 * ALIGN)
+                around.read_pages(bytes_of_tensor(pages), portion.at, portion.nbytes)
+                data = pages[portion.at % ALIGN :][: portion.nbytes]
+            if data is not None:
+                self._fetch(portion, data, there=around is not None)
+                if portion.takers == (self._me,):
+                    if around is not None:
+                        self._take(portion, data)
+                    continue
             with self._change:
                 self._until(lambda: set() in self._using)
                 slot = self._using.index(set())
                 self._using[slot] = set(portion.takers)
-            data = self._slot_data(portion, self._me, slot)
-            if around is not None:
-                pages = self._memories[self._me][slot * self._slot : (slot + 1) * self._slot]
-                around.read_pages(bytes_of_tensor(pages), portion.at, portion.nbytes)
-            self._fetch(portion, data, there=around is not None)
+            handed = self._slot_data(portion, self._me, slot)
+            if data is None:
+                self._fetch(portion, handed)
+            else:
+                handed.copy_(data)
             for member in portion.takers:
                 if member != self._me:
                     self._lines[member].send(READY, number, slot)
-            self._take(portion, data)
+            self._take(portion, handed if data is None else data)
             self._used(slot, self._me)
 
     def _around(self, portion: Portion) -> PagedFile | None:
@@ -233,7 +238,7 @@ class Filling:
 
     def _slot_data(self, portion: Portion, member: int, slot: int) -> torch.Tensor:
         """Where a portion lies in a slot of a member's memory."""
-        start = slot * self._slot + portion.at % ALIGN
+        start = slot * self._step
         return self._memories[member][start : start + portion.nbytes]
 
     def _straight(self, portion: Portion) -> torch.Tensor | None:
@@ -269,7 +274,9 @@ class Filling:
     def _take(self, portion: Portion, data: torch.Tensor) -> None:
         """Copy what is wanted here out of the bytes of a portion."""
         for one in self._parts[portion.stored].targets:
-            aligned = data.storage_offset() % one.dtype.itemsize == 0  # files of others may have it anywhere
+            aligned = (
+                data.data_ptr() % one.dtype.itemsize == 0
+            )  # it lies as in its file, and that may be of others
             values = (data if aligned else data.clone()).view(one.dtype)
             low = portion.start // one.dtype.itemsize
             strides = [prod(one.shape[d + 1 :]) for d in range(len(one.shape))]

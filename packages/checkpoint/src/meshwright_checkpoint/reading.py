@@ -23,8 +23,10 @@ def _local_ranks() -> int:
 
 
 def threads_of(ranks: int) -> int:
-    """How many threads read at once: as many as so many ranks of this machine leave cores to each."""
-    return max(2, min(4, usable_cores() // ranks))
+    """How many threads read at once: as many as so many ranks of this machine leave cores to each, and enough that the disk has
+    something to do while what it has brought is checked.
+    """
+    return max(3, min(4, usable_cores() // ranks))
 
 
 class ReadFile(Protocol):
@@ -95,7 +97,8 @@ def read(store: Store, wanted: Sequence[Wanted], neighbours: Neighbours | None =
         wanted: what this rank wants.
         neighbours: the ranks of this machine, which all call this at once; what several of them want is read by one.
 
-    Extra memory: the slots of `filling`, 64 MiB for all ranks of a machine together (more where they are over 16).
+    Extra memory: the slots of `filling`, 64 MiB for all ranks of a machine together (more where they are over 16), and in each
+    thread that reads around the system's cache one more portion.
 
     Raises:
         CorruptError: what is stored is not what was saved; the message names the tensor.

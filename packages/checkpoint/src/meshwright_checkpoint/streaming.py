@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 from collections import deque
 from concurrent.futures import Future
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from meshwright_checkpoint.memory import aligned_memory
 from meshwright_checkpoint.worker import Worker
 
 ALIGN = 4096
@@ -35,12 +34,6 @@ _REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 """What systems say of writes that cannot go around the cache (memory that a driver has pinned, larger blocks)."""
 
 Bytes: TypeAlias = NDArray[np.uint8]
-
-
-def aligned_memory(nbytes: int) -> torch.Tensor:
-    """New memory that starts with a page; what is not touched costs nothing."""
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1), **private), dtype=torch.uint8)[:nbytes]
 
 
 class Writer:
