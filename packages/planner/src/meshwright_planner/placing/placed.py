@@ -11,7 +11,7 @@ from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
 from meshwright_planner.costs.memory import memory_parts, parameter_bytes
 from meshwright_planner.costs.peak import Moment, Replay, moments, updating
-from meshwright_planner.costs.work import ModuleRuns, module_runs, module_work, parameter_sizes
+from meshwright_planner.costs.work import module_runs, module_work, parameter_sizes
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.attention import attention_uses
@@ -110,7 +110,9 @@ class Placed:
     @cached_property
     def work(self) -> tuple[ModuleWork, ...]:
         """What modules do in a microbatch."""
-        return module_work(self.replay, self._states.runs, self.recompute)
+        problem = self.problem
+        runs = problem.quotient.once("runs", lambda: module_runs(problem))
+        return module_work(self.replay, runs, self.recompute)
 
     def at(self, tape: Tape) -> Placed:
         """The same placement of a tape with another number of rows."""
@@ -145,11 +147,6 @@ class _States:
         """Per unit, its parameters."""
         setting, placed = self._placed.basis.setting, self._placed
         return parameter_sizes(setting.model, setting.dtype, placed.problem, placed.placement)
-
-    @cached_property
-    def runs(self) -> ModuleRuns:
-        """What the modules do."""
-        return module_runs(self._placed.problem)
 
 
 def repeated(placement: Placement, times: int) -> Placement:

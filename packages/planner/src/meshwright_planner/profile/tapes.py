@@ -45,6 +45,9 @@ class Tapes:
             self._tapes[key] = self._scaled(basis, rules, batch, shapes) or self._run(
                 basis, rules, batch, shapes
             )
+            pair = self._pair(batch, shapes)
+            if all((basis.setting.dtype, *one.values()) in self._tapes for one in pair):
+                self._family(basis, rules, batch, shapes)  # what is merged in one is merged in the other
         return self._tapes[key]
 
     def _run(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
@@ -78,27 +81,36 @@ class Tapes:
             return None
         if one_too and size < max(LEARNT):
             return None
-        one = rows.pop()
-        rest = [(0, *shape[1:]) if name in counted else shape for name, shape in shapes.items()]
-        key = (basis.setting.dtype, *rest)
+        family = self._family(basis, rules, batch, shapes)
+        return None if family is None else family.at(rows.pop())
+
+    def _family(
+        self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]
+    ) -> Family | None:
+        """Of the tapes that have these shapes but for the rows; None where sizes are no straight lines in the rows."""
+        few, more = self._pair(batch, shapes)
+        key = (basis.setting.dtype, *few.values())
         if key not in self._families:
-            tapes = [
-                self._find(
-                    basis,
-                    rules,
-                    batch,
-                    {name: (few, *shape[1:]) if name in counted else shape for name, shape in shapes.items()},
-                )
-                for few in LEARNT
-            ]
+            tapes = [self._find(basis, rules, batch, one) for one in (few, more)]
+        if key not in self._families:  # the second of them may have made it
             self._families[key] = None
             # what was run on real data is what it is
             if not any(tape.real for tape in tapes) and [tape.rows for tape in tapes] == list(LEARNT):
                 with contextlib.suppress(ValueError):
                     self._families[key] = Family(*tapes)
                     tapes[1].origin = tapes[0]
-        family = self._families[key]
-        return None if family is None else family.at(one)
+        return self._families[key]
+
+    def _pair(self, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes with the rows of the two tapes that others follow from."""
+        whole = {name: t.shape[0] if t.dim() else None for name, t in batch.tensors()}
+        return [
+            {
+                name: (rows, *shape[1:]) if whole[name] == batch.size else shape
+                for name, shape in shapes.items()
+            }
+            for rows in LEARNT
+        ]
 
 
 def _part(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
