@@ -5,12 +5,19 @@
     python benchmarks/planner_regret.py --cluster machine.json --measured regret.json      # predict anew, run nothing
 
 For each model and world size: every combination of degrees, ZeRO stages, sequence parallelism and microbatches that the
-planner accepts is pinned and predicted; each is run for real; the planner is then asked without pins.  Configurations take
-turns in rounds, so that all see the same noise; further rounds are of the pick and of those that lead, since the least of
-many noisy times is too short.  A configuration counts with the median of its turns, a turn with the median of its steps.
+planner accepts is pinned and predicted; each is run for real; the planner is then asked without pins.
 
-Printed: regret (time of the pick over the best measured, less one), place of the pick, Spearman's correlation of predicted
-and measured, and the noise (how far turns of one configuration lie apart); over all models the median regret.  Exit code 4
+How it is measured.  The speed of a shared machine wanders by a quarter within minutes, so what is compared lives on the same
+ranks at once and takes turns, a few steps each, in rounds.  All configurations run in a first pass, some at a time and the pick
+among them; what they take counts by what the pick takes beside them.  The
+fastest of it (within 25%) and the pick then run in further rounds, all of them in each.  The least of many noisy times is too
+short, so the best is never judged by the turns that chose it: it is chosen by every other round and judged by the rest, then
+the other way round, and the regret is the mean of both.  A turn counts with the median of its steps, a configuration with the
+median of its turns.
+
+Printed: regret (time of the pick over that of the best, less one), place of the pick, Spearman's correlation of predicted
+and measured, and the noise (how far turns of one configuration lie apart); over all models the median regret.  "plain" is
+the regret over the least median of the further rounds, which is never below the judged one by more than noise.  Exit code 4
 when a pick is in the worse half, the median regret is above 5%, or the correlation over all runs is below 0.9.  Groups that
 the file of `--json` holds already are not run again, so what was broken off can be taken up.
 """
@@ -31,80 +38,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from planner_regret_models import build
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.testing import RankError, RankPool
 
-ROWS = 8
 REGRET, CORRELATION = 0.05, 0.9
 """What acceptance asks for: the median regret at most, the correlation at least."""
-WARM, LEAST = 2, 3
-"""Steps of a turn that do not count, and fewest that do."""
-FINALS, LEADERS, MOST_FINALS = 0.35, 5, 6
-"""Part of the time that is kept for further rounds, how many of the fastest take part, and how many rounds at most."""
-
-
-def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A small model of that shape, and a batch."""
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
-    )
-
-    def llama(vocab: int, hidden: int, layers: int, inner: int) -> nn.Module:
-        config = LlamaConfig(
-            vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, use_cache=False,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        return LlamaForCausalLM(config)
-
-    torch.manual_seed(0)
-    length = {"long": 512, "vocabulary": 64}.get(name, 128)
-    vocab = {"vocabulary": 16384}.get(name, 512)
-    if name == "deep":
-        model = llama(vocab, 64, 12, 192)
-    elif name == "wide":
-        model = llama(vocab, 512, 2, 1536)
-    elif name == "long":
-        model = llama(vocab, 64, 3, 192)
-    elif name == "vocabulary":
-        model = llama(vocab, 128, 2, 384)
-    elif name == "moe":
-        moe = MixtralConfig(
-            vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2,
-            head_dim=32, max_position_embeddings=512, use_cache=False, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        model = MixtralForCausalLM(moe)
-    elif name == "gpt2":
-        config = GPT2Config(
-            vocab_size=vocab, n_embd=128, n_layer=4, n_head=4, n_positions=length, use_cache=False,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        model = GPT2LMHeadModel(config)
-    else:
-        raise SystemExit(f"--models {name}: known are {', '.join(MODELS)}")
-    ids = torch.randint(1, vocab, (ROWS, length), generator=torch.Generator().manual_seed(1))
-    return model, {"input_ids": ids, "labels": ids}
-
-
-MODELS = ("deep", "wide", "moe", "long", "vocabulary", "gpt2")
+WARM = 2
+"""Steps after setting up that do not count."""
+TURN_S, MOST_STEPS = 0.2, 6
+"""A turn counts as many steps as take so long, two at least and so many at most, behind one that does not count."""
+TOGETHER = 11
+"""Configurations that live on the ranks at once in the first pass, beside the pick."""
+FIRST_ROUNDS = 2
+"""Rounds of the first pass."""
+NEAR, LEADERS, MOST_ROUNDS = 1.25, 9, 24
+"""Who takes part in the further rounds: those so many times as slow as the fastest, at most so many, the pick beside them; and
+how many rounds at most."""
+FURTHER_S = 20.0
+"""Seconds of further rounds at least, for each rank."""
 
 
 @dataclass
 class Run:
-    """A configuration: its plan, and the seconds that its turns took for a step (each the median of the turn's steps)."""
+    """A configuration: its plan, and seconds of a step in each turn, of the first pass and of the further rounds."""
 
     name: str
     plan: ParallelPlan
+    first: list[float] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
     failed: str = ""
 
@@ -119,12 +83,17 @@ class Run:
 
     @property
     def measured(self) -> float:
-        return statistics.median(self.turns)
+        return statistics.median(self.turns or self.first)
 
     @property
     def noise(self) -> float:
-        """How far its turns lie apart, as a part of their median."""
-        return (max(self.turns) - min(self.turns)) / self.measured
+        """How far the middle half of its turns lies apart, as a part of their median."""
+        turns = sorted(self.turns or self.first)
+        return (turns[len(turns) * 3 // 4] - turns[len(turns) // 4]) / self.measured
+
+    def half(self, which: int) -> float:
+        """Median of every other further round, from the first on or from the second."""
+        return statistics.median(self.turns[which::2])
 
     def record(self) -> dict[str, Any]:
         """For the file."""
@@ -132,7 +101,13 @@ class Run:
         parts = {"compute": self.prediction.compute_seconds}
         if split is not None:
             parts |= {"bubble": split.bubble_seconds, "optimizer": split.optimizer_seconds, **split.exposed}
-        return {"name": self.name, "predicted": self.predicted, "parts": parts, "turns": self.turns}
+        return {
+            "name": self.name,
+            "predicted": self.predicted,
+            "parts": parts,
+            "first": self.first,
+            "turns": self.turns,
+        }
 
 
 def pins(ranks: int) -> Iterator[dict[str, Any]]:
@@ -176,61 +151,119 @@ def identity(plan: ParallelPlan) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-def take_turn(rank: int, size: int, name: str, plan: ParallelPlan, steps: int, seconds: float) -> list[float]:
-    """Some steps of one configuration: seconds of each, as the slowest rank has it."""
+Step = Callable[[], float]
+"""One step of a configuration that is set up: its seconds as the slowest rank has it."""
+
+
+def set_up(name: str, plan: ParallelPlan) -> Step:
+    """A configuration, warm."""
     torch.manual_seed(0)
     model, batch = build(name)
     model = mw.parallelize(model, plan, batch=batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    times: list[float] = []
-    begin = time.perf_counter()
-    for number in range(WARM + steps):
+
+    def step() -> float:
         dist.barrier()
         start = time.perf_counter()
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        if number >= WARM:
-            times.append(time.perf_counter() - start)
-        late = torch.tensor(float(time.perf_counter() - begin > seconds and len(times) >= LEAST))
-        dist.broadcast(late, 0)
-        if late:
-            break
-    return times
+        return time.perf_counter() - start
+
+    for _ in range(WARM):
+        step()
+    return step
 
 
-def measure(
-    runs: list[Run], pick: Run, name: str, ranks: int, pool: RankPool, until: float, rounds: int
-) -> None:
-    """`rounds` turns of each, then turns of the pick and of those that lead, until the time is over."""
-    begin = time.monotonic()
+def take_turns(
+    rank: int, size: int, name: str, plans: list[ParallelPlan], rounds: int, least: int, seconds: float
+) -> list[list[float]]:
+    """Rounds in which each of some configurations takes a turn: for each the seconds of a step in each turn.
 
-    def turn(run: Run, seconds: float) -> None:
-        try:
-            run.turns.append(
-                statistics.median(pool.run(ranks, take_turn, name, run.plan, 10, seconds, timeout=120.0)[0])
-            )
-        except (MeshwrightError, RankError, RuntimeError) as error:
-            run.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            print(f"   FAILED {run.name}: {run.failed}", flush=True)
-
-    every = (until - begin) * (1 - FINALS)
+    `least`: rounds that are run in any case; no others begin when `seconds` are over.
+    """
+    begin = time.perf_counter()
+    steps = [set_up(name, plan) for plan in plans]
+    turns: list[list[float]] = [[] for _ in plans]
     for number in range(rounds):
-        for place, run in enumerate(runs if number % 2 == 0 else runs[::-1]):
-            left = begin + every - time.monotonic()
-            if run.failed or (left <= 0 and run.turns):
-                continue
-            # what is left over the turns that are left, half of it for setting up
-            turn(run, max(0.3, left / (len(runs) * (rounds - number) - place) / 2))
-    number = 0
-    while time.monotonic() < until and number < MOST_FINALS:
-        number += 1
-        done = sorted((r for r in runs if r.turns and not r.failed), key=lambda r: r.measured)
-        final = done[:LEADERS] if pick in done[:LEADERS] or pick.failed else [*done[:LEADERS], pick]
-        for run in final if number % 2 else final[::-1]:
-            if time.monotonic() < until:
-                turn(run, 1.0)
+        order = range(len(steps)) if number % 2 == 0 else reversed(range(len(steps)))
+        for place in order:
+            wanted = torch.tensor(TURN_S / steps[place]())
+            dist.broadcast(wanted, 0)  # all ranks count as many
+            count = max(2, min(MOST_STEPS, round(float(wanted))))
+            turns[place].append(statistics.median(steps[place]() for _ in range(count)))
+        over = torch.tensor(float(number + 1 >= least and time.perf_counter() - begin > seconds))
+        dist.broadcast(over, 0)
+        if over:
+            break
+    return turns
+
+
+def measure(runs: list[Run], pick: Run, name: str, ranks: int, pool: RankPool, until: float) -> None:
+    """The first pass over all, then further rounds of the pick and of those that lead, until the time is over."""
+
+    failure: list[str] = []
+
+    def together(some: list[Run], rounds: int, least: int, seconds: float) -> list[list[float]] | None:
+        try:
+            plans = [run.plan for run in some]
+            return pool.run(ranks, take_turns, name, plans, rounds, least, seconds, timeout=seconds + 240.0)[
+                0
+            ]
+        except (MeshwrightError, RankError, RuntimeError) as error:
+            failure.append(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+            return None
+
+    def first(some: list[Run]) -> None:
+        found = together([pick, *some], FIRST_ROUNDS, FIRST_ROUNDS, 0.0)
+        if found is None and len(some) > 1:  # whichever it was
+            for run in some:
+                first([run])
+        elif found is None:
+            some[0].failed = failure[-1]
+            print(f"   FAILED {some[0].name}: {some[0].failed}", flush=True)
+        else:
+            beside = statistics.median(found[0])
+            pick.first += found[0]
+            for run, turns in zip(some, found[1:], strict=True):
+                run.first = [seconds / beside for seconds in turns]
+
+    begin = time.monotonic()
+    others = [run for run in runs if run is not pick]
+    for start in range(0, len(others), TOGETHER):
+        first(others[start : start + TOGETHER])
+    if not pick.first:
+        pick.failed = failure[-1]
+        return
+
+    def level(seconds: float) -> None:
+        for run in others:
+            run.first = [part * seconds for part in run.first]
+
+    level(statistics.median(pick.first))
+    done = sorted((run for run in runs if run.first), key=lambda run: run.measured)
+    leaders = [run for run in done[:LEADERS] if run.measured <= NEAR * done[0].measured]
+    if pick not in leaders:
+        leaders.append(pick)
+    left = max(FURTHER_S * ranks, until - time.monotonic())
+    print(
+        f"{name}, {ranks} ranks: first pass {time.monotonic() - begin:.0f} s, {left:.0f} s left for {len(leaders)}",
+        flush=True,
+    )
+    for run, turns in zip(leaders, together(leaders, MOST_ROUNDS, 4, left) or ()):
+        run.turns = turns
+    if pick.turns:
+        level(statistics.median(pick.turns) / statistics.median(pick.first))
+
+
+def judged(pick: Run, leaders: list[Run]) -> float:
+    """The regret of the pick: the best is chosen by every other round and judged by the rest, both ways; the mean."""
+    found = []
+    for choosing, judging in ((0, 1), (1, 0)):
+        best = min(leaders, key=lambda run: run.half(choosing))
+        found.append(pick.half(judging) / best.half(judging) - 1)
+    return max(0.0, statistics.mean(found))
 
 
 def ranks_of(values: list[float]) -> list[float]:
@@ -246,59 +279,76 @@ def spearman(first: list[float], second: list[float]) -> float:
     return statistics.correlation(ranks_of(first), ranks_of(second))
 
 
-def race(name: str, ranks: int, cluster: str, measured: Callable[[list[Run], Run], None]) -> dict[str, Any]:
-    """One model on so many ranks; `measured` fills in the times of the runs and of the pick among them."""
-    begin = time.monotonic()
+@dataclass
+class Group:
+    """One model on so many ranks: its configurations, and the one among them that the planner picks."""
+
+    model: str
+    ranks: int
+    runs: list[Run]
+    pick: Run
+
+    @property
+    def weight(self) -> float:
+        """How much of the time is its: as much for each configuration and rank in the first pass, and further rounds of some."""
+        return (len(self.runs) + LEADERS) * self.ranks
+
+
+def planned(name: str, ranks: int, cluster: str) -> Group:
+    """Predict every configuration, and ask for the pick."""
     runs = configurations(name, ranks, cluster)
     with mw.deferred_init():
         model, batch = build(name)
     pick = mw.plan(model, batch, world_size=ranks, cluster=cluster)
     assert isinstance(pick, ParallelPlan)
-    planned = time.monotonic() - begin
     chosen = next((r for r in runs if identity(r.plan) == identity(pick)), None)
     if chosen is None:
         chosen = Run("the pick", pick)
         runs.append(chosen)
-    measured(runs, chosen)
-    done = sorted((r for r in runs if r.turns), key=lambda r: r.measured)
-    best = done[0]
-    print(f"\n{name}, {ranks} ranks: {len(done)} configurations (planned in {planned:.0f} s)", flush=True)
+    return Group(name, ranks, runs, chosen)
+
+
+def judge(group: Group) -> dict[str, Any]:
+    """Print what was measured of a group, and what goes to the file."""
+    chosen = group.pick
+    done = sorted((r for r in group.runs if r.first or r.turns), key=lambda r: r.measured)
+    leaders = [run for run in done if len(run.turns) > 1]
+    print(f"\n{group.model}, {group.ranks} ranks: {len(done)} configurations", flush=True)
     for place, run in enumerate(done, 1):
-        mark = "<- the pick" if run is chosen else ""
         print(
-            f"  {place:3} {1e3 * run.measured:8.1f} ms measured (turns {len(run.turns)}, apart {100 * run.noise:3.0f}%) "
-            f"{1e3 * run.predicted:8.1f} predicted  {run.name} {mark}"
+            f"  {place:3} {1e3 * run.measured:8.1f} ms measured (turns {len(run.turns) or len(run.first):2}, apart "
+            f"{100 * run.noise:3.0f}%) {1e3 * run.predicted:8.1f} predicted  {run.name}{' <- the pick' * (run is chosen)}"
         )
+    fair = chosen in leaders
     result = {
-        "model": name,
-        "ranks": ranks,
+        "model": group.model,
+        "ranks": group.ranks,
         "configurations": len(done),
-        "failed": [f"{r.name}: {r.failed}" for r in runs if r.failed],
+        "failed": [f"{r.name}: {r.failed}" for r in group.runs if r.failed],
         "pick": chosen.name,
-        "regret": chosen.measured / best.measured - 1 if chosen.turns else math.inf,
-        "place": done.index(chosen) + 1 if chosen in done else len(runs),
+        "regret": judged(chosen, leaders) if fair else math.inf,
+        "plain": chosen.measured / min(r.measured for r in leaders) - 1 if fair else math.inf,
+        "place": done.index(chosen) + 1 if chosen in done else len(group.runs),
         "spearman": spearman([r.predicted for r in done], [r.measured for r in done]),
-        "noise": statistics.median(r.noise for r in done),
+        "noise": statistics.median(r.noise for r in leaders or done),
+        "rounds": max((len(r.turns) for r in leaders), default=0),
+        "best": done[0].name,
         "runs": [r.record() for r in done],
     }
-    apart = chosen.turns and min(chosen.turns) <= max(best.turns) and chosen is not best
     print(
-        f"  regret {100 * result['regret']:.1f}%, place {result['place']}, Spearman {result['spearman']:.3f}; turns of one "
-        f"configuration lie {100 * result['noise']:.0f}% apart (median)"
-        + ("; the turns of the pick and of the best overlap" if apart else "")
+        f"  regret {100 * result['regret']:.1f}% (plain {100 * result['plain']:.1f}%), place {result['place']}, Spearman "
+        f"{result['spearman']:.3f}; {len(leaders)} in {result['rounds']} further rounds, turns {100 * result['noise']:.0f}% apart"
     )
     return result
 
 
-def known(found: dict[str, Any]) -> Callable[[list[Run], Run], None]:
-    """Times that were measured before, by the names of runs."""
-    times = {run["name"]: run["turns"] for run in found["runs"]}
-
-    def fill(runs: list[Run], pick: Run) -> None:
-        for run in runs:
-            run.turns = list(times.get(run.name, ()))
-
-    return fill
+def remembered(group: Group, found: dict[str, Any]) -> Group:
+    """With times that were measured before, by the names of runs."""
+    times = {run["name"]: run for run in found["runs"]}
+    for run in group.runs:
+        known = times.get(run.name, {})
+        run.first, run.turns = list(known.get("first", ())), list(known.get("turns", ()))
+    return group
 
 
 def verdict(results: list[dict[str, Any]]) -> bool:
@@ -308,10 +358,22 @@ def verdict(results: list[dict[str, Any]]) -> bool:
         by_model.setdefault(result["model"], []).append(result["regret"])
     regret = statistics.median(statistics.mean(values) for values in by_model.values())
     worse = [f"{r['model']}@{r['ranks']}" for r in results if r["place"] > math.ceil(r["configurations"] / 2)]
-    pairs = [(run["predicted"], statistics.median(run["turns"])) for r in results for run in r["runs"]]
+    pairs = [
+        (run["predicted"], statistics.median(run["turns"] or run["first"]))
+        for r in results
+        for run in r["runs"]
+    ]
     every = spearman([p for p, _ in pairs], [m for _, m in pairs])
     inner = statistics.median(r["spearman"] for r in results)
     failed = sum(len(r["failed"]) for r in results)
+    print(
+        "\n  group           pick                                          regret  plain  place  Spearman  best"
+    )
+    for r in results:
+        print(
+            f"  {r['model'] + '@' + str(r['ranks']):14}  {r['pick'][:44]:44} {100 * r['regret']:6.1f}% {100 * r['plain']:5.1f}% "
+            f"{r['place']:3} of {r['configurations']:2}  {r['spearman']:6.2f}  {r['best']}"
+        )
     print(
         f"\nmedian regret {100 * regret:.1f}% (at most {100 * REGRET:.0f}%); in the worse half: {', '.join(worse) or 'none'}; "
         f"Spearman over all {len(pairs)} runs {every:.3f} (at least {CORRELATION}), median within a model {inner:.3f}; "
@@ -328,7 +390,6 @@ def main() -> int:
     parser.add_argument("--models", default="deep,wide,moe,long,vocabulary")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--minutes", type=float, default=20.0, help="for all of it")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each configuration")
     parser.add_argument(
         "--json", type=Path, default=None, help="write the results here; groups in it are kept"
     )
@@ -340,7 +401,8 @@ def main() -> int:
     if options.measured is not None:
         for found in json.loads(options.measured.read_text()):
             if (found["model"], found["ranks"]) in groups:
-                results.append(race(found["model"], found["ranks"], options.cluster, known(found)))
+                group = planned(found["model"], found["ranks"], options.cluster)
+                results.append(judge(remembered(group, found)))
         if options.json is not None:
             options.json.write_text(json.dumps(results, indent=1))
         return 0 if verdict(results) else 4
@@ -348,16 +410,13 @@ def main() -> int:
         results = json.loads(options.json.read_text())
         before = {(r["model"], r["ranks"]) for r in results}
         groups = [group for group in groups if group not in before]
+    every = [planned(name, ranks, options.cluster) for name, ranks in groups]
     with RankPool() as pool:
-        for number, (name, ranks) in enumerate(groups):
-            # as many seconds for each rank that runs
-            weight = ranks**2 / sum(r**2 for _, r in groups[number:])
+        for number, group in enumerate(every):
+            weight = group.weight / sum(g.weight for g in every[number:])
             until = time.monotonic() + (end - time.monotonic()) * weight
-
-            def run_all(runs: list[Run], pick: Run, n: str = name, r: int = ranks, u: float = until) -> None:
-                measure(runs, pick, n, r, pool, u, options.rounds)
-
-            results.append(race(name, ranks, options.cluster, run_all))
+            measure(group.runs, group.pick, group.model, group.ranks, pool, until)
+            results.append(judge(group))
             if options.json is not None:
                 options.json.write_text(json.dumps(results, indent=1))
     return 0 if verdict(results) else 4

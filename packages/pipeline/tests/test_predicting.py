@@ -12,7 +12,8 @@ from pipe_models import Chain
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
-from meshwright_pipeline import Action, Schedule, Shape, timetable
+from meshwright_pipeline import Action, Schedule, Shape, balance, timetable
+from meshwright_pipeline.balance import MESSAGE_CALLS, STEP_CALLS
 from meshwright_pipeline.predicting import WALKED, StageCosts, predict
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.strategy import Pipeline
@@ -216,3 +217,33 @@ def test_what_a_step_takes_if_messages_took_no_time() -> None:
             )
             assert found.silent == pytest.approx(without.seconds) and found.busy == without.busy
             assert without.silent == without.seconds < found.seconds
+
+
+def test_what_the_runtime_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step, and for each end of a message."""
+    call, count = 1e-9, 4  # too little to change the order of anything
+
+    def seconds() -> float:
+        asked = replace(request(8, schedule="gpipe", microbatches=count), call_seconds=call)
+        return Pipeline().cost(asked, 2, LINK).compute * sum(part.seconds for part in asked.work) * count
+
+    whole = seconds()
+    monkeypatch.setattr(balance, "STEP_CALLS", 0)
+    assert whole - seconds() == pytest.approx(STEP_CALLS * call, rel=1e-3)
+    whole = seconds()
+    monkeypatch.setattr(balance, "MESSAGE_CALLS", 0)
+    # every microbatch goes through the slower stage, one through the other: forward and backward
+    assert whole - seconds() == pytest.approx((2 * count + 2) * MESSAGE_CALLS * call, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("owners", "ends"), [((0, 1, 0, 1), (1, 2, 2, 1)), ((0, 1, 1, 0), (1, 1, 1, 1)), ((0, 0), (0, 0))]
+)
+def test_stages_that_follow_each_other_on_one_rank_send_nothing(
+    owners: tuple[int, ...], ends: tuple[int, ...]
+) -> None:
+    stages = len(owners)
+    free = StageCosts((0.0,) * stages, (0.0,) * stages, gradients=(0.0,) * stages)
+    asked = replace(request(), call_seconds=1.0)
+    found = balance._with_host(free, [(0, 0)] * stages, owners, asked, Shape(2, stages, 4))
+    assert found.backward == tuple(MESSAGE_CALLS * n for n in ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.testing import RankPool
 from meshwright_planner.calibration import block, machine, work
 from meshwright_planner.calibration.machine import Together
-from meshwright_planner.costs.prices import optimizer_seconds
+from meshwright_planner.costs.prices import even_bytes, optimizer_seconds
 from meshwright_planner.machines.file import read, write
 
 FEW = 2e-3  # seconds for each point
@@ -158,3 +159,70 @@ def test_backward_passes_are_timed_without_the_call_of_autograd() -> None:
     cases = list(work.streams("pointwise", torch.float32, 2e4))
     with_call, without = (work.measured("pointwise", torch.float32, iter(cases), FEW, e) for e in (0.0, 1.0))
     assert without.backward[0][1] < with_call.backward[0][1] / 2
+
+
+def test_results_are_kept_so_that_others_are_written_to_other_memory() -> None:
+    """As autograd keeps them; of many, the last ones."""
+    x = torch.randn(64)
+    seen: list[int] = []
+
+    def run() -> torch.Tensor:
+        out = x * 2
+        seen.append(out.data_ptr())
+        return out
+
+    turn = work._turns([run], 3, work.KEPT_BYTES // 4)
+    assert len(set(seen)) == 4  # room for so many, filled before anything is timed
+    seen.clear()
+    turn()
+    assert len(set(seen)) == 3
+    seen.clear()
+    work._turns([run], 3, work.KEPT_BYTES // 4, most=2)
+    assert len(seen) == 2
+
+
+def test_what_is_kept_counts_what_autograd_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss is one number, and holds the probabilities of all classes: a thousand of those would fill a machine."""
+    kept: list[int] = []
+    turns = work._turns
+
+    def watched(actions: list[Callable[[], object]], count: int, made: int, most: int) -> Callable[[], None]:
+        kept.append(made)
+        return turns(actions, count, made, most)
+
+    monkeypatch.setattr(work, "_turns", watched)
+    x = torch.randn(256, 512)
+    work._times(work.stream("softmax", x), FEW)
+    assert min(kept) >= x.numel() * 4
+
+
+def test_products_that_move_more_than_their_operations_need_take_longer() -> None:
+    """Few rows and a large weight: beyond what equal sides move, by what was measured; equal sides as before."""
+    even = MeasuredWork("matmul", "float32", ((1.0, 1e-6),), ((1.0, 2e-6),))
+    thin = MeasuredWork("thin", "float32", ((1e6, 1e-3),), ((1e6, 2e-3),))
+    plain = replace(LAPTOP_CPU, hides_launch=False, memory_bandwidth=1e15, work=(even,))
+
+    def longer(rows: int, width: int) -> float:
+        seconds = []
+        for cluster in (plain, replace(plain, work=(even, thin))):
+            model = nn.Linear(64, width, bias=False)
+            found = eager().plan(
+                model, torch.randn(rows, 64, requires_grad=True), PlanRequest(cluster=cluster, world_size=1)
+            )[0]
+            assert found.predicted is not None
+            seconds.append(found.predicted.compute_seconds)
+        return seconds[1] - seconds[0]
+
+    assert longer(64, 64) == 0.0
+    moved = 4.0 * (4 * 64 + 64 * 4096 + 4 * 4096)
+    more = moved - even_bytes(2.0 * 4 * 64 * 4096)
+    assert 0 < more < moved and longer(4, 4096) == pytest.approx(more / 1e6 * (1e-3 + 2e-3))
+
+
+def test_what_a_thin_product_takes_beyond_an_even_one_is_measured() -> None:
+    even = MeasuredWork("matmul", "float32", ((1.0, 1e-18),), ((1.0, 1e-18),))
+    found = work.thin(FEW, 0.0, even, (4, 16, 4096))
+    ((nbytes, ahead),), ((_, back),) = found.forward, found.backward
+    assert 0 < nbytes < 4.0 * (4 * 16 + 16 * 4096 + 4 * 4096) and ahead > 0 and back > 0
+    slow = MeasuredWork("matmul", "float32", ((1.0, 1.0),), ((1.0, 1.0),))
+    assert work.thin(FEW, 0.0, slow, (4, 16, 4096)).forward[0][1] == 0.0

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -32,6 +33,10 @@ from meshwright_pipeline.units import find_units
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
 """What the runtime costs the host, in operations: of each forward, of each unit in it, and of each parameter whose gradient a
 split backward puts off (measured; thread time of actions less that of the same modules run plainly)."""
+
+MESSAGE_CALLS, STEP_CALLS = 200, 1700
+"""The same of each end of a message (looking ahead, posting, waiting), and of a step: cutting the batch, giving stand-ins to
+parameters, agreeing on the loss and handing gradients over (measured; thread time of a step less that of its actions)."""
 
 PER_STAGE = 4
 """Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
@@ -135,11 +140,12 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     found = known.read(request.work)
     parts = found.once(("divided", shape.stages), lambda: _divided(found, known, schedule, shape))
     costs = _stage_costs(parts, link, request, shape)
-    costs = _with_host(costs, parts.sizes, request, shape)
+    owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
+    costs = _with_host(costs, parts.sizes, owners, request, shape)
     step = found.once((schedule.name, shape, costs), functools.partial(_predicted, schedule, shape, costs))
     owned = found.once(("owned", schedule.name, shape), lambda: _owned(schedule, shape, parts.held, known))
     fullest = max(_ranks(step, owned, parts.messages), key=lambda one: one.total(request))
-    whole = found.whole * shape.microbatches
+    whole, around = found.whole * shape.microbatches, STEP_CALLS * request.call_seconds
     return StrategyCost(
         exposed_seconds=max(0.0, step.seconds - step.silent),
         parameters=fullest.share,
@@ -147,7 +153,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         optimizer=fullest.share,
         activations=fullest.peak.kept / (found.kept * shape.microbatches),
         collectives=tuple(_messages(parts.messages, shape.microbatches)),
-        compute=step.silent / whole,
+        compute=(step.silent + around) / whole,
         idle=(step.silent - max(step.busy)) / whole,
         stages=tuple(one.seconds / found.whole for one in parts.loads),
         forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in parts.loads),
@@ -265,21 +271,30 @@ def _stage_costs(parts: _Divided, link: Link, request: SearchRequest, shape: Sha
 
 
 def _with_host(
-    costs: StageCosts, held: Sequence[tuple[int, int]], request: SearchRequest, shape: Shape
+    costs: StageCosts,
+    held: Sequence[tuple[int, int]],
+    owners: Sequence[int],
+    request: SearchRequest,
+    shape: Shape,
 ) -> StageCosts:
-    """The same with what the host does; `held`: units and parameters of each stage.
+    """The same with what the host does; `held`: units and parameters of each stage, `owners`: the rank of each.
 
     Gradients of a microbatch are added to those before, a rank's part of them: two reads and a write.
     """
     call = request.call_seconds
     added = 3 * request.byte_seconds if shape.microbatches > 1 else 0.0
+    crossed = [0, *(int(a != b) for a, b in pairwise(owners)), 0]
+    mail = [call * MESSAGE_CALLS * (before + behind) for before, behind in pairwise(crossed)]
     return replace(
         costs,
         forward=tuple(
-            s + call * (ACTION_CALLS + UNIT_CALLS * units)
-            for s, (units, _) in zip(costs.forward, held, strict=True)
+            s + call * (ACTION_CALLS + UNIT_CALLS * units) + post
+            for s, (units, _), post in zip(costs.forward, held, mail, strict=True)
         ),
-        backward=tuple(s + added * nbytes for s, nbytes in zip(costs.backward, costs.gradients, strict=True)),
+        backward=tuple(
+            s + added * nbytes + post
+            for s, nbytes, post in zip(costs.backward, costs.gradients, mail, strict=True)
+        ),
         split=not request.recompute,
         halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights in held),
     )

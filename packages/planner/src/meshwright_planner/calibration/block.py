@@ -21,7 +21,7 @@ from meshwright_planner.calibration.clock import device, sync
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 from meshwright_planner.search.evaluator import Search
 
-WIDTH, HEADS, TOKENS, LAYERS = 32, 4, 16, 4
+WIDTH, HEADS, TOKENS, LAYERS = 64, 4, 16, 4
 STEPS = 30
 
 
@@ -87,7 +87,7 @@ def batch(rows: int) -> Tensor:
 
 
 def step_seconds(model: nn.Module, x: Tensor) -> float:
-    """The host's seconds for forward and backward, the median of some; turns that other processes take do not count."""
+    """The host's seconds for forward and backward, the least of some; turns that other processes take do not count."""
     clock = time.thread_time if device().type == "cpu" else time.perf_counter
     times = []
     for _ in range(STEPS):
@@ -96,7 +96,7 @@ def step_seconds(model: nn.Module, x: Tensor) -> float:
         times.append(clock() - start)
         sync()
         model.zero_grad()
-    return sorted(times)[STEPS // 2]
+    return min(times)
 
 
 def recorded(cluster: Cluster | str, rows: int) -> tuple[int, float]:

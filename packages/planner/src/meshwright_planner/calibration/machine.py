@@ -65,7 +65,7 @@ def alone(name: str) -> Cluster:
     for kind in work.KINDS:
         cases = work.streams(kind, torch.float32, room)
         curves.append(work.measured(kind, torch.float32, cases, POINT_S, entry))
-    curves += [work.views(POINT_S), work.updates(POINT_S, 4.0 * room)]
+    curves += [work.views(POINT_S), work.updates(POINT_S, 4.0 * room), work.thin(POINT_S, entry, curves[0])]
     pages = None if accelerated else work.fresh(POINT_S, room)
     curves += [] if pages is None else [pages]
     ahead, back = work.launches(POINT_S)

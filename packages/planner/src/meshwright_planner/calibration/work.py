@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from meshwright_dtensor.cluster import MeasuredWork
 from meshwright_planner.calibration.clock import device, least
-from meshwright_planner.costs.prices import dtype_name
+from meshwright_planner.costs.prices import dtype_name, even_bytes
 
 LEAST_S = 2e-4
 """What is shorter is timed many at once, to as long."""
 
 COLD_BYTES, MOST_COPIES = 2**23, 64
 """Operations take turns on copies of their inputs of so many bytes in all, as a model finds them: outside of small caches."""
+
+KEPT_BYTES, MOST_KEPT = 2**26, 1024
+"""So many bytes of results are kept, as autograd keeps them: each is written where nothing was for long, outside of any cache."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,22 @@ def products(dtype: torch.dtype, top: float) -> Iterator[Case]:
         if 2.0 * rows * inner * outer <= top:
             x, w = _random((rows, inner), dtype), _random((outer, inner), dtype)
             yield Case(2.0 * rows * inner * outer, (x, w), F.linear)
+
+
+THIN = (64, 128, 16384)
+"""Rows, and sides of the weight, of a product that moves much more than its operations need."""
+
+
+def thin(budget: float, entry: float, even: MeasuredWork, shape: tuple[int, int, int] = THIN) -> MeasuredWork:
+    """What a product of few rows with a large weight takes beyond one of equal sides (`even`), by the bytes that it moves more."""
+    rows, inner, outer = shape
+    flops = 2.0 * rows * inner * outer
+    x, w = _random((rows, inner), torch.float32), _random((outer, inner), torch.float32)
+    ahead, back = _times(Case(flops, (x, w), F.linear), budget)
+    more = 4.0 * (rows * inner + inner * outer + rows * outer) - even_bytes(flops)
+    ahead -= even.seconds(flops, (True, False))
+    back -= entry + even.seconds(flops, (False, True))
+    return MeasuredWork("thin", "float32", ((more, max(0.0, ahead)),), ((more, max(0.0, back)),))
 
 
 def attentions(width: int, dtype: torch.dtype, top: float) -> Iterator[Case]:
@@ -206,23 +226,33 @@ def _times(case: Case, budget: float) -> tuple[float, float]:
     ]
     once = least(lambda: case.run(*sets[0]), budget / 4, 5)
     count = max(1, int(LEAST_S / max(once, 1e-7)))
-    ahead = least(_turns([partial(case.run, *own) for own in sets], count), budget) / count
     outs = [case.run(*own) for own in sets]
     back = torch.ones_like(outs[0])
+    made = max(
+        back.numel() * back.element_size(), size, 1
+    )  # what autograd keeps of it may be as large as its inputs
+    most = int(budget / max(once, 1e-7))  # in whose time no more are made, caches matter little
+    ahead = least(_turns([partial(case.run, *own) for own in sets], count, made, most), budget) / count
     again = [
         partial(torch.autograd.grad, out, own, back, retain_graph=True)
         for out, own in zip(outs, sets, strict=True)
     ]
-    return ahead, least(_turns(again, count), budget) / count
+    return ahead, least(_turns(again, count, max(size, 1), most // 2), budget) / count
 
 
-def _turns(actions: Sequence[Callable[[], object]], count: int) -> Callable[[], None]:
-    """`count` of the actions, one after the other, going on where it stopped."""
-    endless = itertools.cycle(actions)
+def _turns(
+    actions: Sequence[Callable[[], object]], count: int, made: int = KEPT_BYTES, most: int = MOST_KEPT
+) -> Callable[[], None]:
+    """`count` of the actions, one after the other, going on where it stopped.
+
+    `made`: bytes of what each returns and holds, which are kept of the last ones, at most of so many (`most`).
+    """
+    endless, room = itertools.cycle(actions), max(1, min(MOST_KEPT, KEPT_BYTES // made, most))
+    kept = deque((action() for action in itertools.islice(endless, room)), maxlen=room)
 
     def turn() -> None:
         for action in itertools.islice(endless, count):
-            action()
+            kept.append(action())
 
     return turn
 

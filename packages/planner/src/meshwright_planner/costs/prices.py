@@ -107,6 +107,7 @@ class AxisCosts:
         """Seconds of one operation, forward and backward, on one rank with its tensors in these states."""
         cluster = self.cluster
         launches = cluster.launch_s + (cluster.backward_launch_s if work.grad else 0.0)
+        made = [values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)]
         around = cluster.host_s + (cluster.dispatch_s if self.meshed else 0.0)
         launches += around
         if not work.moves_data:
@@ -114,7 +115,7 @@ class AxisCosts:
             return launches if view is None else view.seconds(1.0, (True, work.grad)) + around
         split = any(is_shard(s) for s in (*ins, *outs))
         flops = work.flops / self.degree if split else work.flops
-        streamed = sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs))
+        streamed = sum(made)
         table = work.table_bytes
         if work.kind == "embedding":
             streamed *= 2  # reads the rows it writes, not the whole table
@@ -125,7 +126,6 @@ class AxisCosts:
         filled = table / cluster.streams if work.grad else 0.0
         known = cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
         if known is not None:
-            made = [values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)]
             busy = self._measured(work, known, flops, streamed, sum(map(self._fresh, made))) + filled
             return max(busy, launches) if cluster.hides_launch else busy + around
         operands = min(work.inputs_back, 2) / 2 if flops else 1.0
@@ -143,13 +143,29 @@ class AxisCosts:
             if work.kind == "matmul":  # measured with both gradients
                 back *= min(work.inputs_back, 2) / 2
             least = streamed / self.cluster.streams
+            first, later = self._thin(flops, streamed) if work.kind == "matmul" else (0.0, 0.0)
+            ahead += first
+            back += later * min(work.inputs_back, 2) / 2 if work.grad else 0.0
             return max(ahead, least) + max(back, least if work.grad else 0.0) + fresh
         return known.seconds(streamed, (True, work.grad))
+
+    def _thin(self, flops: float, streamed: float) -> tuple[float, float]:
+        """Seconds that a product takes longer, forward and backward, for moving more than one of equal sides would."""
+        known, more = self.cluster.measured("thin", "float32"), streamed - even_bytes(flops)
+        if known is None or more <= 0:
+            return 0.0, 0.0
+        (nbytes, ahead), (_, back) = known.forward[0], known.backward[0]
+        return ahead * more / nbytes, back * more / nbytes
 
     def _fresh(self, nbytes: float) -> float:
         """Seconds that a new tensor takes before anything is written to it: large ones get pages of their own."""
         known = self.cluster.measured("fresh", "float32")
         return 0.0 if known is None or nbytes < known.forward[0][0] else known.seconds(nbytes, (True, False))
+
+
+def even_bytes(flops: float) -> float:
+    """Bytes that a float32 product of so many operations moves where its sides are about equal, as in the measured shapes."""
+    return 1.2 * 3 * 4 * (flops / 2) ** (2 / 3)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
