@@ -9,7 +9,7 @@ import pytest
 
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy import Link, SearchRequest, Strategy, divisors
+from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy, divisors
 from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
 from meshwright_parallel.strategies.tensor import Tensor
 from meshwright_parallel.strategies.zero import Zero
@@ -97,3 +97,22 @@ def test_nothing_here_imports_torch() -> None:
         "meshwright_parallel.strategies.zero; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_gradient_that_is_not_cut_makes_no_step_faster() -> None:
+    large = ParameterSize((4096, 4096), (), (4, 4), True)
+    small = ParameterSize((3,), (), (4, 4), True)  # three elements for four ranks
+
+    def step(last: tuple[ParameterSize, ...]) -> tuple[float, set[str]]:
+        asked = SearchRequest(
+            8, 8, stage=2, units=((large,), last), forward_seconds=100.0, backward_seconds=100.0
+        )
+        cost = Zero().cost(asked, 4, LINK)
+        return cost.exposed_seconds, {use.kind for use in cost.collectives}
+
+    whole, kinds = step((large,))
+    assert "all_reduce" not in kinds and whole == pytest.approx(
+        2 * LINK.seconds("all_gather", 4 * 4096**2, 4)
+    )
+    beside, kinds = step((large, small))
+    assert "all_reduce" in kinds and beside > whole

@@ -122,11 +122,10 @@ class Zero(Strategy):
                 if phase == "forward":
                     first: tuple[int, ...] = next((u.gathers for u in units if u.gathers), ())
                     edge = sum(link.seconds("all_gather", n, degree) for n in first)
-                elif left:
-                    edge = link.seconds("all_reduce", left, degree)
-                else:
+                else:  # what the pass ends with is shared behind it, and what is not cut is summed behind that
                     last: tuple[int, ...] = next((u.shares for u in reversed(units) if u.shares), ())
                     edge = sum(link.seconds("reduce_scatter", n, degree) for n in last)
+                    edge += link.seconds("all_reduce", left, degree) if left else 0.0
                 exposed += late + max(0.0 if late else edge, sum(each) - late - seconds)
                 total += sum(each)
         shards = sum(unit.kept for unit in units)
