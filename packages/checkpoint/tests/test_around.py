@@ -144,3 +144,14 @@ def test_a_load_goes_around_the_cache(
     assert all(torch.equal(value, want[name]) for name, value in model.items())
     large = [value.nbytes for value in want.values() if value.nbytes >= LARGE]
     assert calls.around >= sum(large) and calls.through < LARGE
+    (path,) = (tmp_path / "step-1").glob("*.safetensors")
+    with open(path, "r+b") as data:
+        data.seek(4096 + 100_001)  # the header is one page here, and what is a multiple of pages comes first
+        byte = data.read(1)[0]
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([byte ^ 4]))
+    forget(path)
+    calls.around = 0
+    with pytest.raises(CorruptError, match="stored values of model/pages are damaged"):
+        load(tmp_path / "step-1", model=model)
+    assert calls.around
