@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from planner_models import LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
 from meshwright_planner.calibration.counting import Counting
 from meshwright_planner.costs.peak import Moment, at_peak
 
 
-def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """Most bytes at once in the second step."""
+def counted(model: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> int:
+    """Most bytes at once in the second step, with the loss as ranks compute it."""
+    of_torch = F.cross_entropy
+
+    def loss(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> Any:
+        return of_torch(logits, target, **options) if options else RowsLoss.apply(logits, target, -100)
+
+    patch.setattr(F, "cross_entropy", loss)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -31,12 +41,14 @@ def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize(("layers", "rows"), [(4, 8), (2, 1)])
-def test_what_one_rank_holds_at_most_is_what_was_predicted(layers: int, rows: int) -> None:
+def test_what_one_rank_holds_at_most_is_what_was_predicted(
+    layers: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where activations are most of it, and where the optimizer's step is."""
     model, batch = Transformer(layers=layers), tokens(rows=rows)
     plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
     assert plan.predicted is not None
-    assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.05)
+    assert plan.predicted.total_bytes == pytest.approx(counted(model, batch, monkeypatch), rel=0.05)
 
 
 def test_the_count_sees_what_lives_and_forgets_what_dies() -> None:
@@ -61,3 +73,6 @@ def test_the_moment_that_holds_most_counts() -> None:
     bucketed = at_peak({**memory, "gradients": 200}, when, bucket=80.0)
     assert (bucketed["gradients"], bucketed["activations"]) == (180, 50)
     assert at_peak({**memory, "gradients": 60}, (when[0], when[1]), bucket=100.0)["gradients"] == 60
+    lasting = at_peak({**memory, "gradients": 60}, when[:1], bucket=20.0, always=40.0)
+    assert (lasting["gradients"], lasting["activations"]) == (40, 100)
+    assert at_peak({**memory, "gradients": 60}, when[1:2], bucket=5.0, always=40.0)["gradients"] == 55

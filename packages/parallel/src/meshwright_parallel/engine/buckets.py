@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -58,12 +59,17 @@ class Slot:
     position: int = 0
     offset: int = 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of this rank's part in a row of the buffer."""
         return local_of(self.leaf).numel() if self.shards is None else self.shards.size
 
-    @property
+    @cached_property
+    def shape(self) -> torch.Size:
+        """This rank's part of the sum."""
+        return local_of(self.holder).shape
+
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """Strides of a fresh gradient of the leaf: those of the parameter where that is dense."""
         if self.shards is not None:
@@ -99,6 +105,7 @@ class Bucket:
         dtype: of the sums, which is that of the holders.
         keep: the buffer outlives the pass (whole gradients are not freed as soon as they are shared).
         guests: by its index, where among the flags lies that of a slot that is summed alone.
+        views: by position, what `view` has made in this pass.
     """
 
     axes: Axes
@@ -114,6 +121,7 @@ class Bucket:
     rows: torch.Tensor | None = None
     result: torch.Tensor | None = None
     work: dist.Work | None = None
+    views: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -139,11 +147,17 @@ class Bucket:
 
     def view(self, slot: Slot) -> torch.Tensor:
         """Where the sum of a slot's gradient lies in the end, with the strides a fresh gradient would have."""
-        row = (self.buffer()[0] if self.result is None else self.result)[slot.offset :]
         if slot.shards is not None:
-            return slot.shards.in_row(row)
-        # dense, in the parameter's order of dims
-        return row.as_strided(local_of(slot.holder).shape, slot.strides, row.storage_offset())
+            return slot.shards.in_row(
+                (self.buffer()[0] if self.result is None else self.result)[slot.offset :]
+            )
+        view = self.views.get(slot.position)
+        if view is None:
+            rows = self.buffer()
+            # dense, in the parameter's order of dims
+            view = rows.as_strided(slot.shape, slot.strides, rows.storage_offset() + slot.offset)
+            self.views[slot.position] = view
+        return view
 
     def put(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Take this rank's part of a gradient in."""
@@ -199,12 +213,15 @@ class Bucket:
             self.rows = None
         self.result, self.work = None, None
         self.arrived.clear()
+        self.views.clear()
 
     def _filled(self) -> torch.Tensor:
         """The buffer, zero where nothing has arrived, with the flags behind."""
         rows = self.buffer()
         flags = rows[:, self.numel :]
         flags.fill_(1)
+        if self.complete:
+            return rows
         for slot in self.slots:
             if slot.position not in self.arrived:
                 rows[:, slot.offset : slot.offset + slot.numel].zero_()

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.kinds import VIEWS, base_name
 from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.profile.tape import Tape
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that ranks sum lie in buckets of about this size, each there whole once it has its first gradient."""
@@ -55,21 +57,24 @@ def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
     return tuple(best)
 
 
-def at_peak(memory: Mapping[str, int], when: Iterable[Moment], bucket: float = 0.0) -> dict[str, int]:
+def at_peak(
+    memory: Mapping[str, int], when: Iterable[Moment], bucket: float = 0.0, always: float = 0.0
+) -> dict[str, int]:
     """Bytes by part at the moment that holds most, of the bytes that each part has at most.
 
     `bucket`: bytes of gradients that come at once: BUCKET_BYTES where an engine sums them, all where microbatches add up.
+    `always`: bytes of gradients that are there at every moment.
     """
-    other = memory["temporaries"]
+    other, coming = memory["temporaries"], memory["gradients"] - always
 
     def parts(moment: Moment) -> tuple[float, float, float]:
-        made = moment.gradients * memory["gradients"]
+        made = moment.gradients * coming
         # where microbatches add up, the gradients of those before are there from the start of a backward pass
         if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):
-            made = min(made + bucket, float(memory["gradients"]))
+            made = min(made + bucket, coming)
         return (
             moment.kept * memory["activations"],
-            made,
+            made + always,
             moment.beside + (other if moment.kept else 0),
         )
 
@@ -152,18 +157,25 @@ class Replay:
             inside, made = sum(kept[low:high]), sum(own[low:high])
             for n in range(low, high):
                 here = sum(kept[low : n + 1]) / copies
-                there = sum(own[n:high]) / copies
-                beside = self.alive[n]
                 rest = (copies - 1) / copies
-                yield Moment((before + inside * rest + here) / whole, (after + there) / grown, beside)
-                if copies > 1:
-                    yield Moment((before + here) / whole, (after + made * rest + there) / grown, beside)
+                # a gradient of a parameter lies where it was made until its node has run, then where gradients lie
+                while_it_runs = (sum(own[n + 1 : high]) / copies, self.alive[n] + own[n] / copies)
+                behind_it = (sum(own[n:high]) / copies, self.left[n])
+                for there, beside in (while_it_runs, behind_it) if own[n] else (while_it_runs,):
+                    yield Moment((before + inside * rest + here) / whole, (after + there) / grown, beside)
+                    if copies > 1:
+                        yield Moment((before + here) / whole, (after + made * rest + there) / grown, beside)
 
     @cached_property
     def alive(self) -> list[float]:
-        """By place, the bytes of the gradients of values at it."""
+        """By place, the bytes of the gradients of values while it runs backward."""
         moved = self._moved()
-        return [self._alive(n) + moved.get(n, 0.0) for n in range(len(self.nodes))]
+        return [self._alive(n, n) + self._inside(n) + moved.get(n, 0.0) for n in range(len(self.nodes))]
+
+    @cached_property
+    def left(self) -> list[float]:
+        """The same when it has run: of what it takes, no more of what it makes."""
+        return [self._alive(n, n - 1) for n in range(len(self.nodes))]
 
     def _moved(self) -> dict[int, float]:
         """Place -> bytes of the largest gradient that is there twice: as a node makes it, and brought where it goes."""
@@ -179,14 +191,26 @@ class Replay:
                         found[n] = max(found.get(n, 0.0), made.nbytes * part)
         return found
 
-    def _alive(self, n: int) -> float:
-        """Bytes of the gradients of values when node `n` runs backward: made by later nodes, or by this one."""
-        found = sum(
+    def _alive(self, n: int, newest: int) -> float:
+        """Bytes of the gradients of values that node `n` or one behind it takes, and one up to `newest` makes."""
+        return sum(
             self.size[root]
             for root, maker in self.maker.items()
-            if maker <= n <= self.last.get(root, len(self.nodes)) and root in self.size
+            if maker <= newest and n <= self.last.get(root, len(self.nodes)) and root in self.size
         )
+
+    def _inside(self, n: int) -> float:
+        """Bytes that a node makes and gives up while it runs backward."""
         node = self.problem.tape.nodes[self.nodes[n]]
-        if base_name(node) == "cross_entropy":  # the gradient of the logarithms, then that of the scores
-            found += self.size.get(self.root.get(self.problem.quotient.value(node.ins[0].i), -1), 0.0)
-        return found
+        if base_name(node) != "cross_entropy" or _by_rows(self.problem.tape, node):
+            return 0.0
+        # the gradient of the logarithms, then that of the scores
+        return self.size.get(self.root.get(self.problem.quotient.value(node.ins[0].i), -1), 0.0)
+
+
+def _by_rows(tape: Tape, node: Node) -> bool:
+    """Whether the loss is computed by rules.composites.rows_loss, or over shards of classes, which make no other gradient."""
+    logits = tape.values[node.ins[0].i]
+    _, _, weight, _, reduction, smoothing = node.args
+    simple = weight is None and smoothing == 0.0 and reduction == "mean"
+    return simple and len(logits.shape) == 2 and logits.dtype.itemsize >= 4

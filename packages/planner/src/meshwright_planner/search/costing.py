@@ -87,6 +87,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     # what ranks share is summed over the replicas of each shard
     parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
     fields: dict[str, Any] = {}
+    lasting = 0.0
     summed = [
         axis
         for axis, s in setting.strategies.items()
@@ -123,6 +124,10 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
         fields.update(found.fields)
         stepped = math.ceil(stepped * found.optimizer)
+        if (
+            strategy.gathers and point.stage == 1 and outer is None
+        ):  # whole gradients lie in buffers that stay
+            lasting = max(0.0, 1.0 - found.optimizer / found.gradients) if found.gradients else 0.0
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))
         collectives += [
@@ -142,10 +147,11 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
     placed_apart = sum(trained / degrees[a] for a, (_, trained) in own.items())
     bucket = min(BUCKET_BYTES, max(0.0, memory["gradients"] - placed_apart)) if summed else 0.0
-    if shards > 1:  # whole until all of a unit are there, or with stage 1 until the pass has ended
-        bucket = max(bucket, BUCKET_BYTES if point.stage == 1 else _largest_unit(common.units))
+    if shards > 1:  # whole until all of a unit are there, but for those in buffers that stay
+        bucket = max(bucket, _largest_unit(common.units) / (shards if lasting else 1))
     if divided.peak is None:
-        memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket)
+        always = lasting * memory["gradients"]
+        memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket, always)
     else:
         memory = at_peak(memory, (Moment(1.0, divided.peak.gradients, divided.peak.beside), placed.update))
     return Candidate(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
 from meshwright_dtensor.rules.composites.vocab_loss import Shards, VocabularyLoss
 from meshwright_dtensor.states import P, R, State
 
@@ -73,9 +74,9 @@ class CrossEntropy(Composite):
         return row.ins[0] != (1 if len(view.in_shapes[0]) > 1 else 0)
 
     def plain(self, ctx: LocalContext) -> bool:
-        """When no class is elsewhere and no mean spans ranks."""
+        """When no class is elsewhere, and neither does a mean span ranks nor is there a better one than torch's."""
         return not ctx.axes_sharding(0, _class_dim(ctx)) and (
-            ctx.node.args[4] != "mean" or not _row_axes(ctx)
+            ctx.node.args[4] != "mean" or not (_row_axes(ctx) or _of_rows(ctx))
         )
 
     def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
@@ -95,9 +96,15 @@ class CrossEntropy(Composite):
         start, length = ctx.region(ctx.in_shapes[0], ctx.ins[0])[class_dim][0]
         shards = Shards(start, length, ctx.in_shapes[0][class_dim], tuple(class_axes), ctx)
 
+        whole_rows = not class_axes and _of_rows(ctx)
+
         def losses(tensors: list[torch.Tensor], how: str) -> torch.Tensor:
             logits, target = tensors[:2]
             weight = tensors[2] if weighted is not None else None
+            if whole_rows and how == "sum" and logits.dtype.itemsize >= 4 and _is_integer(target.dtype):
+                total = RowsLoss.apply(logits, target, ignore)
+                assert isinstance(total, torch.Tensor)
+                return total
             if not class_axes:
                 return F.cross_entropy(
                     logits, target, weight, ignore_index=ignore, reduction=how, label_smoothing=smoothing
@@ -173,6 +180,11 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 def _class_dim(ctx: LocalContext) -> int:
     return 1 if len(ctx.in_shapes[0]) > 1 else 0
+
+
+def _of_rows(ctx: LocalContext) -> bool:
+    """Whether the logits are [n, c] and nothing is weighted or smoothed."""
+    return len(ctx.in_shapes[0]) == 2 and ctx.node.args[2] is None and ctx.node.args[5] == 0.0
 
 
 def _row_axes(ctx: LocalContext) -> list[int]:

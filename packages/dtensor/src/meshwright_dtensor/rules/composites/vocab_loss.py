@@ -56,7 +56,7 @@ class VocabularyLoss(torch.autograd.Function):
         index = (target - shards.start).masked_fill(~here, 0).unsqueeze(-1)
         own = (scores.gather(-1, index).squeeze(-1) - peak).masked_fill(~here, 0.0)
         sums = shards.reduce(
-            torch.stack([(scores - peak.unsqueeze(-1)).exp().sum(-1), own]), dist.ReduceOp.SUM
+            torch.stack([(scores - peak.unsqueeze(-1)).exp_().sum(-1), own]), dist.ReduceOp.SUM
         )
         log_total = sums[0].log()
         context.save_for_backward(logits, peak + log_total, index, here, kept)
@@ -77,7 +77,7 @@ class VocabularyLoss(torch.autograd.Function):
         """Softmax minus one-hot, times the gradient of each row."""
         logits, log_sum, index, here, kept = context.saved_tensors
         scores = _wide(logits).movedim(context.class_dim, -1)
-        result = (scores - log_sum.unsqueeze(-1)).exp()
+        result = (scores - log_sum.unsqueeze(-1)).exp_()
         result.scatter_add_(-1, index, -here.to(result.dtype).unsqueeze(-1))
         result.mul_(gradient.masked_fill(~kept, 0.0).unsqueeze(-1))
         return result.movedim(-1, context.class_dim).to(logits.dtype)

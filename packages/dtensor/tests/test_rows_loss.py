@@ -1,0 +1,90 @@
+"""The summed loss of whole rows: torch's value, its gradients of both orders, and what it makes on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
+
+Tensor = torch.Tensor
+
+
+def torch_loss(logits: Tensor, target: Tensor, ignore: int) -> Tensor:
+    return F.cross_entropy(logits, target, ignore_index=ignore, reduction="sum")
+
+
+def our_loss(logits: Tensor, target: Tensor, ignore: int) -> Tensor:
+    total = RowsLoss.apply(logits, target, ignore)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def case(rows: int, classes: int, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * classes)
+    logits = torch.randn(rows, classes, generator=generator, dtype=dtype) * 5
+    target = torch.randint(0, classes, (rows,), generator=generator)
+    target[:ignored] = -100
+    return logits.requires_grad_(), target
+
+
+class Made(TorchDispatchMode):
+    """Counts new tensors of a size."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.known, self.count = numel, set[int](), 0
+        self.kept: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() == self.numel:
+            self.kept.append(result)  # so that no address is used twice
+            if result.data_ptr() not in self.known:
+                self.count += 1
+            self.known.add(result.data_ptr())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("rows", "classes", "ignored"), [(7, 11, 0), (13, 5, 4), (6, 3, 6), (0, 9, 0), (1, 1, 0)]
+)
+def test_equals_torch(rows: int, classes: int, ignored: int, dtype: torch.dtype) -> None:
+    found = []
+    for loss in (our_loss, torch_loss):
+        logits, target = case(rows, classes, ignored, dtype)
+        total = loss(logits, target, -100)
+        (total * 0.37).backward()
+        found.append((total.detach(), logits.grad))
+    (ours, gradient), (theirs, expected) = found
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_second_derivative() -> None:
+    logits, target = case(5, 4, 2, torch.float64)
+    factor = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x, f: our_loss(x, target, -100) * f, (logits, factor))
+
+
+def test_bad_target() -> None:
+    logits, target = case(4, 6, 0, torch.float32)
+    target[2] = 6
+    with pytest.raises(IndexError, match="out of bounds"):
+        our_loss(logits, target, -100)
+
+
+def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient() -> None:
+    counts = []
+    for loss in (our_loss, torch_loss):
+        logits, target = case(32, 17, 3, torch.float32)
+        total = loss(logits, target, -100)
+        with Made(logits.numel()) as made:
+            torch.autograd.grad(total, logits)
+        counts.append(made.count)
+    assert counts[0] == 1 < counts[1]
