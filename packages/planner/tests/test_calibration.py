@@ -80,7 +80,7 @@ def test_ranks_measure_each_other_and_the_profile_can_be_planned_with(
 ) -> None:
     rank_pool.run(2, measured_together, str(tmp_path / "part.json"))
     part = Together.load(tmp_path / "part.json")
-    assert part.slower >= 1.0 and part.dispatch_s > 0.0
+    assert part.slower >= 1.0 and part.dispatch_s >= 0.0
     kinds = {m.kind for m in part.collectives}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
     cluster = machine.joined(small_profile(), [part])
@@ -134,7 +134,7 @@ def test_one_rank_measures_all_but_links(rank_pool: RankPool, tmp_path: Path) ->
     """A machine with one device has a profile too, and says what is missing."""
     rank_pool.run(1, measured_together, str(tmp_path / "part.json"))
     part = Together.load(tmp_path / "part.json")
-    assert part.ranks == 1 and not part.collectives and part.dispatch_s > 0
+    assert part.ranks == 1 and not part.collectives and part.dispatch_s >= 0
     alone = small_profile()
     cluster = machine.joined(alone, [part])
     assert cluster.links == alone.links and cluster.crowding == ((1, 1.0),)
@@ -153,6 +153,22 @@ def test_a_model_s_own_code_is_what_its_step_takes_beyond_its_operations(
     plain = replace(LAPTOP_CPU, hides_launch=False)
     (_, before), (_, after) = (block.recorded(replace(plain, host_s=s), 2) for s in (0.0, 5e-6))
     assert after - before == pytest.approx(count * 5e-6)
+
+
+def test_a_mesh_costs_each_operation_what_a_step_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, _ = block.recorded(LAPTOP_CPU, 2)
+    laid: list[object] = []
+
+    def seconds(model: object, x: torch.Tensor) -> float:
+        return 1e-3 + (count * 2e-6 if model in laid else 0.0)
+
+    def lay(model: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module:
+        assert x.shape[0] == 6  # two rows for each of three ranks
+        laid.append(model)
+        return model
+
+    monkeypatch.setattr(block, "step_seconds", seconds)
+    assert block.laid(3, lay) == pytest.approx(2e-6)
 
 
 def test_backward_passes_are_timed_without_the_call_of_autograd() -> None:
