@@ -254,7 +254,7 @@ def trains(found: Times, model: nn.Module, path: Path) -> None:
         handle = save(path / f"behind-{turn}", model=model)
         dist.barrier()
         steps, start = 0, time.perf_counter()
-        while not handle.done:
+        while not steps or not handle.done:
             step()
             steps += 1
         behind = (time.perf_counter() - start) / steps

@@ -58,6 +58,8 @@ FIRST_ROUNDS = 2
 NEAR, LEADERS, MOST_ROUNDS = 1.25, 9, 24
 """Who takes part in the further rounds: those so many times as slow as the fastest, at most so many, the pick beside them; and
 how many rounds at most."""
+FAILED = 99.0
+"""The regret of a pick that does not run."""
 FURTHER_S = 20.0
 """Seconds of further rounds at least, for each rank."""
 
@@ -234,7 +236,7 @@ def measure(runs: list[Run], pick: Run, name: str, ranks: int, pool: RankPool, u
     for start in range(0, len(others), TOGETHER):
         first(others[start : start + TOGETHER])
     if not pick.first:
-        pick.failed = failure[-1]
+        pick.failed = failure[-1] if failure else "nothing to compare it with"
         return
 
     def level(seconds: float) -> None:
@@ -251,14 +253,17 @@ def measure(runs: list[Run], pick: Run, name: str, ranks: int, pool: RankPool, u
         f"{name}, {ranks} ranks: first pass {time.monotonic() - begin:.0f} s, {left:.0f} s left for {len(leaders)}",
         flush=True,
     )
-    for run, turns in zip(leaders, together(leaders, MOST_ROUNDS, 4, left) or ()):
+    further = together(leaders, MOST_ROUNDS, 4, left)
+    if further is None:
+        print(f"  no further rounds: {failure[-1]}", flush=True)
+    for run, turns in zip(leaders, further or ()):
         run.turns = turns
     if pick.turns:
         level(statistics.median(pick.turns) / statistics.median(pick.first))
 
 
 def judged(pick: Run, leaders: list[Run]) -> float:
-    """The regret of the pick: the best is chosen by every other round and judged by the rest, both ways; the mean."""
+    """The regret of the pick: the best is chosen by every other round and judged by the rest, both ways; the mean, at least 0."""
     found = []
     for choosing, judging in ((0, 1), (1, 0)):
         best = min(leaders, key=lambda run: run.half(choosing))
@@ -326,13 +331,13 @@ def judge(group: Group) -> dict[str, Any]:
         "configurations": len(done),
         "failed": [f"{r.name}: {r.failed}" for r in group.runs if r.failed],
         "pick": chosen.name,
-        "regret": judged(chosen, leaders) if fair else math.inf,
-        "plain": chosen.measured / min(r.measured for r in leaders) - 1 if fair else math.inf,
+        "regret": judged(chosen, leaders) if fair else FAILED,
+        "plain": chosen.measured / min(r.measured for r in leaders) - 1 if fair else FAILED,
         "place": done.index(chosen) + 1 if chosen in done else len(group.runs),
         "spearman": spearman([r.predicted for r in done], [r.measured for r in done]),
-        "noise": statistics.median(r.noise for r in leaders or done),
+        "noise": statistics.median([r.noise for r in leaders or done] or [0.0]),
         "rounds": max((len(r.turns) for r in leaders), default=0),
-        "best": done[0].name,
+        "best": done[0].name if done else "",
         "runs": [r.record() for r in done],
     }
     print(

@@ -112,7 +112,6 @@ def test_what_is_in_the_cache_is_read_from_there(file: tuple[Path, bytes]) -> No
     assert not around.better(0, NBYTES + 1)  # the file is shorter: who reads it says so
     assert os.pread(fd, NBYTES, 0) == data
     assert not around.better(0, NBYTES)
-    around.close()
     os.close(fd)
     followed = Reader(path, follow=True)  # other programs read it too
     forget(path)

@@ -120,6 +120,10 @@ CASES: dict[str, tuple[Call, Make]] = {
     ),
     "ce probabilities": (F.cross_entropy, lambda: [*floats((8, 12)), torch.rand(8, 12, dtype=D).softmax(-1)]),
     "ce float": (F.cross_entropy, lambda: logits_of((8, 12), 2, torch.float32)),
+    "ce bytes": (
+        F.cross_entropy,
+        lambda: [*floats((4, 160)), torch.tensor([156, 3, 0, 156], dtype=torch.uint8)],
+    ),
     "ce bf16": (F.cross_entropy, lambda: logits_of((8, 12), 2, torch.bfloat16)),
     "batch_norm train": (
         lambda x, m, v, w, b: F.batch_norm(x, m, v, w, b, True, 0.3),

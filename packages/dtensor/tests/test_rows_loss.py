@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright_dtensor.global_tensor import distribute
 from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
+from meshwright_dtensor.testing import RankPool
 
 Tensor = torch.Tensor
 
@@ -88,3 +92,18 @@ def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient() -> None:
             torch.autograd.grad(total, logits)
         counts.append(made.count)
     assert counts[0] == 1 < counts[1]
+
+
+def on_a_mesh_of_one(rank: int, world_size: int) -> list[bool]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        logits, target = case(37, 19, 5, dtype)
+        expected = F.cross_entropy(logits, target)
+        ours = F.cross_entropy(distribute(logits.detach(), mesh, [Replicate()]), target)
+        found.append(torch.equal(ours.full_tensor(), expected.detach()))
+    return found
+
+
+def test_means_of_one_rank_are_those_of_torch_in_low_precision_too(rank_pool: RankPool) -> None:
+    assert rank_pool.run(1, on_a_mesh_of_one) == [[True, True]]

@@ -235,6 +235,13 @@ def test_products_that_move_more_than_their_operations_need_take_longer() -> Non
     assert 0 < more < moved and longer(4, 4096) == pytest.approx(more / 1e6 * (1e-3 + 2e-3))
 
 
+def test_a_batch_of_even_products_is_not_thin() -> None:
+    flops = 64 * 2.0 * 32**3
+    assert even_bytes(flops, 4, 64) == pytest.approx(64 * even_bytes(2.0 * 32**3))
+    assert even_bytes(flops, 4, 64) >= 4 * 64 * 3 * 32**2 > even_bytes(flops)
+    assert even_bytes(flops, 2, 64) == even_bytes(flops, 4, 64) / 2
+
+
 def test_what_a_thin_product_takes_beyond_an_even_one_is_measured() -> None:
     even = MeasuredWork("matmul", "float32", ((1.0, 1e-18),), ((1.0, 1e-18),))
     found = work.thin(FEW, 0.0, even, (4, 16, 4096))

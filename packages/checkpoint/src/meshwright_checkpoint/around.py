@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,13 +33,7 @@ class Around:
 
     def __init__(self, fd: int) -> None:
         self._through = fd
-        self._fd: int | None = None
         self._refused = not hasattr(os, "O_DIRECT")
-        if not self._refused:
-            try:  # the same file, whatever its name means by now
-                self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:  # this file system cannot
-                self._refused = True
 
     def better(self, offset: int, nbytes: int) -> bool:
         """Whether to go around the cache for these bytes: they are many, and not in it."""
@@ -58,25 +51,33 @@ class Around:
         """
         start, room = offset // ALIGN * ALIGN, pages_of(offset, nbytes)
         done = 0
-        while done < room and done % ALIGN == 0 and not self._refused and self._fd is not None:
-            try:
-                count = os.preadv(self._fd, [memory[done:room]], start + done)
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                self._refused = True
-                break
-            if not count:
-                break
-            done += count
+        fd = (
+            self._opened()
+        )  # for this read alone: a checkpoint may have more files than two descriptors each allow
+        if fd is None:
+            return 0
+        try:
+            while done < room and done % ALIGN == 0:
+                count = os.preadv(fd, [memory[done:room]], start + done)
+                if not count:
+                    break
+                done += count
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self._refused = True
+        finally:
+            os.close(fd)
         return done
 
-    def close(self) -> None:
-        """Close; the caller's descriptor stays open."""
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            with suppress(OSError):
-                os.close(fd)
+    def _opened(self) -> int | None:
+        """The same file once more, whatever its name means by now; None where its file system cannot."""
+        if not self._refused:
+            try:
+                return os.open(f"/proc/self/fd/{self._through}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:
+                self._refused = True
+        return None
 
 
 def cached(fd: int, offset: int, nbytes: int) -> bool:

@@ -22,7 +22,7 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.around import ALIGN, PagedFile
 from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
-from meshwright_checkpoint.memory import aligned_memory
+from meshwright_checkpoint.memory import HUGE, aligned_memory
 from meshwright_checkpoint.neighbours import BYE, FAILED, FREE, OVER, READY, WANTS, Line, Message, Neighbours
 from meshwright_checkpoint.portions import Portion, Runs, Stored, ends, portions, runs, within
 from meshwright_dtensor.boxes import Box, box_shape, intersect, relative_to, slice_of, whole_box
@@ -207,7 +207,7 @@ class Filling:
             data = None if around else self._straight(portion)
             if around is not None:
                 if pages is None:
-                    pages = aligned_memory(self._step + 2 * ALIGN)
+                    pages = aligned_memory(max(self._step + 2 * ALIGN, HUGE))
                 around.read_pages(bytes_of_tensor(pages), portion.at, portion.nbytes)
                 data = pages[portion.at % ALIGN :][: portion.nbytes]
             if data is not None:

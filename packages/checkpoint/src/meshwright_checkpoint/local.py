@@ -143,8 +143,6 @@ class Reader:
 
     def close(self) -> None:
         """Close."""
-        if self._around is not None:
-            self._around.close()
         os.close(self._fd)
 
 

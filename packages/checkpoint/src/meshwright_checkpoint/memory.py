@@ -17,8 +17,8 @@ from meshwright_checkpoint.worker import yield_to_training
 
 HUGE = 2 << 20
 """Bytes of a large page of most systems."""
-PART = 16 << 20
-"""Bytes that are touched at a time."""
+PART = HUGE
+"""Bytes that are touched at a time: so long may a save have to wait."""
 SLACK = 64 << 20
 """Bytes more than asked for, where what is not touched costs nothing: what else is saved (`extra`) may grow."""
 
@@ -41,7 +41,7 @@ def new_memory(nbytes: int, pinned_for: int | None) -> torch.Tensor:
     if pinned_for is None:
         return aligned_memory(nbytes + SLACK)
     with torch.cuda.device(pinned_for):
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes + min(SLACK, nbytes // 16 + HUGE), dtype=torch.uint8, pin_memory=True)
 
 
 class Reserved:
@@ -65,7 +65,8 @@ class Reserved:
         self._thread.join()
 
     def _run(self) -> None:
-        yield_to_training()
+        if self._pinned_for is None:  # pinning cannot be cut short, and a save may wait for it
+            yield_to_training()
         try:
             self._memory = new_memory(self._nbytes, self._pinned_for)
         except (MemoryError, RuntimeError, OSError):  # the save itself will say so

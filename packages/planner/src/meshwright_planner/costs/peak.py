@@ -202,14 +202,25 @@ class Replay:
     def _inside(self, n: int) -> float:
         """Bytes that a node makes and gives up while it runs backward."""
         node = self.problem.tape.nodes[self.nodes[n]]
-        if base_name(node) != "cross_entropy" or _by_rows(self.problem.tape, node):
+        return 0.0 if _by_rows(self.problem.tape, node) else self._of_torch(n)
+
+    def _of_torch(self, n: int) -> float:
+        """The same where torch computes a loss: the gradient of the logarithms, before that of the scores."""
+        node = self.problem.tape.nodes[self.nodes[n]]
+        if base_name(node) != "cross_entropy":
             return 0.0
-        # the gradient of the logarithms, then that of the scores
         return self.size.get(self.root.get(self.problem.quotient.value(node.ins[0].i), -1), 0.0)
+
+    @cached_property
+    def more_without_mesh(self) -> float:
+        """Bytes more where the model runs on plain tensors: by torch's own loss."""
+        return max((self._of_torch(n) - self._inside(n) for n in range(len(self.nodes))), default=0.0)
 
 
 def _by_rows(tape: Tape, node: Node) -> bool:
     """Whether the loss is computed by rules.composites.rows_loss, or over shards of classes, which make no other gradient."""
+    if base_name(node) != "cross_entropy":
+        return False
     logits = tape.values[node.ins[0].i]
     _, _, weight, _, reduction, smoothing = node.args
     simple = weight is None and smoothing == 0.0 and reduction == "mean"

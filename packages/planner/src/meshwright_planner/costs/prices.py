@@ -6,6 +6,7 @@ collectives as `meshwright_dtensor.links` times them, on the slowest link that t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from meshwright_dtensor.cluster import Cluster, MeasuredWork
 from meshwright_dtensor.states import State, forward_kind, gradient_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace import Node, Value
-from meshwright_planner.costs.kinds import kind_of
+from meshwright_planner.costs.kinds import base_name, kind_of
 
 BACKWARD = 2.0
 """Backward work relative to forward: one product or pass for the input, one for the other operand."""
@@ -126,7 +127,10 @@ class AxisCosts:
         filled = table / cluster.streams if work.grad else 0.0
         known = cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
         if known is not None:
-            busy = self._measured(work, known, flops, streamed, sum(map(self._fresh, made))) + filled
+            even = sum(
+                even_bytes(flops, values[r.i].dtype.itemsize, _matrices(node, values)) for r in node.outs[:1]
+            )
+            busy = self._measured(work, known, flops, streamed, even, sum(map(self._fresh, made))) + filled
             return max(busy, launches) if cluster.hides_launch else busy + around
         operands = min(work.inputs_back, 2) / 2 if flops else 1.0
         passes = 1.0 + (BACKWARD * operands if work.grad else 0.0)
@@ -134,24 +138,27 @@ class AxisCosts:
         return max(busy, launches) if cluster.hides_launch else busy + launches
 
     def _measured(
-        self, work: Work, known: MeasuredWork, flops: float, streamed: float, fresh: float
+        self, work: Work, known: MeasuredWork, flops: float, streamed: float, even: float, fresh: float
     ) -> float:
-        """By the curve of its kind, products by operations, the rest by bytes; `fresh`: of memory for what products make."""
+        """By the curve of its kind, products by operations, the rest by bytes.
+
+        `even`: bytes that products of equal sides would move; `fresh`: seconds of memory for what products make.
+        """
         if work.kind == "matmul" or work.kind.startswith("attention"):
             ahead = known.seconds(flops, (True, False))
             back = known.seconds(flops, (False, True)) if work.grad else 0.0
             if work.kind == "matmul":  # measured with both gradients
                 back *= min(work.inputs_back, 2) / 2
             least = streamed / self.cluster.streams
-            first, later = self._thin(flops, streamed) if work.kind == "matmul" else (0.0, 0.0)
+            first, later = self._thin(streamed - even) if work.kind == "matmul" else (0.0, 0.0)
             ahead += first
             back += later * min(work.inputs_back, 2) / 2 if work.grad else 0.0
             return max(ahead, least) + max(back, least if work.grad else 0.0) + fresh
         return known.seconds(streamed, (True, work.grad))
 
-    def _thin(self, flops: float, streamed: float) -> tuple[float, float]:
-        """Seconds that a product takes longer, forward and backward, for moving more than one of equal sides would."""
-        known, more = self.cluster.measured("thin", "float32"), streamed - even_bytes(flops)
+    def _thin(self, more: float) -> tuple[float, float]:
+        """Seconds that a product takes longer, forward and backward, for moving so many bytes more than one of equal sides."""
+        known = self.cluster.measured("thin", "float32")
         if known is None or more <= 0:
             return 0.0, 0.0
         (nbytes, ahead), (_, back) = known.forward[0], known.backward[0]
@@ -163,9 +170,18 @@ class AxisCosts:
         return 0.0 if known is None or nbytes < known.forward[0][0] else known.seconds(nbytes, (True, False))
 
 
-def even_bytes(flops: float) -> float:
-    """Bytes that a float32 product of so many operations moves where its sides are about equal, as in the measured shapes."""
-    return 1.2 * 3 * 4 * (flops / 2) ** (2 / 3)
+def even_bytes(flops: float, itemsize: int = 4, matrices: int = 1) -> float:
+    """Bytes that a product of so many operations moves where its sides are about equal, as in the measured shapes.
+
+    `matrices`: products of their own that it is made of.
+    """
+    return 1.2 * 3 * itemsize * (flops / matrices / 2) ** (2 / 3) * matrices
+
+
+def _matrices(node: Node, values: Sequence[Value]) -> int:
+    """How many products of matrices a product is made of."""
+    shape = values[node.outs[0].i].shape
+    return math.prod(shape[:-2]) if base_name(node) in ("bmm", "baddbmm") else 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:

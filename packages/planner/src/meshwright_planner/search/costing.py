@@ -153,7 +153,9 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         always = lasting * memory["gradients"]
         memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket, always)
     else:
-        memory = at_peak(memory, (Moment(1.0, divided.peak.gradients, divided.peak.beside), placed.update))
+        meshed = any(degree > 1 for axis, degree in degrees.items() if axis != outer)
+        beside = divided.peak.beside + (0.0 if meshed else placed.replay.more_without_mesh)
+        memory = at_peak(memory, (Moment(1.0, divided.peak.gradients, beside), placed.update))
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
         stage=point.stage if shards > 1 else 0,

@@ -116,8 +116,10 @@ class CrossEntropy(Composite):
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             if reduction != "mean":
                 return losses(tensors, reduction).to(tensors[0].dtype)
-            # low-precision losses are summed in float32, as torch does inside its kernel
             wide = tensors[0].dtype.itemsize >= 4
+            if not (row_axes or class_axes) and not (wide and _is_integer(tensors[1].dtype)):
+                return losses(tensors, "mean")
+            # low-precision losses are summed in float32, as torch does inside its kernel
             total = losses(tensors, "sum") if wide else losses(tensors, "none").float().sum()
             with torch.no_grad():
                 count = _weight_of_rows(tensors, ignore, class_dim).to(total.dtype)
@@ -198,7 +200,7 @@ def _weight_of_rows(tensors: list[torch.Tensor], ignore: int, class_dim: int) ->
     logits, target = tensors[:2]
     if not _is_integer(target.dtype):
         return torch.tensor(logits.numel() // logits.shape[class_dim], device=logits.device)
-    kept = target != ignore
+    kept = target.long() != ignore  # bytes hold no -100, and torch lets 156 count
     if len(tensors) < 3:
         return kept.sum()
-    return tensors[2][target.masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()
+    return tensors[2][target.long().masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()

@@ -26,8 +26,9 @@ class RowsLoss(torch.autograd.Function):
     def backward(context: Any, *gradients: Any) -> Any:
         """Softmax minus one-hot, times the gradient; can be differentiated again."""
         logits, target = context.saved_tensors
+        target = target.long()  # bytes hold no -100
         kept = target != context.ignore
-        index = target.masked_fill(~kept, 0).long().unsqueeze(-1)
+        index = target.masked_fill(~kept, 0).unsqueeze(-1)
         scale = (gradients[0] * kept).unsqueeze(-1)
         result = torch.softmax(logits, -1)
         ones = torch.full_like(scale, -1.0)

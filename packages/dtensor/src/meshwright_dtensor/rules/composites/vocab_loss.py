@@ -42,6 +42,7 @@ class VocabularyLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         """Loss of each row, the same on every rank of the axes."""
         scores = _wide(logits).movedim(class_dim, -1)
+        target = target.long()  # bytes hold no -100, and no differences
         kept = target != ignore
         if (
             bool(((target < 0) | (target >= shards.classes))[kept].any())
