@@ -76,3 +76,9 @@ def test_the_moment_that_holds_most_counts() -> None:
     lasting = at_peak({**memory, "gradients": 60}, when[:1], bucket=20.0, always=40.0)
     assert (lasting["gradients"], lasting["activations"]) == (40, 100)
     assert at_peak({**memory, "gradients": 60}, when[1:2], bucket=5.0, always=40.0)["gradients"] == 55
+    twice = (Moment(1.0, 0.0, 5.0, 7.0),)
+    found = [
+        at_peak(memory, twice, b, copies=c)["temporaries"]
+        for b, c in ((0.0, True), (1.0, True), (1.0, False))
+    ]
+    assert found == [5, 12, 5]

@@ -26,11 +26,20 @@ UPDATED = 2
 
 @dataclass(frozen=True)
 class Moment:
-    """Parts of what autograd keeps and of all gradients, and the bytes of what is alive beside them."""
+    """Parts of what autograd keeps and of all gradients, and the bytes of what is alive beside them.
+
+    `copied`: bytes of gradients that are there twice where an engine copies them into buckets.
+    """
 
     kept: float
     gradients: float
     beside: float
+    copied: float = 0.0
+
+    def covers(self, other: Moment) -> bool:
+        """Whether no less of anything is there than at another."""
+        kept, grown = self.kept >= other.kept, self.gradients >= other.gradients
+        return kept and grown and self.beside >= other.beside and self.copied >= other.copied
 
 
 def updating(replay: Replay, together: bool) -> Moment:
@@ -44,26 +53,24 @@ def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
     found = [*replay.moments(), update]
     best: list[Moment] = []
     for one in found:
-        over = any(
-            o.kept >= one.kept and o.gradients >= one.gradients and o.beside >= one.beside for o in best
-        )
-        if not over:
-            best = [
-                o
-                for o in best
-                if not (one.kept >= o.kept and one.gradients >= o.gradients and one.beside >= o.beside)
-            ]
+        if not any(o.covers(one) for o in best):
+            best = [o for o in best if not one.covers(o)]
             best.append(one)
     return tuple(best)
 
 
 def at_peak(
-    memory: Mapping[str, int], when: Iterable[Moment], bucket: float = 0.0, always: float = 0.0
+    memory: Mapping[str, int],
+    when: Iterable[Moment],
+    bucket: float = 0.0,
+    always: float = 0.0,
+    copies: bool = True,
 ) -> dict[str, int]:
     """Bytes by part at the moment that holds most, of the bytes that each part has at most.
 
     `bucket`: bytes of gradients that come at once: BUCKET_BYTES where an engine sums them, all where microbatches add up.
     `always`: bytes of gradients that are there at every moment.
+    `copies`: an engine with buckets copies even large gradients into them (shared ones go from where they lie).
     """
     other, coming = memory["temporaries"], memory["gradients"] - always
 
@@ -75,7 +82,7 @@ def at_peak(
         return (
             moment.kept * memory["activations"],
             made + always,
-            moment.beside + (other if moment.kept else 0),
+            moment.beside + (other if moment.kept else 0) + (moment.copied if bucket and copies else 0),
         )
 
     most = max(map(parts, when), key=sum, default=(memory["activations"], memory["gradients"], other))
@@ -159,12 +166,12 @@ class Replay:
                 here = sum(kept[low : n + 1]) / copies
                 rest = (copies - 1) / copies
                 # a gradient of a parameter lies where it was made until its node has run, then where gradients lie
-                while_it_runs = (sum(own[n + 1 : high]) / copies, self.alive[n] + own[n] / copies)
-                behind_it = (sum(own[n:high]) / copies, self.left[n])
-                for there, beside in (while_it_runs, behind_it) if own[n] else (while_it_runs,):
-                    yield Moment((before + inside * rest + here) / whole, (after + there) / grown, beside)
+                while_it_runs = (sum(own[n + 1 : high]) / copies, self.alive[n] + own[n] / copies, 0.0)
+                behind_it = (sum(own[n:high]) / copies, self.left[n], own[n] / copies)
+                for there, *beside in (while_it_runs, behind_it) if own[n] else (while_it_runs,):
+                    yield Moment((before + inside * rest + here) / whole, (after + there) / grown, *beside)
                     if copies > 1:
-                        yield Moment((before + here) / whole, (after + made * rest + there) / grown, beside)
+                        yield Moment((before + here) / whole, (after + made * rest + there) / grown, *beside)
 
     @cached_property
     def alive(self) -> list[float]:

@@ -151,7 +151,9 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         bucket = max(bucket, _largest_unit(common.units) / (shards if lasting else 1))
     if divided.peak is None:
         always = lasting * memory["gradients"]
-        memory = at_peak(memory, placed.moments, math.inf if outer is not None else bucket, always)
+        memory = at_peak(
+            memory, placed.moments, math.inf if outer is not None else bucket, always, copies=shards == 1
+        )
     else:
         meshed = any(degree > 1 for axis, degree in degrees.items() if axis != outer)
         beside = divided.peak.beside + (0.0 if meshed else placed.replay.more_without_mesh)
