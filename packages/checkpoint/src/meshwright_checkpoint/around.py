@@ -19,8 +19,8 @@ ALIGN = 4096
 """What addresses, offsets and lengths have to be multiples of: no disk has larger blocks."""
 LARGE = 1 << 20
 """Bytes from which it is worth it."""
-_REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
-"""What systems say of reads that cannot go around the cache."""
+REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
+"""What systems say of reads and writes that cannot go around the cache (memory that a driver has pinned, larger blocks)."""
 
 
 def pages_of(offset: int, nbytes: int) -> int:
@@ -51,9 +51,8 @@ class Around:
         """
         start, room = offset // ALIGN * ALIGN, pages_of(offset, nbytes)
         done = 0
-        fd = (
-            self._opened()
-        )  # for this read alone: a checkpoint may have more files than two descriptors each allow
+        # for this read alone: a checkpoint may have more files than two descriptors each allow
+        fd = self._opened()
         if fd is None:
             return 0
         try:
@@ -63,7 +62,7 @@ class Around:
                     break
                 done += count
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in REFUSED:
                 raise
             self._refused = True
         finally:

@@ -7,7 +7,6 @@ processor, the cache and the memory to itself.  File systems that cannot do so a
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections import deque
@@ -19,19 +18,16 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright_checkpoint.around import ALIGN, REFUSED
 from meshwright_checkpoint.memory import aligned_memory
 from meshwright_checkpoint.worker import Worker
 
-ALIGN = 4096
-"""What addresses, offsets and lengths have to be multiples of around the cache: no disk has larger blocks."""
 CHUNK = 8 << 20
 """Bytes that are written at a time; a smaller file goes through the cache."""
 LARGE = 1 << 20
 """Bytes from which it is worth to write what lies aligned where it lies."""
 WAITING = 2
 """Chunks that are on their way at a time."""
-_REFUSED = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
-"""What systems say of writes that cannot go around the cache (memory that a driver has pinned, larger blocks)."""
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -118,7 +114,7 @@ class Writer:
             try:
                 done += os.pwrite(self._fd, view[done:], at + done)
             except OSError as error:
-                if error.errno not in _REFUSED or not self._around:
+                if error.errno not in REFUSED or not self._around:
                     raise
                 self._around = _around(self._fd, False)
         if not self._around:

@@ -228,9 +228,8 @@ def _times(case: Case, budget: float) -> tuple[float, float]:
     count = max(1, int(LEAST_S / max(once, 1e-7)))
     outs = [case.run(*own) for own in sets]
     back = torch.ones_like(outs[0])
-    made = max(
-        back.numel() * back.element_size(), size, 1
-    )  # what autograd keeps of it may be as large as its inputs
+    # what autograd keeps of it may be as large as its inputs
+    made = max(back.numel() * back.element_size(), size, 1)
     most = int(budget / max(once, 1e-7))  # in whose time no more are made, caches matter little
     ahead = least(_turns([partial(case.run, *own) for own in sets], count, made, most), budget) / count
     again = [

@@ -124,9 +124,8 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
         fields.update(found.fields)
         stepped = math.ceil(stepped * found.optimizer)
-        if (
-            strategy.gathers and point.stage == 1 and outer is None
-        ):  # whole gradients lie in buffers that stay
+        # whole gradients lie in buffers that stay
+        if strategy.gathers and point.stage == 1 and outer is None:
             lasting = max(0.0, 1.0 - found.optimizer / found.gradients) if found.gradients else 0.0
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))
