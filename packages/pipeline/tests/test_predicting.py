@@ -78,6 +78,11 @@ def test_ways_are_schedules_and_microbatches() -> None:
     assert pinned == [{"schedule": "1f1b", "microbatches": 4}]
     assert list(Pipeline().ways(request(), 1)) == [{}]
     assert Pipeline().degrees(request()) == [1, 2, 4]
+    # ranks that share cores need not all be busy
+    shared = replace(request(schedule="1f1b"), company=(0.5, 0.5, 0.75, 1.0))
+    assert [way["microbatches"] for way in Pipeline().ways(shared, 4)] == [4, 8, 2, 1]
+    alone = replace(shared, company=(1.0,) * 4)
+    assert [way["microbatches"] for way in Pipeline().ways(alone, 4)] == [4, 8]
     assert Pipeline().degrees(request(rows=2)) == [1, 2]
 
 
@@ -97,6 +102,13 @@ def test_what_a_way_costs() -> None:
     assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * first)
     assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 * first)
     assert cost(4, "interleaved")[0] < compute
+
+
+def test_ranks_that_share_cores_lose_less_by_waiting() -> None:
+    asked = request(8, schedule="1f1b", microbatches=4)
+    own = Pipeline().cost(asked, 4, LINK)
+    shared = Pipeline().cost(replace(asked, company=(0.5, 0.5, 0.75, 1.0)), 4, LINK)
+    assert shared.compute < own.compute and shared.idle < own.idle
 
 
 def test_each_rank_is_full_at_a_moment_of_its_own() -> None:

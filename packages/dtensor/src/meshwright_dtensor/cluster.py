@@ -7,6 +7,7 @@ was measured (`meshwright calibrate`) also says how long operations and collecti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -151,13 +152,16 @@ class Cluster:
         """Whether devices are accelerators: those have attention in one kernel, and optimizers that step on all at once."""
         return self.fused_attention
 
-    def bubble(self, compute: float, idle: float) -> float:
-        """Seconds that a step takes longer where a rank computes for `compute` and waits for `idle`.
+    def company(self, parts: int) -> tuple[float, ...]:
+        """How many times as long a rank computes while 1, 2, ..., all of `parts` equal parts of the ranks do, against all.
 
-        Where ranks share cores, those that wait leave theirs to the others, which were expected to be slowed by them.
+        Ranks that wait leave the cores that they share to the others. () where ranks have a device of their own, and where
+        they are on several machines, each of which has ranks of few parts only.
         """
-        shared = max(1.0, min(self.ranks, self.devices_per_node) / self.cores) if self.cores else 1.0
-        return max(0.0, (compute + idle) / shared - compute)
+        if not self.cores or self.ranks > self.devices_per_node:
+            return ()
+        whole = self._slower(self.ranks)
+        return tuple(self._slower(math.ceil(self.ranks * n / parts)) / whole for n in range(1, parts + 1))
 
     @property
     def backward_launch_s(self) -> float:

@@ -151,6 +151,8 @@ class SearchRequest:
         recompute: modules run again in the backward pass, which is not split into halves then.
         byte_seconds: what moving one byte between memory and cores takes.
         accelerated: ranks compute on accelerators, not on the cores of the host.
+        company: how many times as long a rank computes while only 1, 2, ..., all ranks of the axis do, against what is said
+            here; () where ranks have a device of their own. For strategies that have ranks wait.
     """
 
     world_size: int
@@ -180,6 +182,7 @@ class SearchRequest:
     byte_seconds: float = 0.0
     recompute: bool = False
     accelerated: bool = True
+    company: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

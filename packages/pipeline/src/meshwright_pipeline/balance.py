@@ -142,7 +142,11 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     costs = _stage_costs(parts, link, request, shape)
     owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
     costs = _with_host(costs, parts.sizes, owners, request, shape)
-    step = found.once((schedule.name, shape, costs), functools.partial(_predicted, schedule, shape, costs))
+    company = request.company
+    step = found.once(
+        (schedule.name, shape, costs, company),
+        functools.partial(_predicted, schedule, shape, costs, company),
+    )
     owned = found.once(("owned", schedule.name, shape), lambda: _owned(schedule, shape, parts.held, known))
     fullest = max(_ranks(step, owned, parts.messages), key=lambda one: one.total(request))
     whole, around = found.whole * shape.microbatches, STEP_CALLS * request.call_seconds
@@ -300,9 +304,11 @@ def _with_host(
     )
 
 
-def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
+def _predicted(
+    schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[float, ...]
+) -> Prediction:
     try:
-        return predict(schedule, shape, costs)
+        return predict(schedule, shape, costs, company)
     except UsageError as error:
         raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
 
@@ -332,13 +338,20 @@ def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
 
 
 def _counts(request: SearchRequest, degree: int) -> list[int]:
-    """Numbers of microbatches: those that fill the pipeline, at least twice as many each time."""
+    """Numbers of microbatches: those that fill the pipeline, at least twice as many each time.
+
+    Then, where ranks that wait leave their cores to the others, so that filling it may not pay, also fewer.
+    """
     every = divisors(request.batch_size)
     found = [count for count in every if count >= degree] or every[-1:]
     kept: list[int] = []
     for count in found:
         if not kept or count >= 2 * kept[-1] or count == every[-1]:
             kept.append(count)
+    if request.company and min(request.company) < 1:
+        for count in reversed(every):
+            if 2 * count <= min(kept):
+                kept.append(count)
     return kept
 
 

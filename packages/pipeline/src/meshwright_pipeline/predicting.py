@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from meshwright_pipeline.actions import Schedule, Shape, ordered, require
+from meshwright_pipeline.crowded import Waiting, elapsed
 
 WALKED = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
@@ -57,7 +59,7 @@ class Prediction:
 
     Attributes:
         seconds: from its begin to the end of its last action.
-        busy: per rank, the seconds in which it computes.
+        busy: per rank, the seconds in which it computes; on shared cores those of the clock.
         held: per rank, the most bytes of activations that it holds at once.
         fullest: per rank, when it holds most, with all that there is beside activations.
         silent: what the seconds would be if messages took none.
@@ -75,8 +77,13 @@ class Prediction:
         return 1.0 - sum(self.busy) / (self.seconds * len(self.busy)) if self.seconds else 0.0
 
 
-def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
+def predict(
+    schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[float, ...] = ()
+) -> Prediction:
     """Run a step in thought.
+
+    `company`: for ranks that share cores, how many times as long one computes while 1, 2, ..., all of them do, against what
+    `costs` say; () where each has its own device.
 
     Raises:
         UsageError: the schedule refuses the pipeline, is not complete, or would hang.
@@ -84,9 +91,11 @@ def predict(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
     require(schedule, shape)  # of a long step, others are walked through
     few, more = 2 * shape.stages, 3 * shape.stages
     if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= more:
-        return _walk(schedule, shape, costs)
+        return _walk(schedule, shape, costs, company)
     # whatever groups a schedule takes microbatches in, as many as there are stages are whole groups
-    short, longer = (_walk(schedule, Shape(shape.ranks, shape.stages, count), costs) for count in (few, more))
+    short, longer = (
+        _walk(schedule, Shape(shape.ranks, shape.stages, count), costs, company) for count in (few, more)
+    )
     factor = (shape.microbatches - more) / (more - few)
 
     def drawn(a: float, b: float) -> float:
@@ -131,9 +140,15 @@ def _lengths(costs: StageCosts) -> tuple[float, ...]:
     return (*costs.forward, *costs.backward, *half, *half)
 
 
-def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
+def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[float, ...]) -> Prediction:
     steps, lengths = _steps(schedule, shape), _lengths(costs)
     sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last one is that of no message, -1
+    held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
+    if company:
+        work = _by_rank(steps, lengths, sending)
+        seconds, _ = elapsed(work, company)
+        silent, busy = elapsed([[replace(one, sending=0.0) for one in own] for own in work], company)
+        return Prediction(seconds, tuple(busy), held, fullest, silent)
     clock, silent, busy = ([0.0] * shape.ranks for _ in range(3))
     ends, quiet = [0.0], [0.0]  # the first one is that of nothing; with messages, and if they took no time
     for rank, number, place, cut in steps.actions:
@@ -148,8 +163,15 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts) -> Prediction:
             start = arrival
         silent[rank] = end = start + length
         quiet.append(end)
-    held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
     return Prediction(max(clock), tuple(busy), held, fullest, max(silent))
+
+
+def _by_rank(steps: _Steps, lengths: Sequence[float], sending: Sequence[float]) -> list[list[Waiting]]:
+    """What each rank does in its own order."""
+    found: list[list[Waiting]] = [[] for _ in steps.ranks]
+    for place, (rank, number, after, cut) in enumerate(steps.actions, 1):
+        found[rank].append(Waiting(place, lengths[number], after, sending[cut]))
+    return found
 
 
 def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:

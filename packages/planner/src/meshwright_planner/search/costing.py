@@ -69,7 +69,8 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided = StrategyCost()
     if outer is not None:  # what it leaves to one rank is what all others see
-        asked = replace(common, survey=basis.surveys.get(outer), work=placed.work)
+        company = setting.cluster.company(degrees[outer])
+        asked = replace(common, survey=basis.surveys.get(outer), work=placed.work, company=company)
         divided = setting.strategies[outer].cost(asked, degrees[outer], basis.link(degrees, outer))
         common = inside_of(common, divided, math.ceil)
         own_part = 1 / degrees[outer]
@@ -164,10 +165,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         problem=problem,
         placement=placement,
         compute_seconds=placement.compute_seconds * busy,
-        bubble_seconds=setting.cluster.bubble(
-            placement.compute_seconds * busy,
-            (placement.compute_seconds + placement.communication_seconds) * divided.idle,
-        ),
+        bubble_seconds=(placement.compute_seconds + placement.communication_seconds) * divided.idle,
         stages=_stages(placement, divided),
         exposed=exposed,
         hidden=hidden,

@@ -77,7 +77,12 @@ class Search:
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] > 1:
                 rows = max(1, self.setting.batch.size // self.basis.batch_factor(degrees))
-                asked = replace(self.basis.request(axis), batch_size=rows, degrees=dict(degrees))
+                asked = replace(
+                    self.basis.request(axis),
+                    batch_size=rows,
+                    degrees=dict(degrees),
+                    company=self.setting.cluster.company(degrees[axis]),
+                )
                 own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
                 found = [{**a, **b} for a in found for b in own]
         return found

@@ -232,7 +232,9 @@ def _explored(
     else:
         for start in _starts(search, list(legal.values())):
             explorer.climb(start, legal)
-    for key in list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))[:REFINED]:
+    keys = list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))
+    # which way is best depends on the degrees more where ranks share cores, and those worlds are small
+    for key in keys if search.setting.cluster.cores and complete else keys[:REFINED]:
         explorer.refine(key)
     estimates = explorer.ranked()
     if not estimates:
