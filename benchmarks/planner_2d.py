@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from taking_turns import one_group_for_the_same_ranks, set_up
 from torch import nn
 
 import meshwright as mw
@@ -201,24 +202,15 @@ def predict(name: str, ranks: int, cluster: str) -> dict[str, Any]:
 
 def turns(rank: int, size: int, name: str, plans: list[ParallelPlan], limit: float) -> list[list[float]]:
     """Per configuration the seconds of its steps: one step of each in turns, as the slowest rank has it."""
-    live = []
-    for plan in plans:
-        model, batch = build(name, False)
-        model = mw.parallelize(model, plan, batch=batch)
-        live.append((model, batch, torch.optim.AdamW(model.parameters(), lr=1e-4)))
+    with one_group_for_the_same_ranks():
+        steps = [set_up(*build(name, False), plan) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
     begin, number = time.perf_counter(), 0
     while True:
-        for place in range(len(live)) if number % 2 == 0 else reversed(range(len(live))):
-            model, batch, optimizer = live[place]
-            dist.barrier()
-            start = time.perf_counter()
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.barrier()
+        for place in range(len(steps)) if number % 2 == 0 else reversed(range(len(steps))):
+            took = steps[place]()
             if number >= 3:  # what is done once is nobody's
-                times[place].append(time.perf_counter() - start)
+                times[place].append(took)
         number += 1
         late = torch.tensor(float(time.perf_counter() - begin > limit and number >= 8))
         dist.broadcast(late, 0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_models import Batch, gpt2, llama, mixtral, tokens
 from torch import nn
 
 import meshwright as mw
@@ -42,45 +43,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def build(name: str) -> tuple[nn.Module, Batch]:
     """A small model and its batch."""
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
-    )
-
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "use_cache": False,
-        "bos_token_id": 0, "eos_token_id": 0,
-    }  # fmt: skip
     if name == "llama":
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(**shape))
+        model = llama(VOCABULARY, 128, 4, 384, 256)
     elif name == "moe":
-        model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, head_dim=32))
+        model = mixtral(VOCABULARY, 128, 4, 384, 256)
     else:
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY,
-                n_embd=128,
-                n_layer=4,
-                n_head=4,
-                n_positions=256,
-                use_cache=False,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
-    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return model, {"input_ids": ids, "labels": ids}
+        model = gpt2(VOCABULARY, 128, 4, 256)
+    return model, tokens(VOCABULARY, ROWS, LENGTH)
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

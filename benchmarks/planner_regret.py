@@ -32,16 +32,15 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.device_mesh as device_mesh
 from planner_regret_models import build
+from taking_turns import one_group_for_the_same_ranks, set_up
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
@@ -157,52 +156,6 @@ def identity(plan: ParallelPlan) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-Step = Callable[[], float]
-"""One step of a configuration that is set up: its seconds as the slowest rank has it."""
-
-
-def set_up(name: str, plan: ParallelPlan) -> Step:
-    """A configuration, warm."""
-    torch.manual_seed(0)
-    model, batch = build(name)
-    model = mw.parallelize(model, plan, batch=batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.barrier()
-        return time.perf_counter() - start
-
-    for _ in range(WARM):
-        step()
-    return step
-
-
-@contextmanager
-def one_group_for_the_same_ranks() -> Iterator[None]:
-    """Meshes that are made inside share their process groups, whose turns never overlap.
-
-    Every group has a thread that wakes up a hundred times a second: with the groups of eleven configurations on four ranks and two
-    cores, a step took half as long again as where a configuration is alone.
-    """
-    make, known = device_mesh.new_group, dict[tuple[int, ...], Any]()
-
-    def new_group(ranks: Sequence[int], **options: Any) -> Any:
-        if tuple(ranks) not in known:
-            known[tuple(ranks)] = make(ranks=ranks, **options)
-        return known[tuple(ranks)]
-
-    device_mesh.new_group = new_group
-    try:
-        yield
-    finally:
-        device_mesh.new_group = make
-
-
 def take_turns(
     rank: int, size: int, name: str, plans: list[ParallelPlan], rounds: int, least: int, seconds: float
 ) -> list[list[float]]:
@@ -212,7 +165,10 @@ def take_turns(
     """
     begin, before = time.perf_counter(), groups_now()
     with one_group_for_the_same_ranks():
-        steps = [set_up(name, plan) for plan in plans]
+        steps = [set_up(*build(name), plan) for plan in plans]
+    for step in steps:
+        for _ in range(WARM):
+            step()
     turns: list[list[float]] = [[] for _ in plans]
     for number in range(rounds):
         order = range(len(steps)) if number % 2 == 0 else reversed(range(len(steps)))

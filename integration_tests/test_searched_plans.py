@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import verify
+from meshwright_planner.machines.file import write
+from meshwright_planner.machines.known import named
 
 
 def kinds(plans: list[ParallelPlan]) -> list[ParallelPlan]:
@@ -83,3 +87,26 @@ def test_what_would_fit_is_found_where_pipelines_were_out_of_the_question(option
     needed = mw.plan(build("llama"), example(), cluster="laptop-cpu", **options).predicted.total_bytes
     with pytest.raises(InfeasibleError, match=r"Would fit: .*world_size="):
         mw.plan(build("llama"), example(), cluster="laptop-cpu", memory_limit=needed // 3, **options)
+
+
+def test_where_ranks_share_cores_no_pinned_plan_is_faster(tmp_path: Path) -> None:
+    """Half of the ranks may wait: two stages of two replicas with one microbatch leave a core to each that computes."""
+    crowded = replace(named("laptop-cpu"), cores=2, crowding=((1, 1.0), (2, 1.05), (4, 2.2)))
+    write(crowded, tmp_path / "crowded.json")
+    case = CASES["llama"]
+
+    def seconds(**pins: Any) -> float:
+        with torch.device("meta"):
+            model = case.model()
+        found = mw.plan(model, case.batch(), world_size=4, cluster=str(tmp_path / "crowded.json"), **pins)
+        assert isinstance(found, ParallelPlan) and found.predicted is not None
+        return found.predicted.step_seconds
+
+    best, fixed = seconds(), {"planner": "manual", "schedule": "1f1b"}
+    pinned = {"dp 4": seconds(dp=4, planner="manual"), "tp 4": seconds(tp=4, planner="manual")}
+    for pp, dp, tp in ((2, 2, 1), (2, 1, 2), (4, 1, 1)):
+        for count in (1, 2, 4):
+            pinned[f"pp {pp}, dp {dp}, tp {tp}, {count}"] = seconds(
+                pp=pp, dp=dp, tp=tp, microbatches=count, **fixed
+            )
+    assert {name: s for name, s in pinned.items() if s < best * (1 - 1e-9)} == {}

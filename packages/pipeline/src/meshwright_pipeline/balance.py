@@ -304,9 +304,7 @@ def _with_host(
     )
 
 
-def _predicted(
-    schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[float, ...]
-) -> Prediction:
+def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[float, ...]) -> Prediction:
     try:
         return predict(schedule, shape, costs, company)
     except UsageError as error:

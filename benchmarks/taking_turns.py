@@ -1,0 +1,57 @@
+"""Configurations of one model that live on the same ranks and take turns, so that all of them see the same noise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
+from torch import nn
+
+import meshwright as mw
+from meshwright_dtensor.plan import ParallelPlan
+
+Step = Callable[[], float]
+"""One step of a configuration that is set up: its seconds, from the last rank's begin to the last rank's end."""
+
+
+def set_up(model: nn.Module, batch: dict[str, torch.Tensor], plan: ParallelPlan) -> Step:
+    """A configuration, with AdamW."""
+    model = mw.parallelize(model, plan, batch=batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - start
+
+    return step
+
+
+@contextmanager
+def one_group_for_the_same_ranks() -> Iterator[None]:
+    """Meshes that are made inside share their process groups, whose turns never overlap.
+
+    Every group has a thread that wakes up a hundred times a second: with the groups of eleven configurations on four ranks and two
+    cores, a step took half as long again as where a configuration is alone.
+    """
+    make, known = device_mesh.new_group, dict[tuple[int, ...], Any]()
+
+    def new_group(ranks: Sequence[int], **options: Any) -> Any:
+        if tuple(ranks) not in known:
+            known[tuple(ranks)] = make(ranks=ranks, **options)
+        return known[tuple(ranks)]
+
+    device_mesh.new_group = new_group
+    try:
+        yield
+    finally:
+        device_mesh.new_group = make
