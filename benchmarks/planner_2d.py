@@ -16,6 +16,7 @@ quartiles are printed; exit code 4 where a median is above 1 + NOISE.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -32,6 +33,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.mesh import end_groups, groups_now
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 
@@ -202,6 +204,7 @@ def predict(name: str, ranks: int, cluster: str) -> dict[str, Any]:
 
 def turns(rank: int, size: int, name: str, plans: list[ParallelPlan], limit: float) -> list[list[float]]:
     """Per configuration the seconds of its steps: one step of each in turns, as the slowest rank has it."""
+    before = groups_now()
     with one_group_for_the_same_ranks():
         steps = [set_up(*build(name, False), plan) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
@@ -215,6 +218,9 @@ def turns(rank: int, size: int, name: str, plans: list[ParallelPlan], limit: flo
         late = torch.tensor(float(time.perf_counter() - begin > limit and number >= 8))
         dist.broadcast(late, 0)
         if late:
+            steps.clear()
+            end_groups(groups_now() - before)
+            gc.collect()  # groups that are still referred to keep their threads
             return times
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
+from meshwright_dtensor.errors import UsageError
 from meshwright_pipeline import Shape
-from meshwright_pipeline.crowded import Waiting, elapsed
+from meshwright_pipeline.crowded import Timed, elapsed
 from meshwright_pipeline.predicting import WALKED, StageCosts, predict
 from meshwright_pipeline.schedules.named import schedule_named
 
@@ -56,8 +58,8 @@ def test_two_cores_for_four_ranks_lie_between_one_and_four(name: str) -> None:
 
 def test_two_ranks_on_one_core_by_hand() -> None:
     # what takes 2 seconds beside each other takes 1 alone
-    first = [Waiting(1, 2.0, 0, 0.0), Waiting(2, 2.0, 0, 0.0)]
-    second = [Waiting(3, 2.0, 1, 0.25)]
+    first = [Timed(1, 2.0, 0, 0.0), Timed(2, 2.0, 0, 0.0)]
+    second = [Timed(3, 2.0, 1, 0.25)]
     seconds, busy = elapsed([first, second], (0.5, 1.0))
     # 0 to 1: first alone; to 1.25: its next one alone, half a second of it; then both for 1.5; the rest of the other alone
     assert busy == pytest.approx([1 + 0.25 + 1.5, 1.5 + 0.25]) and seconds == pytest.approx(3.0)
@@ -65,16 +67,42 @@ def test_two_ranks_on_one_core_by_hand() -> None:
 
 def test_actions_that_wait_for_each_other_are_told() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
-        elapsed([[Waiting(1, 1.0, 2, 0.0)], [Waiting(2, 1.0, 1, 0.0)]], (1.0, 1.0))
+        elapsed([[Timed(1, 1.0, 2, 0.0)], [Timed(2, 1.0, 1, 0.0)]], (1.0, 1.0))
     assert elapsed([[], []], (1.0, 1.0)) == (0.0, [0.0, 0.0])
 
 
-def test_long_steps_are_drawn_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, costs = unequal("1f1b", 4, 1024)
+@pytest.mark.parametrize("company", [(0.5, 0.5, 0.75, 1.0), (0.25, 0.5, 0.75, 1.0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_long_steps_are_drawn_out(
+    name: str, company: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = schedule_named(name)
+    shape, costs = unequal(name, 4, 2048 // schedule.stages_each)
     assert 2 * shape.stages * shape.microbatches > WALKED
-    company = (0.5, 0.5, 0.75, 1.0)
-    drawn = predict(schedule_named("1f1b"), shape, costs, company)
+    drawn = predict(schedule, shape, costs, company)
     monkeypatch.setattr("meshwright_pipeline.predicting.WALKED", 1 << 40)
-    assert drawn.seconds == pytest.approx(
-        predict(schedule_named("1f1b"), shape, costs, company).seconds, rel=1e-3
-    )
+    walked = predict(schedule, shape, costs, company)
+    assert drawn.seconds == pytest.approx(walked.seconds, rel=0.01)
+    assert drawn.silent == pytest.approx(walked.silent, rel=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_computes_for_longer_than_the_step(name: str) -> None:
+    """Equal stages end at the same moment again and again."""
+    schedule = schedule_named(name)
+    for count in (8, 16, 600):
+        stages = 4 * schedule.stages_each
+        costs = StageCosts((0.1,) * stages, (0.2,) * stages)
+        found = predict(schedule, Shape(4, stages, count), costs, (0.25, 0.5, 0.75, 1.0))
+        assert max(found.busy) <= found.silent * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("company", [(1.0,), (0.5, 0.5, 0.5), (0.0, 1.0)])
+def test_company_is_checked(company: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match="each of the 2 ranks"):
+        predict(schedule_named("1f1b"), Shape(2, 2, 2), StageCosts((1.0, 1.0), (2.0, 2.0)), company)
+
+
+def test_times_are_finite() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        elapsed([[Timed(1, math.nan, 0, 0.0)]], (1.0,))

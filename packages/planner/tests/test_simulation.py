@@ -13,7 +13,7 @@ from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_planner.machines.known import DGX_H100
+from meshwright_planner.machines.known import DGX_H100, LAPTOP_CPU
 from meshwright_planner.simulation import (
     LinkFault,
     Simulation,
@@ -110,6 +110,19 @@ def test_uniform_bubble(ranks: int, microbatches: int, schedule: str) -> None:
     assert found.seconds == pytest.approx((microbatches + ranks - 1) * 3.0)
     waits = sum(b.seconds["wait"] for b in found.busy) / (ranks * found.seconds)
     assert waits == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+def test_a_replay_says_what_it_does_not_know() -> None:
+    plan = pipelined(2, 2, [(1.0, 2.0)] * 2)
+    crowded = replace(
+        LAPTOP_CPU, cores=1, crowding=((1, 1.0), (2, 2.0)), hides_launch=False, devices_per_node=8
+    )
+    assert simulate(plan, FREE).notes == () == simulate(plan_of({"dp": 2}), crowded).notes
+    found = simulate(plan, crowded)
+    assert len(found.notes) == 2 and found.to_dict()["notes"] == list(found.notes)
+    assert "ranks share cores" in found.render() and "ranks share cores" not in simulate(plan, FREE).render()
+    apart = simulate(plan, replace(crowded, crowding=((1, 1.0), (2, 1.0))))
+    assert len(apart.notes) == 1 and "runtime" in apart.notes[0]
 
 
 def test_messages_delay_the_next_stage() -> None:

@@ -156,12 +156,13 @@ class Cluster:
         """How many times as long a rank computes while 1, 2, ..., all of `parts` equal parts of the ranks do, against all.
 
         Ranks that wait leave the cores that they share to the others. () where ranks have a device of their own, and where
-        they are on several machines, each of which has ranks of few parts only.
+        they are on several machines, each of which has ranks of few parts only, or nobody is slowed.
         """
         if not self.cores or self.ranks > self.devices_per_node:
             return ()
         whole = self._slower(self.ranks)
-        return tuple(self._slower(math.ceil(self.ranks * n / parts)) / whole for n in range(1, parts + 1))
+        found = tuple(self._slower(math.ceil(self.ranks * n / parts)) / whole for n in range(1, parts + 1))
+        return found if min(found) < 1 else ()
 
     @property
     def backward_launch_s(self) -> float:

@@ -65,8 +65,8 @@ class PlanRequest:
             names (recomputed in full); None takes it up where nothing else fits the memory.
         sequence_parallel: True has tp split the sequence between blocks (norms, dropout, residual), False forbids it,
             None takes what is cheaper.
-        microbatches: equal parts that a pipeline cuts the batch into; None takes up to four for each stage.
-        schedule: name of a registered schedule; None takes "1f1b".
+        microbatches: equal parts that a pipeline cuts the batch into; None is searched.
+        schedule: name of a registered schedule; None searches all that are installed.
         keep_user_sharding: respect placements that the user marked (`mark_sharding`); False searches freely.
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """

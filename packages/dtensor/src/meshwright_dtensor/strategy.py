@@ -151,8 +151,9 @@ class SearchRequest:
         recompute: modules run again in the backward pass, which is not split into halves then.
         byte_seconds: what moving one byte between memory and cores takes.
         accelerated: ranks compute on accelerators, not on the cores of the host.
-        company: how many times as long a rank computes while only 1, 2, ..., all ranks of the axis do, against what is said
-            here; () where ranks have a device of their own. For strategies that have ranks wait.
+        company: for the strategy that divides the model, how many times as long a rank computes while only 1, 2, ..., all ranks of
+            the axis do, against what is said here: ranks that wait leave the cores that they share to the others. () where ranks
+            have a device of their own, and for other strategies.
     """
 
     world_size: int

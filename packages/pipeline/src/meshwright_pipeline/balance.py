@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from torch import nn
-
-from meshwright_dtensor.errors import PlanError, PluginError, UsageError
-from meshwright_dtensor.plugins import ScheduleSpec, discover
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy import (
     CollectiveUse,
     Link,
-    ModuleWork,
     Peak,
     SearchRequest,
     StrategyCost,
-    Survey,
-    divisors,
 )
 from meshwright_pipeline.actions import Schedule, Shape
+from meshwright_pipeline.choosing import microbatches
 from meshwright_pipeline.dividing import balanced
 from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
-from meshwright_pipeline.reading import Read, Run, read
-from meshwright_pipeline.schedules.named import schedule_named
-from meshwright_pipeline.units import find_units
+from meshwright_pipeline.reading import Read, Run
+from meshwright_pipeline.surveying import Surveyed
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
 """What the runtime costs the host, in operations: of each forward, of each unit in it, and of each parameter whose gradient a
@@ -37,92 +30,6 @@ split backward puts off (measured; thread time of actions less that of the same 
 MESSAGE_CALLS, STEP_CALLS = 200, 1700
 """The same of each end of a message (looking ahead, posting, waiting), and of a step: cutting the batch, giving stand-ins to
 parameters, agreeing on the loss and handing gradients over (measured; thread time of a step less that of its actions)."""
-
-PER_STAGE = 4
-"""Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
-
-
-@dataclass(frozen=True)
-class Surveyed:
-    """What planning needs to know of a model.
-
-    Attributes:
-        units: names of its units, in the order of registration.
-        names: first name of a parameter -> all its names.
-        sizes: first name of a parameter -> its bytes.
-    """
-
-    units: tuple[str, ...]
-    names: Mapping[str, tuple[str, ...]]
-    sizes: Mapping[str, int]
-
-    @cached_property
-    def holding(self) -> frozenset[str]:
-        """The units with parameters: a stage needs one of them."""
-        return frozenset(self.unit(alias) for aliases in self.names.values() for alias in aliases) - {""}
-
-    def unit(self, module: str) -> str:
-        """The unit that a module, or a parameter, lies in; "" where there is none."""
-        if module not in self._unit:
-            parts, own = module.split("."), self._own
-            names = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-            self._unit[module] = next((name for name in names if name in own), "")
-        return self._unit[module]
-
-    @cached_property
-    def _own(self) -> frozenset[str]:
-        return frozenset(self.units)
-
-    @cached_property
-    def _unit(self) -> dict[str, str]:
-        return {}
-
-    @cached_property
-    def inside(self) -> Mapping[str, frozenset[str]]:
-        """Unit -> first names of the parameters in it, "" for those in none."""
-        found: dict[str, set[str]] = {}
-        for name, aliases in self.names.items():
-            for alias in aliases:
-                found.setdefault(self.unit(alias), set()).add(name)
-        return {unit: frozenset(names) for unit, names in found.items()}
-
-    def schedule(self, name: str) -> Schedule:
-        """The installed schedule of this name, looked for once."""
-        if name not in self._schedules:
-            self._schedules[name] = schedule_named(name)
-        return self._schedules[name]
-
-    @cached_property
-    def _schedules(self) -> dict[str, Schedule]:
-        return {}
-
-    @cached_property
-    def installed(self) -> tuple[str, ...]:
-        """Names of the schedules that are installed."""
-        return tuple(discover().all(ScheduleSpec))
-
-    def read(self, work: tuple[ModuleWork, ...]) -> Read:
-        """What there is to divide, found once for the same work."""
-        found = self._read.get(id(work))
-        if found is None or found.work is not work:
-            found = self._read[id(work)] = read(work, self, self.holding)
-        return found
-
-    @cached_property
-    def _read(self) -> dict[int, Read]:
-        return {}
-
-
-def survey(model: nn.Module) -> Survey:
-    """Look at the units of a model."""
-    names: dict[int, list[str]] = {}
-    sizes: dict[str, int] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        own = names.setdefault(id(parameter), [])
-        own.append(name)
-        sizes[own[0]] = parameter.numel() * parameter.element_size()
-    every = {own[0]: tuple(own) for own in names.values()}
-    return Survey(details=Surveyed(find_units(model).names, every, sizes))
 
 
 def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
@@ -136,7 +43,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         raise PlanError("degrees.pp", degree, rule)
     known: Surveyed = request.survey.details
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
-    shape = Shape(degree, degree * schedule.stages_each, _microbatches(request, degree))
+    shape = Shape(degree, degree * schedule.stages_each, microbatches(request, degree))
     found = known.read(request.work)
     parts = found.once(("divided", shape.stages), lambda: _divided(found, known, schedule, shape))
     costs = _stage_costs(parts, link, request, shape)
@@ -158,7 +65,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         activations=fullest.peak.kept / (found.kept * shape.microbatches),
         collectives=tuple(_messages(parts.messages, shape.microbatches)),
         compute=(step.silent + around) / whole,
-        idle=(step.silent - max(step.busy)) / whole,
+        idle=max(0.0, step.silent - max(step.busy)) / whole,
         stages=tuple(one.seconds / found.whole for one in parts.loads),
         forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in parts.loads),
         holds=fullest.holds,
@@ -311,55 +218,6 @@ def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts, company: tup
         raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
 
 
-def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
-    """Every installed schedule that takes a pipeline of this degree, with numbers of microbatches worth a look.
-
-    What the user named is kept. Schedules that cannot be loaded are left out, unless they are named.
-    """
-    said = request.options
-    known: Surveyed | None = None if request.survey is None else request.survey.details
-    installed = discover().all(ScheduleSpec) if known is None else known.installed
-    names = [said["schedule"]] if "schedule" in said else list(installed)
-    for name in names:
-        try:
-            schedule = schedule_named(name) if known is None else known.schedule(name)
-        except (PluginError, UsageError):
-            if name in said.values():
-                raise
-            continue
-        stages = degree * schedule.stages_each
-        if known is not None and stages > len(known.holding):
-            continue
-        for count in [int(said["microbatches"])] if "microbatches" in said else _counts(request, degree):
-            if schedule.refusal(Shape(degree, stages, count)) is None:
-                yield {"schedule": name, "microbatches": count}
-
-
-def _counts(request: SearchRequest, degree: int) -> list[int]:
-    """Numbers of microbatches: those that fill the pipeline, at least twice as many each time.
-
-    Then, where ranks that wait leave their cores to the others, so that filling it may not pay, also fewer.
-    """
-    every = divisors(request.batch_size)
-    found = [count for count in every if count >= degree] or every[-1:]
-    kept: list[int] = []
-    for count in found:
-        if not kept or count >= 2 * kept[-1] or count == every[-1]:
-            kept.append(count)
-    if request.company and min(request.company) < 1:
-        for count in reversed(every):
-            if 2 * count <= min(kept):
-                kept.append(count)
-    return kept
-
-
-def possible(request: SearchRequest) -> list[int]:
-    """Degrees for which there are ranks, rows and modules enough."""
-    known: Surveyed | None = None if request.survey is None else request.survey.details
-    most = request.batch_size if known is None else min(request.batch_size, len(known.holding))
-    return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
-
-
 def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[str]) -> list[list[str]]:
     """The units of each stage in the order of registration, with those that did nothing beside the one before them.
 
@@ -382,23 +240,6 @@ def _held(stage: Sequence[str], known: Surveyed, shared: Sequence[str]) -> froze
     """First names of the parameters that a stage holds."""
     nothing: frozenset[str] = frozenset()
     return nothing.union(*(known.inside.get(unit, nothing) for unit in {*stage, *shared, ""}))
-
-
-def _microbatches(request: SearchRequest, degree: int) -> int:
-    said = request.options.get("microbatches")
-    if said is not None:
-        return _checked(int(said), request.batch_size)
-    return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
-
-
-def _checked(count: int, rows: int) -> int:
-    if count < 1 or rows % count:
-        rule = (
-            f"the {rows} rows that one pipeline takes in a step cannot be cut into {count} equal microbatches"
-        )
-        nearest = min(divisors(rows), key=lambda d: (abs(d - count), d))
-        raise PlanError("pipeline.microbatches", count, rule, str(nearest))
-    return count
 
 
 def _messages(sizes: Sequence[int], count: int) -> Iterator[CollectiveUse]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Timed:
     """An action of a rank.
 
     Attributes:
@@ -24,15 +24,17 @@ class Waiting:
     sending: float
 
 
-def elapsed(ranks: Sequence[Sequence[Waiting]], company: Sequence[float]) -> tuple[float, list[float]]:
+def elapsed(ranks: Sequence[Sequence[Timed]], company: Sequence[float]) -> tuple[float, list[float]]:
     """Seconds until all have done what they do in their order, and for how many of them each computes.
 
     Processor sharing: between two events all that compute go on at the same pace, `company[n - 1]` times as long as their
     `seconds` where n of them do.
 
     Raises:
-        ValueError: the actions wait for each other.
+        ValueError: the actions wait for each other, or take no finite time.
     """
+    if not all(math.isfinite(one.seconds) and math.isfinite(one.sending) for own in ranks for one in own):
+        raise ValueError("every action, and what it waits for, must take a finite time")
     now, ends = 0.0, {0: 0.0}
     queues = [iter(own) for own in ranks]
     coming = [next(queue, None) for queue in queues]
@@ -59,7 +61,7 @@ def elapsed(ranks: Sequence[Sequence[Waiting]], company: Sequence[float]) -> tup
         step = step if done else arrival - now
         now = now + step if done else arrival
         for rank in left:
-            left[rank] -= step / pace
+            left[rank] = max(0.0, left[rank] - step / pace)
             busy[rank] += step
         if done:  # those that end at once follow in steps of no length
             action = coming[nearest]

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshwright_dtensor.errors import UsageError
 from meshwright_pipeline.actions import Schedule, Shape, ordered, require
-from meshwright_pipeline.crowded import Waiting, elapsed
+from meshwright_pipeline.crowded import Timed, elapsed
 
 WALKED = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
@@ -59,7 +60,7 @@ class Prediction:
 
     Attributes:
         seconds: from its begin to the end of its last action.
-        busy: per rank, the seconds in which it computes; on shared cores those of the clock.
+        busy: per rank, the seconds in which it computes; on shared cores those of the clock, where messages take no time.
         held: per rank, the most bytes of activations that it holds at once.
         fullest: per rank, when it holds most, with all that there is beside activations.
         silent: what the seconds would be if messages took none.
@@ -86,8 +87,10 @@ def predict(
     `costs` say; () where each has its own device.
 
     Raises:
-        UsageError: the schedule refuses the pipeline, is not complete, or would hang.
+        UsageError: the schedule refuses the pipeline, is not complete, or would hang; `company` is not of as many ranks.
     """
+    if company and (len(company) != shape.ranks or min(company) <= 0):
+        raise UsageError(f"company={company}: it takes a positive number for each of the {shape.ranks} ranks")
     require(schedule, shape)  # of a long step, others are walked through
     few, more = 2 * shape.stages, 3 * shape.stages
     if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= more:
@@ -147,8 +150,8 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
     if company:
         work = _by_rank(steps, lengths, sending)
         seconds, _ = elapsed(work, company)
-        silent, busy = elapsed([[replace(one, sending=0.0) for one in own] for own in work], company)
-        return Prediction(seconds, tuple(busy), held, fullest, silent)
+        alone, computing = elapsed([[replace(one, sending=0.0) for one in own] for own in work], company)
+        return Prediction(seconds, tuple(computing), held, fullest, alone)
     clock, silent, busy = ([0.0] * shape.ranks for _ in range(3))
     ends, quiet = [0.0], [0.0]  # the first one is that of nothing; with messages, and if they took no time
     for rank, number, place, cut in steps.actions:
@@ -166,11 +169,11 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
     return Prediction(max(clock), tuple(busy), held, fullest, max(silent))
 
 
-def _by_rank(steps: _Steps, lengths: Sequence[float], sending: Sequence[float]) -> list[list[Waiting]]:
+def _by_rank(steps: _Steps, lengths: Sequence[float], sending: Sequence[float]) -> list[list[Timed]]:
     """What each rank does in its own order."""
-    found: list[list[Waiting]] = [[] for _ in steps.ranks]
+    found: list[list[Timed]] = [[] for _ in steps.ranks]
     for place, (rank, number, after, cut) in enumerate(steps.actions, 1):
-        found[rank].append(Waiting(place, lengths[number], after, sending[cut]))
+        found[rank].append(Timed(place, lengths[number], after, sending[cut]))
     return found
 
 

@@ -25,19 +25,19 @@ class Pipeline(Strategy):
 
     def survey(self, model: nn.Module) -> Survey | None:
         """The modules that can be given to stages."""
-        from meshwright_pipeline.balance import survey
+        from meshwright_pipeline.surveying import survey
 
         return survey(model)
 
     def degrees(self, request: SearchRequest) -> list[int]:
         """Every degree for which there are ranks, rows and modules enough, ascending."""
-        from meshwright_pipeline.balance import possible
+        from meshwright_pipeline.choosing import possible
 
         return possible(request)
 
     def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
         """Every installed schedule, with numbers of microbatches that are worth a look."""
-        from meshwright_pipeline.balance import ways
+        from meshwright_pipeline.choosing import ways
 
         return ways(request, degree) if degree > 1 else ({},)
 

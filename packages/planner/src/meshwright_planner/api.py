@@ -69,8 +69,8 @@ def plan(
         recompute: "full", "alternate" or "selective" for every repeated block (see plan.RecomputeRule), or a pattern of module
             names, recomputed in full; None takes it up where nothing else fits the memory.
         sequence_parallel: True has tp split the sequence between blocks, False forbids it, None takes what is cheaper.
-        microbatches: equal parts that a pipeline (pp) cuts the batch into; None takes up to four for each stage.
-        schedule: name of a registered pipeline schedule; None takes "1f1b".
+        microbatches: equal parts that a pipeline (pp) cuts the batch into; None is searched.
+        schedule: name of a registered pipeline schedule; None searches all that are installed.
         compile: refused, nothing executes it yet.
         keep_user_sharding: keep parameters where `mark_sharding` put them, and plan around that; False searches freely.
 

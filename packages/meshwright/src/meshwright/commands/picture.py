@@ -33,8 +33,11 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
         )
     bars: list[list[Bar]] = []
     whole = 0.0
+    notes: tuple[str, ...] = ()
     if cluster is not None and plan.predicted.split is not None:
-        bars, whole = timeline(simulate(plan, cluster, host=host).timelines)
+        replayed = simulate(plan, cluster, host=host)
+        bars, whole = timeline(replayed.timelines)
+        notes = replayed.notes
     height = 3.4 + (0.9 + 0.28 * len(bars) if bars else 0.0)
     figure = Figure(figsize=(11, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -75,7 +78,8 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
                 )
         rows[2].set_yticks(range(len(bars)), [f"pp rank {rank}" for rank in range(len(bars))], fontsize=7)
         rows[2].invert_yaxis()
-        rows[2].set_xlabel("seconds (replayed on the model of the cluster; white: waiting)", fontsize=8)
+        told = "seconds (replayed on the model of the cluster; white: waiting)"
+        rows[2].set_xlabel("\n".join((told, *(f"note: {note}" for note in notes))), fontsize=8)
         rows[2].spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -165,6 +165,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         problem=problem,
         placement=placement,
         compute_seconds=placement.compute_seconds * busy,
+        # collectives inside of stages take cores too: where others wait they are faster, as compute is
         bubble_seconds=(placement.compute_seconds + placement.communication_seconds) * divided.idle,
         stages=_stages(placement, divided),
         exposed=exposed,

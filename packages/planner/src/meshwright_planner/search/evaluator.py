@@ -81,7 +81,7 @@ class Search:
                     self.basis.request(axis),
                     batch_size=rows,
                     degrees=dict(degrees),
-                    company=self.setting.cluster.company(degrees[axis]),
+                    company=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
                 )
                 own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
                 found = [{**a, **b} for a in found for b in own]

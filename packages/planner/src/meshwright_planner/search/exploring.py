@@ -233,8 +233,9 @@ def _explored(
         for start in _starts(search, list(legal.values())):
             explorer.climb(start, legal)
     keys = list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))
-    # which way is best depends on the degrees more where ranks share cores, and those worlds are small
-    for key in keys if search.setting.cluster.cores and complete else keys[:REFINED]:
+    # where ranks share cores, the first way looked at says little of the others, and such worlds are small
+    all_of_them = complete and bool(search.setting.cluster.company(2))
+    for key in keys if all_of_them else keys[:REFINED]:
         explorer.refine(key)
     estimates = explorer.ranked()
     if not estimates:
@@ -360,4 +361,6 @@ def _middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     name = list(ways[0])[-1]
     numbers = next((n for n in ways[0] if isinstance(ways[0][n], int)), name)
     own = [w for w in ways if all(w[n] == ways[0][n] for n in ways[0] if n != numbers)]
+    if numbers != name or isinstance(ways[0][name], int):
+        own.sort(key=lambda way: int(way[numbers]))
     return own[len(own) // 2]

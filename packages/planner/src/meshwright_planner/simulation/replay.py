@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -63,6 +63,7 @@ class Simulation:
         waiting: who waits longer than before, longest first.
         chain: (ranks, kind, seconds) of the chain of events that the step is as long as, merged.
         timelines: spans of the replica that ends last, by rank along pp.
+        notes: what of the prediction a replay does not know.
     """
 
     world_size: int
@@ -75,6 +76,7 @@ class Simulation:
     waiting: tuple[Waiting, ...]
     chain: tuple[tuple[tuple[int, ...], str, float], ...]
     timelines: tuple[tuple[Span, ...], ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def slower(self) -> float:
@@ -104,6 +106,7 @@ class Simulation:
                 for w in self.waiting
             ],
             "chain": [{"ranks": list(r), "kind": k, "seconds": s} for r, k, s in self.chain],
+            "notes": list(self.notes),
         }
 
     def trace(self) -> dict[str, Any]:
@@ -138,6 +141,7 @@ class Simulation:
             f"{self.world_size} ranks of {self.cluster}: a step takes {human_seconds(self.sound_seconds)} replayed, "
             f"{human_seconds(self.predicted_seconds)} predicted by the plan"
         ]
+        lines += [f"note: {text}" for text in self.notes]
         if self.faults:
             lines += [f"with {text}" for text in self.faults]
             lines.append(f"a step takes {human_seconds(self.seconds)}: {100 * self.slower:.1f}% longer")
@@ -201,7 +205,22 @@ def simulate(
         waiting=tuple(_waiting(load, outcome, sound_load, sound)) if faults.ranks else (),
         chain=tuple(_chain(load, outcome)),
         timelines=tuple(tuple(outcome.spans[last[0], rank]) for rank in range(len(load.steps))),
+        notes=tuple(_unknown(plan, cluster)),
     )
+
+
+def _unknown(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
+    """What of the prediction of a pipeline its replay does not know."""
+    stages = plan.degree("pp")
+    if stages == 1:
+        return
+    if cluster.running(plan.world_size).company(stages):
+        yield (
+            "ranks share cores here, and in a replay every rank computes as slowly as while all do, also when others wait: it "
+            "takes longer than predicted"
+        )
+    if not cluster.hides_launch:
+        yield "what a pipeline's runtime costs the host is in the prediction, and not in a replay"
 
 
 def _in_words(faults: Faults) -> tuple[str, ...]:

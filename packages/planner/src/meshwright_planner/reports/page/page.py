@@ -45,8 +45,11 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
     )
     rows: list[list[Bar]] = []
     whole = 0.0
+    notes: tuple[str, ...] = ()
     if cluster is not None and plan.predicted is not None and plan.predicted.split is not None:
-        rows, whole = timeline(simulate(plan, cluster, host=host).timelines)
+        replayed = simulate(plan, cluster, host=host)
+        rows, whole = timeline(replayed.timelines)
+        notes = replayed.notes
     return template.render(
         plan=plan,
         explained=explained,
@@ -57,6 +60,7 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
         tree=tree_of(plan),
         rows=rows,
         whole=whole,
+        notes=notes,
         colours=COLOURS,
         collectives=sorted(plan.collectives, key=lambda c: -c.count * c.nbytes),
     )

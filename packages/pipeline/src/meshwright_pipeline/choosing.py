@@ -1,0 +1,87 @@
+"""What a search may choose of a pipeline: degrees, schedules, and numbers of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright_dtensor.errors import PlanError, PluginError, UsageError
+from meshwright_dtensor.plugins import ScheduleSpec, discover
+from meshwright_dtensor.strategy import SearchRequest, divisors
+from meshwright_pipeline.actions import Shape
+from meshwright_pipeline.schedules.named import schedule_named
+from meshwright_pipeline.surveying import Surveyed
+
+PER_STAGE = 4
+"""Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
+
+
+def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
+    """Every installed schedule that takes a pipeline of this degree, with numbers of microbatches worth a look.
+
+    What the user named is kept. Schedules that cannot be loaded are left out, unless they are named.
+    """
+    said = request.options
+    known: Surveyed | None = None if request.survey is None else request.survey.details
+    installed = discover().all(ScheduleSpec) if known is None else known.installed
+    names = [said["schedule"]] if "schedule" in said else list(installed)
+    for name in names:
+        try:
+            schedule = schedule_named(name) if known is None else known.schedule(name)
+        except (PluginError, UsageError):
+            if name in said.values():
+                raise
+            continue
+        stages = degree * schedule.stages_each
+        if known is not None and stages > len(known.holding):
+            continue
+        for count in [int(said["microbatches"])] if "microbatches" in said else _counts(request, degree):
+            if schedule.refusal(Shape(degree, stages, count)) is None:
+                yield {"schedule": name, "microbatches": count}
+
+
+def _counts(request: SearchRequest, degree: int) -> list[int]:
+    """Numbers of microbatches: those that fill the pipeline, at least twice as many each time.
+
+    Then, where ranks that wait leave their cores to the others, so that filling it may not pay, also fewer.
+    """
+    every = divisors(request.batch_size)
+    found = [count for count in every if count >= degree] or every[-1:]
+    kept: list[int] = []
+    for count in found:
+        if not kept or count >= 2 * kept[-1] or count == every[-1]:
+            kept.append(count)
+    if request.company:
+        for count in reversed(every):
+            if 2 * count <= min(kept):
+                kept.append(count)
+    return kept
+
+
+def possible(request: SearchRequest) -> list[int]:
+    """Degrees for which there are ranks, rows and modules enough."""
+    known: Surveyed | None = None if request.survey is None else request.survey.details
+    most = request.batch_size if known is None else min(request.batch_size, len(known.holding))
+    return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
+
+
+def microbatches(request: SearchRequest, degree: int) -> int:
+    """How many the batch is cut into: what the user said, else up to PER_STAGE for each stage.
+
+    Raises:
+        PlanError: the rows cannot be cut so.
+    """
+    said = request.options.get("microbatches")
+    if said is not None:
+        return _checked(int(said), request.batch_size)
+    return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
+
+
+def _checked(count: int, rows: int) -> int:
+    if count < 1 or rows % count:
+        rule = (
+            f"the {rows} rows that one pipeline takes in a step cannot be cut into {count} equal microbatches"
+        )
+        nearest = min(divisors(rows), key=lambda d: (abs(d - count), d))
+        raise PlanError("pipeline.microbatches", count, rule, str(nearest))
+    return count

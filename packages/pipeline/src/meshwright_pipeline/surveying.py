@@ -1,0 +1,99 @@
+"""What planning a pipeline needs to know of a model: its units, and who holds which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from meshwright_dtensor.plugins import ScheduleSpec, discover
+from meshwright_dtensor.strategy import ModuleWork, Survey
+from meshwright_pipeline.actions import Schedule
+from meshwright_pipeline.reading import Read, read
+from meshwright_pipeline.schedules.named import schedule_named
+from meshwright_pipeline.units import find_units
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What planning needs to know of a model.
+
+    Attributes:
+        units: names of its units, in the order of registration.
+        names: first name of a parameter -> all its names.
+        sizes: first name of a parameter -> its bytes.
+    """
+
+    units: tuple[str, ...]
+    names: Mapping[str, tuple[str, ...]]
+    sizes: Mapping[str, int]
+
+    @cached_property
+    def holding(self) -> frozenset[str]:
+        """The units with parameters: a stage needs one of them."""
+        return frozenset(self.unit(alias) for aliases in self.names.values() for alias in aliases) - {""}
+
+    def unit(self, module: str) -> str:
+        """The unit that a module, or a parameter, lies in; "" where there is none."""
+        if module not in self._unit:
+            parts, own = module.split("."), self._own
+            names = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+            self._unit[module] = next((name for name in names if name in own), "")
+        return self._unit[module]
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return frozenset(self.units)
+
+    @cached_property
+    def _unit(self) -> dict[str, str]:
+        return {}
+
+    @cached_property
+    def inside(self) -> Mapping[str, frozenset[str]]:
+        """Unit -> first names of the parameters in it, "" for those in none."""
+        found: dict[str, set[str]] = {}
+        for name, aliases in self.names.items():
+            for alias in aliases:
+                found.setdefault(self.unit(alias), set()).add(name)
+        return {unit: frozenset(names) for unit, names in found.items()}
+
+    def schedule(self, name: str) -> Schedule:
+        """The installed schedule of this name, looked for once."""
+        if name not in self._schedules:
+            self._schedules[name] = schedule_named(name)
+        return self._schedules[name]
+
+    @cached_property
+    def _schedules(self) -> dict[str, Schedule]:
+        return {}
+
+    @cached_property
+    def installed(self) -> tuple[str, ...]:
+        """Names of the schedules that are installed."""
+        return tuple(discover().all(ScheduleSpec))
+
+    def read(self, work: tuple[ModuleWork, ...]) -> Read:
+        """What there is to divide, found once for the same work."""
+        found = self._read.get(id(work))
+        if found is None or found.work is not work:
+            found = self._read[id(work)] = read(work, self, self.holding)
+        return found
+
+    @cached_property
+    def _read(self) -> dict[int, Read]:
+        return {}
+
+
+def survey(model: nn.Module) -> Survey:
+    """Look at the units of a model."""
+    names: dict[int, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = names.setdefault(id(parameter), [])
+        own.append(name)
+        sizes[own[0]] = parameter.numel() * parameter.element_size()
+    every = {own[0]: tuple(own) for own in names.values()}
+    return Survey(details=Surveyed(find_units(model).names, every, sizes))
