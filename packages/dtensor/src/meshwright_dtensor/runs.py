@@ -100,6 +100,7 @@ def merged(intervals: Sequence[Interval]) -> Intervals:
     return tuple(result) or NOTHING
 
 
+@lru_cache(maxsize=4096)
 def chunks(total: int, n: int) -> tuple[Intervals, ...]:
     """What each of ``n`` ranks owns of a plain shard (as ``torch.chunk`` cuts)."""
     step = -(-total // n)

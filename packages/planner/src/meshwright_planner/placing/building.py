@@ -35,6 +35,21 @@ _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
 """(node, position among its inputs, the copies of the value that its copies read)."""
 
 
+_Way: TypeAlias = tuple[State, Collective | None, Collective | None]
+"""Kind of a target in the forward pass, and the collectives of both passes of a conversion to it."""
+
+
+def _way(source: State, target: State, nbytes: int) -> _Way | None:
+    """How a value is converted; None where it cannot be."""
+    if not convertible(source, target):
+        return None
+    return (
+        forward_kind(target),
+        forward_move(source, target, nbytes),
+        backward_move(source, target, nbytes),
+    )
+
+
 class Build:
     """The program: columns and rows, and the placement that a solution stands for."""
 
@@ -114,6 +129,7 @@ class Build:
         program, produced = self.program, self.producers[value]
         nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
         stays = self.problem.stays(value)
+        moves: dict[tuple[State, State], _Way | None] = {}
         shared: dict[Any, Event] = {}  # by phase, source, target kind and which of the value's copies flow
 
         def share(phase: Phase, kind: State, needs: Collective, user: User) -> None:
@@ -133,17 +149,25 @@ class Build:
             arriving: dict[State, list[tuple[int, float]]] = {target: [] for target in wanted}
             for source in produced:
                 for target in wanted:
-                    if not convertible(source, target) or (stays and source != target and is_shard(source)):
+                    if source == target:
+                        e = program.variable(0.0)
+                        leaving[source].append((e, 1.0))
+                        arriving[target].append((e, 1.0))
                         continue
-                    if fixed and source != target:
+                    if fixed or (stays and is_shard(source)):
                         continue
-                    e = program.variable(TIE * count if source != target else 0.0)
+                    way = moves.get((source, target), ())
+                    if way == ():
+                        way = moves[source, target] = _way(source, target, nbytes)
+                    if way is None:
+                        continue
+                    e = program.variable(TIE * count)
                     leaving[source].append((e, 1.0))
                     arriving[target].append((e, 1.0))
-                    ahead, back = forward_move(source, target, nbytes), backward_move(source, target, nbytes)
+                    kind, ahead, back = way
                     user = User(node, position, target, e)
                     if ahead is not None:
-                        share("forward", forward_kind(target), ahead, user)
+                        share("forward", kind, ahead, user)
                     if back is not None and grad:
                         share("backward", target, back, user)
             for source, columns in produced.items():

@@ -54,6 +54,8 @@ class Domains:
         self.tape, self.quotient, self.rules, self.degree = tape, quotient, rules, degree
         self.runs: dict[int, dict[Runs, None]] = defaultdict(dict)
         self._sources: dict[tuple[int, int], list[int]] = defaultdict(list)
+        # rows of a node for the runs that its inputs and outputs had: asked for round after round
+        self._found: dict[int, tuple[tuple[Known, Known], list[Strategy]]] = {}
         for value, node, position in quotient.edges:
             self._sources[node, position].append(value)
         for value, state in (pinned or {}).items():
@@ -64,10 +66,14 @@ class Domains:
 
     def rows(self, index: int) -> list[Strategy]:
         """The raw rows of representative node `index`, those over runs last."""
-        view = NodeView.of(self.tape.nodes[index], self.tape.values, self.degree)
-        rows = self.rules.strategies(view)
         ins, outs = self._ins(index), self._outs(index)
-        return self.rules.lifted(view, rows, ins, outs) if any(ins) or any(outs) else rows
+        if index not in self._found or self._found[index][0] != (ins, outs):
+            view = NodeView.of(self.tape.nodes[index], self.tape.values, self.degree)
+            rows = self.rules.strategies(view)
+            if any(ins) or any(outs):
+                rows = self.rules.lifted(view, rows, ins, outs)
+            self._found[index] = ((ins, outs), rows)
+        return list(self._found[index][1])
 
     def of(self, value: int) -> list[Runs]:
         """The runs of a representative value."""

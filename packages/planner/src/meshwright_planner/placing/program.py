@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -72,12 +72,12 @@ class Program:
         self.memory.append(memory)
         return len(self.cost) - 1
 
-    def constrain(self, terms: Iterable[tuple[int, float]], low: float, high: float) -> None:
-        row = len(self.low)
-        for column, entry in terms:
-            self.row_index.append(row)
-            self.columns.append(column)
-            self.entries.append(entry)
+    def constrain(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
+        if terms:
+            columns, entries = zip(*terms)
+            self.row_index.extend([len(self.low)] * len(columns))
+            self.columns.extend(columns)
+            self.entries.extend(entries)
         self.low.append(low)
         self.high.append(high)
 
