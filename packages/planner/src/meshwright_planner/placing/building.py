@@ -156,9 +156,9 @@ class Build:
                         continue
                     if fixed or (stays and is_shard(source)):
                         continue
-                    way = moves.get((source, target), ())
-                    if way == ():
-                        way = moves[source, target] = _way(source, target, nbytes)
+                    if (source, target) not in moves:
+                        moves[source, target] = _way(source, target, nbytes)
+                    way = moves[source, target]
                     if way is None:
                         continue
                     e = program.variable(TIE * count)
