@@ -93,7 +93,8 @@ def predict(
         raise UsageError(f"company={company}: it takes a positive number for each of the {shape.ranks} ranks")
     require(schedule, shape)  # of a long step, others are walked through
     few, more = 2 * shape.stages, 3 * shape.stages
-    if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= more:
+    # drawing out takes two walks
+    if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= few + more:
         return _walk(schedule, shape, costs, company)
     # whatever groups a schedule takes microbatches in, as many as there are stages are whole groups
     short, longer = (

@@ -7,6 +7,7 @@ between both change in proportion, so the most is at one of the two.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -157,17 +158,23 @@ class Replay:
         kept, count = self.kept, self.count
         own = [self.gradient.get(n, 0.0) * count[n] for n in range(len(kept))]
         whole, grown = sum(kept) or 1.0, sum(own) or 1.0
+        # up to each place, so that stretches are differences: there are thousands of nodes
+        kept_to, own_to = ([0.0, *itertools.accumulate(some)] for some in (kept, own))
         ends = [n for n in range(1, len(kept)) if count[n] != count[n - 1]]
         for low, high in zip([0, *ends], [*ends, len(kept)], strict=True):
             copies = count[low] if low < len(count) else 1
-            before, after = sum(kept[:low]), sum(own[high:])
-            inside, made = sum(kept[low:high]), sum(own[low:high])
+            before, after = kept_to[low], own_to[-1] - own_to[high]
+            inside, made = kept_to[high] - before, own_to[high] - own_to[low]
             for n in range(low, high):
-                here = sum(kept[low : n + 1]) / copies
+                here = (kept_to[n + 1] - before) / copies
                 rest = (copies - 1) / copies
                 # a gradient of a parameter lies where it was made until its node has run, then where gradients lie
-                while_it_runs = (sum(own[n + 1 : high]) / copies, self.alive[n] + own[n] / copies, 0.0)
-                behind_it = (sum(own[n:high]) / copies, self.left[n], own[n] / copies)
+                while_it_runs = (
+                    (own_to[high] - own_to[n + 1]) / copies,
+                    self.alive[n] + own[n] / copies,
+                    0.0,
+                )
+                behind_it = ((own_to[high] - own_to[n]) / copies, self.left[n], own[n] / copies)
                 for there, *beside in (while_it_runs, behind_it) if own[n] else (while_it_runs,):
                     yield Moment((before + inside * rest + here) / whole, (after + there) / grown, *beside)
                     if copies > 1:
@@ -176,13 +183,13 @@ class Replay:
     @cached_property
     def alive(self) -> list[float]:
         """By place, the bytes of the gradients of values while it runs backward."""
-        moved = self._moved()
-        return [self._alive(n, n) + self._inside(n) + moved.get(n, 0.0) for n in range(len(self.nodes))]
+        moved, living = self._moved(), self._living(0)
+        return [living[n] + self._inside(n) + moved.get(n, 0.0) for n in range(len(self.nodes))]
 
     @cached_property
     def left(self) -> list[float]:
         """The same when it has run: of what it takes, no more of what it makes."""
-        return [self._alive(n, n - 1) for n in range(len(self.nodes))]
+        return self._living(1)
 
     def _moved(self) -> dict[int, float]:
         """Place -> bytes of the largest gradient that is there twice: as a node makes it, and brought where it goes."""
@@ -198,13 +205,16 @@ class Replay:
                         found[n] = max(found.get(n, 0.0), made.nbytes * part)
         return found
 
-    def _alive(self, n: int, newest: int) -> float:
-        """Bytes of the gradients of values that node `n` or one behind it takes, and one up to `newest` makes."""
-        return sum(
-            self.size[root]
-            for root, maker in self.maker.items()
-            if maker <= newest and n <= self.last.get(root, len(self.nodes)) and root in self.size
-        )
+    def _living(self, behind: int) -> list[float]:
+        """By place, bytes of the gradients of values that its node or a later one takes, and that were made `behind` places before."""
+        count = len(self.nodes)
+        changes = [0.0] * (count + 1)
+        for root, maker in self.maker.items():
+            begin, end = maker + behind, min(self.last.get(root, count), count - 1) + 1
+            if root in self.size and begin < end:
+                changes[begin] += self.size[root]
+                changes[end] -= self.size[root]
+        return list(itertools.accumulate(changes[:-1]))
 
     def _inside(self, n: int) -> float:
         """Bytes that a node makes and gives up while it runs backward."""
