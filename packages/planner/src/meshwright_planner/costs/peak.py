@@ -206,7 +206,7 @@ class Replay:
         return found
 
     def _living(self, behind: int) -> list[float]:
-        """By place, bytes of the gradients of values that its node or a later one takes, and that were made `behind` places before."""
+        """By place, bytes of gradients of values that its node or a later one takes, made at least `behind` places before."""
         count = len(self.nodes)
         changes = [0.0] * (count + 1)
         for root, maker in self.maker.items():
