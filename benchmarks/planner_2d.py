@@ -16,7 +16,6 @@ quartiles are printed; exit code 4 where a median is above 1 + NOISE.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -28,12 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from taking_turns import one_group_for_the_same_ranks, set_up
+from taking_turns import living_together
 from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.mesh import end_groups, groups_now
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankPool
 
@@ -204,24 +202,19 @@ def predict(name: str, ranks: int, cluster: str) -> dict[str, Any]:
 
 def turns(rank: int, size: int, name: str, plans: list[ParallelPlan], limit: float) -> list[list[float]]:
     """Per configuration the seconds of its steps: one step of each in turns, as the slowest rank has it."""
-    before = groups_now()
-    with one_group_for_the_same_ranks():
-        steps = [set_up(*build(name, False), plan) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
-    begin, number = time.perf_counter(), 0
-    while True:
-        for place in range(len(steps)) if number % 2 == 0 else reversed(range(len(steps))):
-            took = steps[place]()
-            if number >= 3:  # what is done once is nobody's
-                times[place].append(took)
-        number += 1
-        late = torch.tensor(float(time.perf_counter() - begin > limit and number >= 8))
-        dist.broadcast(late, 0)
-        if late:
-            steps.clear()
-            end_groups(groups_now() - before)
-            gc.collect()  # groups that are still referred to keep their threads
-            return times
+    with living_together((*build(name, False), plan) for plan in plans) as steps:
+        begin, number = time.perf_counter(), 0
+        while True:
+            for place in range(len(steps)) if number % 2 == 0 else reversed(range(len(steps))):
+                took = steps[place]()
+                if number >= 3:  # what is done once is nobody's
+                    times[place].append(took)
+            number += 1
+            late = torch.tensor(float(time.perf_counter() - begin > limit and number >= 8))
+            dist.broadcast(late, 0)
+            if late:
+                return times
 
 
 def measure(pool: RankPool, name: str, ranks: int, cluster: str, limit: float) -> dict[str, Any]:

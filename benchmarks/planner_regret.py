@@ -25,7 +25,6 @@ the file of `--json` holds already are not run again, so what was broken off can
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import statistics
@@ -39,11 +38,10 @@ import torch
 import torch.distributed as dist
 from planner_regret_judging import LEADERS, Group, Run, judge, remembered, verdict
 from planner_regret_models import build
-from taking_turns import one_group_for_the_same_ranks, set_up
+from taking_turns import living_together
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.mesh import end_groups, groups_now
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing import RankError, RankPool
 
@@ -110,27 +108,23 @@ def take_turns(
 
     `least`: rounds that are run in any case; no others begin when `seconds` are over.
     """
-    begin, before = time.perf_counter(), groups_now()
-    with one_group_for_the_same_ranks():
-        steps = [set_up(*build(name), plan) for plan in plans]
-    for step in steps:
-        for _ in range(WARM):
-            step()
+    begin = time.perf_counter()
     turns: list[list[float]] = [[] for _ in plans]
-    for number in range(rounds):
-        order = range(len(steps)) if number % 2 == 0 else reversed(range(len(steps)))
-        for place in order:
-            wanted = torch.tensor(TURN_S / steps[place]())
-            dist.broadcast(wanted, 0)  # all ranks count as many
-            count = max(2, min(MOST_STEPS, round(float(wanted))))
-            turns[place].append(statistics.median(steps[place]() for _ in range(count)))
-        over = torch.tensor(float(number + 1 >= least and time.perf_counter() - begin > seconds))
-        dist.broadcast(over, 0)
-        if over:
-            break
-    steps.clear()
-    end_groups(groups_now() - before)
-    gc.collect()  # groups that are still referred to keep their threads
+    with living_together((*build(name), plan) for plan in plans) as steps:
+        for _ in range(WARM):
+            for place in range(len(steps)):  # no name of ours keeps a configuration
+                steps[place]()
+        for number in range(rounds):
+            order = range(len(steps)) if number % 2 == 0 else reversed(range(len(steps)))
+            for place in order:
+                wanted = torch.tensor(TURN_S / steps[place]())
+                dist.broadcast(wanted, 0)  # all ranks count as many
+                count = max(2, min(MOST_STEPS, round(float(wanted))))
+                turns[place].append(statistics.median(steps[place]() for _ in range(count)))
+            over = torch.tensor(float(number + 1 >= least and time.perf_counter() - begin > seconds))
+            dist.broadcast(over, 0)
+            if over:
+                break
     return turns
 
 

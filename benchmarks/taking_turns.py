@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed.device_mesh as device_mesh
 from torch import nn
 
 import meshwright as mw
+from meshwright_dtensor.mesh import end_groups, groups_now
 from meshwright_dtensor.plan import ParallelPlan
 
 Step = Callable[[], float]
@@ -37,7 +39,23 @@ def set_up(model: nn.Module, batch: dict[str, torch.Tensor], plan: ParallelPlan)
 
 
 @contextmanager
-def one_group_for_the_same_ranks() -> Iterator[None]:
+def living_together(
+    every: Iterable[tuple[nn.Module, dict[str, torch.Tensor], ParallelPlan]],
+) -> Iterator[list[Step]]:
+    """Steps of configurations that are set up; they and their process groups end with the block."""
+    before = groups_now()
+    with _one_group_for_the_same_ranks():
+        steps = [set_up(*one) for one in every]
+    try:
+        yield steps
+    finally:
+        steps.clear()
+        end_groups(groups_now() - before)
+        gc.collect()  # groups that are still referred to keep their threads
+
+
+@contextmanager
+def _one_group_for_the_same_ranks() -> Iterator[None]:
     """Meshes that are made inside share their process groups, whose turns never overlap.
 
     Every group has a thread that wakes up a hundred times a second: on four ranks and two cores a step took 1.2 times as long

@@ -149,19 +149,14 @@ class Build:
             arriving: dict[State, list[tuple[int, float]]] = {target: [] for target in wanted}
             for source in produced:
                 for target in wanted:
-                    if source == target:
-                        e = program.variable(0.0)
-                        leaving[source].append((e, 1.0))
-                        arriving[target].append((e, 1.0))
-                        continue
-                    if fixed or (stays and is_shard(source)):
+                    if source != target and (fixed or (stays and is_shard(source))):
                         continue
                     if (source, target) not in moves:
                         moves[source, target] = _way(source, target, nbytes)
                     way = moves[source, target]
                     if way is None:
                         continue
-                    e = program.variable(TIE * count)
+                    e = program.variable(TIE * count if source != target else 0.0)
                     leaving[source].append((e, 1.0))
                     arriving[target].append((e, 1.0))
                     kind, ahead, back = way

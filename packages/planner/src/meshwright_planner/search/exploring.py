@@ -361,6 +361,6 @@ def _middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     name = list(ways[0])[-1]
     numbers = next((n for n in ways[0] if isinstance(ways[0][n], int)), name)
     own = [w for w in ways if all(w[n] == ways[0][n] for n in ways[0] if n != numbers)]
-    if numbers != name or isinstance(ways[0][name], int):
+    if isinstance(ways[0][numbers], int):
         own.sort(key=lambda way: int(way[numbers]))
     return own[len(own) // 2]
