@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["meshwright_checkpoint"]):
 RIGHT = json.dumps(
     {
         "format": "meshwright-checkpoint",
-        "version": 1,
+        "version": 2,
         "id": "0" * 32,
         "created": "2026-01-01",
         "step": 1,

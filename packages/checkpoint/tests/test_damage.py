@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from models import adam, build, train
 
 from meshwright_checkpoint import CheckpointError, CorruptError, load, save
-from meshwright_checkpoint.checksum import BLOCK, block_sums
+from meshwright_checkpoint.checksum import BLOCK, COLUMNS, block_sums
 from meshwright_dtensor.errors import MeshwrightError
 
 FLIPS = 120
@@ -174,7 +175,8 @@ def test_hostile_manifests(saved: Path, tmp_path: Path) -> None:
             take(path)
     good = json.loads((saved / "manifest.json").read_bytes())
     for change in (
-        {"version": 2},
+        {"version": 1},
+        {"version": 3},
         {"files": [{**good["files"][0], "name": "../copy/data-00000.safetensors"}]},
         {"extra": json.loads("[" * 900 + "]" * 900)},
         {"tensors": {"model/a": {"shape": [2**50], "dtype": "F32", "parts": []}}},
@@ -189,11 +191,14 @@ def test_the_checksum_sees_what_changes() -> None:
     data = bytearray(generator.randbytes(BLOCK + 1003))
     first = block_sums(memoryview(data))
     assert len(first) == 64
-    for _ in range(200):  # one bit, and the top bits of two words, which a plain sum would not see
+    for _ in range(200):  # one bit, and the top bits of two words, which one plain sum would not see
         a, b = generator.randrange(BLOCK // 8), generator.randrange(BLOCK // 8)
+        same_row, same_column = a // COLUMNS * COLUMNS + b % COLUMNS, a % COLUMNS + b // COLUMNS * COLUMNS
         for places in (
             [(8 * a + generator.randrange(8), generator.randrange(8))],
             [(8 * a + 7, 7), (8 * b + 7, 7)],
+            [(8 * a + 7, 7), (8 * min(same_row, BLOCK // 8 - 1) + 7, 7)],
+            [(8 * a + 7, 7), (8 * min(same_column, BLOCK // 8 - 1) + 7, 7)],
         ):
             changed = bytearray(data)
             for at, bit in places:
@@ -203,18 +208,41 @@ def test_the_checksum_sees_what_changes() -> None:
     assert block_sums(memoryview(swapped)) != first
 
 
-def test_the_checksum_is_the_one_in_the_document() -> None:
+@pytest.mark.parametrize("sector", [512, 4096])
+def test_the_checksum_sees_sectors_in_each_others_place(sector: int) -> None:
+    """Of a block in which every sector adds up to the same: rows tell them apart only where they cross, columns always do."""
+    block = np.zeros((BLOCK // sector, sector // 8), dtype=np.uint64)
+    generator = random.Random(2)
+    ones = [generator.randrange(sector // 8) for _ in block]
+    block[np.arange(len(block)), ones] = 1
+    first = block_sums(block.tobytes())
+    seen = 0
+    for _ in range(300):
+        a, b = generator.sample(range(len(block)), 2)
+        changed = block.copy()
+        changed[[a, b]] = changed[[b, a]]
+        assert (block_sums(changed.tobytes()) == first) == (ones[a] == ones[b])
+        seen += ones[a] != ones[b]
+    assert seen > 200
+
+
+def test_what_the_checksum_cannot_see() -> None:
+    """Four words at the corners of rows and columns that make up for each other: the document says so."""
+    table = np.arange(BLOCK // 8, dtype=np.uint64)
+    changed = table.copy()
+    for row, column, by in ((3, 5, 9), (3, 70, -9), (8, 5, -9), (8, 70, 9)):
+        changed.view(np.int64)[row * COLUMNS + column] += by
+    assert block_sums(changed.tobytes()) == block_sums(table.tobytes())
+    changed[3 * COLUMNS + 5] += np.uint64(1)
+    assert block_sums(changed.tobytes()) != block_sums(table.tobytes())
+
+
+@pytest.mark.parametrize("nbytes", [1, 771, 8 * COLUMNS, 8 * COLUMNS + 5, 30_001])
+def test_the_checksum_is_the_one_in_the_document(nbytes: int) -> None:
     """docs/checkpoints.md, in plain Python."""
-
-    def splitmix(index: int) -> int:
-        m = 2**64 - 1
-        z = (index + 1) * 0x9E3779B97F4A7C15 & m
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & m
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & m
-        return (z ^ z >> 31) | 1
-
-    data = bytes(range(256)) * 3 + b"end"
+    data = random.Random(nbytes).randbytes(nbytes)
     words = [int.from_bytes(data[at : at + 8].ljust(8, b"\0"), "little") for at in range(0, len(data), 8)]
-    first = sum(splitmix(i) * w for i, w in enumerate(words)) % 2**64
-    second = sum(splitmix(i + 131072) * (w >> 32) for i, w in enumerate(words)) % 2**64
-    assert block_sums(memoryview(data)) == f"{first:016x}{second:016x}"
+    columns = [sum(words[at::2053]) % 2**64 for at in range(2053)]
+    rows = [sum(words[at : at + 2053]) % 2**64 for at in range(0, len(words), 2053)]
+    sums = b"".join(one.to_bytes(8, "little") for one in columns + rows)
+    assert block_sums(memoryview(data)) == hashlib.blake2b(sums, digest_size=16).hexdigest()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright_checkpoint import filling
 from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.agree import Ranks
-from meshwright_checkpoint.checksum import block_sums
+from meshwright_checkpoint.around import ALIGN
+from meshwright_checkpoint.checksum import BLOCK, block_sums
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.filling import Filling, memory_of
 from meshwright_checkpoint.neighbours import Neighbours, meet
@@ -221,3 +223,37 @@ def test_one_that_is_gone_ends_it_for_all() -> None:
     assert found[1] is None
     for error in (found[0], found[2]):
         assert isinstance(error, CheckpointError) and "rank 1 failed" in str(error)
+
+
+class Paged(Memory):
+    """A store that can be read around the system's cache; counts how often it is asked whether to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.asked: list[int] = []
+        self.pages = 0
+
+    def around(self, offset: int, nbytes: int) -> bool:
+        """See PagedFile."""
+        self.asked.append(nbytes)
+        return True
+
+    def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
+        """See PagedFile."""
+        self.pages += nbytes
+        self.read_into(memory[offset % ALIGN :][:nbytes], offset)
+
+
+@pytest.mark.parametrize("stretch, asks", [(filling.STRETCH, 1), (2 * BLOCK, 4)])
+def test_the_way_is_asked_for_once_in_a_stretch(
+    monkeypatch: pytest.MonkeyPatch, stretch: int, asks: int
+) -> None:
+    monkeypatch.setattr(filling, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(filling, "STRETCH", stretch)
+    store = Paged(torch.float32)
+    target = torch.zeros(SHAPES["even"])
+    read(store, [Wanted("even", whole_box(target.shape), target)])
+    assert torch.equal(target, store.values["even"])
+    assert store.pages == target.nbytes == 4 * 2 * BLOCK
+    # several threads may ask for the same stretch at once
+    assert asks <= len(store.asked) <= max(asks, 3) and set(store.asked) == {2 * BLOCK}

@@ -22,7 +22,7 @@ from meshwright_dtensor.boxes import Box
 
 NAME = "manifest.json"
 FORMAT = "meshwright-checkpoint"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1 << 30
 
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 60)]
@@ -105,7 +105,7 @@ class Manifest(_Model):
 
     sha256: Digest = ""
     format: Literal["meshwright-checkpoint"] = FORMAT  # type: ignore[assignment]
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     id: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
     created: StrictStr
     step: Count | None = None
