@@ -54,4 +54,4 @@ def test_memory_is_bounded(rank_pool: RankPool, tmp_path: Path) -> None:
         assert HELD <= prepared < HELD + (15 << 20)
         assert first < 15 << 20  # it finds all it needs
         assert same < 28 << 20  # three threads read 4 MiB each, around the system's cache
-        assert across < 60 << 20  # 32 MiB of slots for all ranks of a machine, and what each reads into
+        assert across < 72 << 20  # 52 MiB of slots for both ranks of a machine, and what one reads into

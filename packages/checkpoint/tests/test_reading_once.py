@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright_checkpoint import CheckpointError, CorruptError, load, loading, save
+from meshwright_checkpoint import CheckpointError, CorruptError, filling, load, loading, save
 from meshwright_checkpoint.filling import Filling
+from meshwright_checkpoint.memory import HUGE, in_large_pages, shared_memory
 from meshwright_dtensor.testing import RankError, RankPool
 
 SHAPES = {"even": (1024, 2048), "odd": (701, 1003), "long": (3, 700_001), "small": (5, 8)}
@@ -45,19 +47,19 @@ def put(rank: int, size: int, path: str) -> None:
 def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
     """Bytes of tensors that this rank reads in a load."""
     model = model_of(size, dim, False)
-    meet, fetch, read = loading.meet, Filling._fetch, []
+    meet, check, read = loading.meet, Filling._check, []
 
-    def counted(self: Any, portion: Any, data: Any, there: bool = False) -> None:
+    def counted(self: Any, portion: Any, data: Any) -> None:
         read.append(portion.nbytes)
-        fetch(self, portion, data, there)
+        check(self, portion, data)
 
-    Filling._fetch = counted  # type: ignore[method-assign]
+    Filling._check = counted  # type: ignore[method-assign]
     if alone:
         loading.meet = lambda ranks, what, nbytes: None  # type: ignore[assignment]
     try:
         load(path, model=model, random=False)
     finally:
-        Filling._fetch, loading.meet = fetch, meet  # type: ignore[method-assign]
+        Filling._check, loading.meet = check, meet  # type: ignore[method-assign]
     full = model_of(size, dim, True)
     for name, value in model.items():
         want = full[name]
@@ -75,6 +77,58 @@ def test_a_machine_reads_once(size: int, dim: int | None, rank_pool: RankPool, t
     assert sum(counts) == NBYTES
     assert max(counts) < 1.35 * NBYTES / size + (1 << 20)
     assert sum(rank_pool.run(size, reads, path, dim, True)) > 1.7 * NBYTES  # what it would be without
+
+
+def reads_around(rank: int, size: int, path: str, large: bool) -> tuple[int, int]:
+    """Bytes read around the system's cache, right into memory that others take from, and beside it."""
+    for file in Path(path).iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    dist.barrier()
+    fetch, worth, pages = Filling._fetch_around, filling.WORTH, filling.in_large_pages
+    into, beside = [0], [0]
+
+    def counted(self: Any, portion: Any, file: Any, memory: torch.Tensor) -> torch.Tensor:
+        slots = self._memories[self._me]
+        inside = slots.data_ptr() <= memory.data_ptr() < slots.data_ptr() + slots.numel()
+        (into if inside else beside).append(portion.nbytes)
+        return fetch(self, portion, file, memory)
+
+    Filling._fetch_around, filling.WORTH = counted, 0  # type: ignore[method-assign]
+    if not large:
+        filling.in_large_pages = lambda memory: False
+    try:
+        reads(rank, size, path, 1, False)
+    finally:
+        Filling._fetch_around, filling.WORTH, filling.in_large_pages = fetch, worth, pages  # type: ignore[method-assign]
+    return sum(into), sum(beside)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_disks_read_right_into_what_is_handed_on(large: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    rank_pool.run(2, put, str(path))
+    found = rank_pool.run(2, reads_around, str(path), large)
+    into, beside = (sum(one[side] for one in found) for side in (0, 1))
+    if not into + beside:
+        pytest.skip("the file system of temporary files cannot be read around the cache")
+    assert into + beside > 0.7 * NBYTES  # what is smaller than a MiB comes through the cache
+    assert (beside if large and large_pages() else into) == 0
+
+
+def large_pages() -> bool:
+    """Whether this system makes large pages of shared memory (Linux 6.1)."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, HUGE)
+    memory = shared_memory(fd, HUGE)
+    other = shared_memory(fd, HUGE)
+    os.close(fd)
+    found = in_large_pages(memory)
+    memory[:] = 7
+    assert bool((other == 7).all())
+    assert not in_large_pages(memory[1:]) and not in_large_pages(memory[: HUGE - 1])
+    return found
 
 
 def fails(rank: int, size: int, path: str, how: str) -> str:

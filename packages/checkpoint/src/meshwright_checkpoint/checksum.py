@@ -42,7 +42,7 @@ def block_sum(data: memoryview | bytes) -> str:
     if rest:
         sums[:rest] += tail
         sums[-1] = np.add.reduce(tail)
-    return blake2b(sums, digest_size=DIGITS // 2).hexdigest()
+    return blake2b(sums.data, digest_size=DIGITS // 2).hexdigest()
 
 
 def block_sums(data: memoryview | bytes) -> str:

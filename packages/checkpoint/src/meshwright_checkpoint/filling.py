@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import mmap
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +19,10 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.around import ALIGN, PagedFile
 from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
-from meshwright_checkpoint.memory import HUGE, aligned_memory
+from meshwright_checkpoint.memory import HUGE, aligned_memory, in_large_pages
 from meshwright_checkpoint.neighbours import BYE, FAILED, FREE, OVER, READY, WANTS, Line, Message, Neighbours
-from meshwright_checkpoint.portions import Portion, Runs, Stored, ends, portions, runs, within
-from meshwright_dtensor.boxes import Box, box_shape, intersect, relative_to, slice_of, whole_box
+from meshwright_checkpoint.portions import Portion, Runs, Stored, portions, runs
+from meshwright_checkpoint.targets import Part, parts_of
 from meshwright_dtensor.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -33,8 +30,10 @@ if TYPE_CHECKING:
 
 CHUNK = 8 * BLOCK
 """Most bytes read at a time: what threads of two ranks have read, and not yet copied, stays in a processor's cache."""
-SLOTS = 4
+SLOTS = 6
 """Portions of one rank that are in memory at a time."""
+WORTH = 64 * BLOCK
+"""Bytes that a rank hands on from which it is worth having its slots in large pages: disks then read right into them."""
 STRETCH = 64 * BLOCK
 """Bytes of a file that are read in the same way: to ask for every portion takes a tenth of what the load does."""
 
@@ -44,32 +43,18 @@ def step_of(members: int) -> int:
     return max(CHUNK // members // BLOCK, 2) * BLOCK
 
 
+def slot_of(members: int) -> int:
+    """Bytes of a slot: a portion, and the rest of the pages in which it begins and ends."""
+    return step_of(members) + 2 * ALIGN
+
+
 def memory_of(members: int) -> int:
-    """Bytes of all slots of one rank."""
-    return SLOTS * step_of(members)
+    """Bytes of all slots of one rank: whole large pages."""
+    return -(-SLOTS * slot_of(members) // HUGE) * HUGE
 
 
 class StoppedError(CheckpointError):
     """Something else has failed, and been noted, already."""
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What of a part goes where: `box` of its row-major array of `shape` into `target`."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    box: Box
-    target: torch.Tensor
-
-
-@dataclass
-class _Part:
-    """A part of a tensor of which this rank wants something."""
-
-    key: str
-    sums: str
-    targets: list[_Target]
 
 
 class Filling:
@@ -90,9 +75,10 @@ class Filling:
         self._ranks = neighbours.ranks if neighbours else [0]
         self._lines: dict[int, Line] = neighbours.lines if neighbours else {}
         self._threads = min(threads, SLOTS)
-        self._step = step_of(len(self._ranks))
+        self._step, self._slot = step_of(len(self._ranks)), slot_of(len(self._ranks))
+        self._large = False  # the slots of this rank lie in large pages
         self._memories = dict(neighbours.memories) if neighbours else {}
-        self._parts = _parts(store, wanted)
+        self._parts = parts_of(store, wanted)
         self._wants: dict[int, Runs] = {}
         self._plan: list[Portion] | None = None
         self._left: list[int] = []
@@ -177,7 +163,9 @@ class Filling:
         for number in self._left:
             self._store.file(plan[number].stored.file)  # opened, and its header checked, by one thread
         if self._me not in self._memories:
-            self._memories[self._me] = _alone(SLOTS * self._step)
+            self._memories[self._me] = _alone(SLOTS * self._slot)
+        elif sum(p.nbytes for p in plan if p.reader == self._me and len(p.takers) > 1) >= WORTH:
+            self._large = in_large_pages(self._memories[self._me])
         with ThreadPoolExecutor(self._threads, thread_name_prefix="meshwright-load") as pool:
             for _ in range(min(self._threads, len(self._left))):
                 pool.submit(self._guarded, self._read)
@@ -190,7 +178,7 @@ class Filling:
         for line in self._lines.values():  # both have used all, so nothing more can come
             line.send(BYE)
 
-    def _runs_of(self, stored: Stored, part: _Part) -> list[tuple[int, int]]:
+    def _runs_of(self, stored: Stored, part: Part) -> list[tuple[int, int]]:
         found: set[tuple[int, int]] = set()
         for one in part.targets:
             found.update(runs(one.shape, one.dtype.itemsize, one.box, self._step))
@@ -207,27 +195,32 @@ class Filling:
                 number = self._left.pop()
                 portion = self._plan[number]
             around = self._around(portion)
-            data = None if around else self._straight(portion)
-            if around is not None:
+            if portion.takers == (self._me,):
+                target = (
+                    None if around else self._parts[portion.stored].straight(portion.start, portion.nbytes)
+                )
+                if target is not None:
+                    self._fetch(portion, target)
+                    continue
+            data: torch.Tensor | None = None
+            if around is not None and not (self._large and len(portion.takers) > 1):
                 if pages is None:
-                    pages = aligned_memory(max(self._step + 2 * ALIGN, HUGE))
-                around.read_pages(bytes_of_tensor(pages), portion.at, portion.nbytes)
-                data = pages[portion.at % ALIGN :][: portion.nbytes]
-            if data is not None:
-                self._fetch(portion, data, there=around is not None)
+                    pages = aligned_memory(max(self._slot, HUGE))
+                data = self._fetch_around(portion, around, pages)
                 if portion.takers == (self._me,):
-                    if around is not None:
-                        self._take(portion, data)
+                    self._take(portion, data)
                     continue
             with self._change:
                 self._until(lambda: set() in self._using)
                 slot = self._using.index(set())
                 self._using[slot] = set(portion.takers)
             handed = self._slot_data(portion, self._me, slot)
-            if data is None:
-                self._fetch(portion, handed)
-            else:
+            if data is not None:
                 handed.copy_(data)
+            elif around is not None:
+                self._fetch_around(portion, around, self._slot_pages(self._me, slot))
+            else:
+                self._fetch(portion, handed)
             for member in portion.takers:
                 if member != self._me:
                     self._lines[member].send(READY, number, slot)
@@ -246,55 +239,43 @@ class Filling:
             self._ways[place] = file.around(portion.at, portion.nbytes)
         return file if self._ways[place] else None
 
+    def _slot_pages(self, member: int, slot: int) -> torch.Tensor:
+        """A slot of a member's memory; it starts with a page."""
+        return self._memories[member][slot * self._slot :][: self._slot]
+
     def _slot_data(self, portion: Portion, member: int, slot: int) -> torch.Tensor:
-        """Where a portion lies in a slot of a member's memory."""
-        start = slot * self._step
-        return self._memories[member][start : start + portion.nbytes]
+        """Where a portion lies in a slot of a member's memory: as far from the start of a page as in its file."""
+        return self._slot_pages(member, slot)[portion.at % ALIGN :][: portion.nbytes]
 
-    def _straight(self, portion: Portion) -> torch.Tensor | None:
-        """The memory that a portion may be read right into: only one target wants it, all of it, as it is stored."""
-        targets = self._parts[portion.stored].targets
-        if len(targets) > 1 or portion.takers != (self._me,):
-            return None
-        (one,) = targets
-        low = portion.start // one.dtype.itemsize
-        boxes = within(one.shape, one.box, low, low + portion.nbytes // one.dtype.itemsize)
-        if len(boxes) > 1 or one.target.dtype != one.dtype or one.target.device.type != "cpu":
-            return None
-        there = slice_of(one.target, relative_to(boxes[0], one.box))
-        if there.numel() * one.dtype.itemsize != portion.nbytes or not there.is_contiguous():
-            return None
-        return there
+    def _fetch(self, portion: Portion, data: torch.Tensor) -> None:
+        """Read a portion through the system's cache, and check it."""
+        self._store.file(portion.stored.file).read_into(bytes_of_tensor(data), portion.at)
+        self._check(portion, data)
 
-    def _fetch(self, portion: Portion, data: torch.Tensor, there: bool = False) -> None:
-        """Read a portion, if it is not `there`, and check it."""
+    def _fetch_around(self, portion: Portion, file: PagedFile, pages: torch.Tensor) -> torch.Tensor:
+        """Read a portion around the cache, into memory that starts with a page, and check it; where in there it lies."""
+        file.read_pages(bytes_of_tensor(pages), portion.at, portion.nbytes)
+        data = pages[portion.at % ALIGN :][: portion.nbytes]
+        self._check(portion, data)
+        return data
+
+    def _check(self, portion: Portion, data: torch.Tensor) -> None:
         part = self._parts[portion.stored]
-        file = self._store.file(portion.stored.file)
-        view = bytes_of_tensor(data)
-        if not there:
-            file.read_into(view, portion.at)
         if part.sums:
             first = portion.start // BLOCK * DIGITS
-            if block_sums(view) != part.sums[first : first + -(-portion.nbytes // BLOCK) * DIGITS]:
+            if (
+                block_sums(bytes_of_tensor(data))
+                != part.sums[first : first + -(-portion.nbytes // BLOCK) * DIGITS]
+            ):
                 raise CorruptError(
-                    f"{file.where}: the stored values of {part.key} are damaged (checksum differs at byte "
-                    f"{portion.at} or up to {portion.nbytes} bytes later)"
+                    f"{self._store.file(portion.stored.file).where}: the stored values of {part.key} are damaged (checksum "
+                    f"differs at byte {portion.at} or up to {portion.nbytes} bytes later)"
                 )
 
     def _take(self, portion: Portion, data: torch.Tensor) -> None:
         """Copy what is wanted here out of the bytes of a portion."""
-        for one in self._parts[portion.stored].targets:
-            aligned = (
-                data.data_ptr() % one.dtype.itemsize == 0
-            )  # it lies as in its file, and that may be of others
-            values = (data if aligned else data.clone()).view(one.dtype)
-            low = portion.start // one.dtype.itemsize
-            strides = [prod(one.shape[d + 1 :]) for d in range(len(one.shape))]
-            for box in within(one.shape, one.box, low, low + values.numel()):
-                first, _ = ends(one.shape, box)
-                source = values[first - low :].as_strided(box_shape(box), strides)
-                with torch.no_grad():
-                    slice_of(one.target, relative_to(box, one.box)).copy_(source)
+        for target in self._parts[portion.stored].targets:
+            target.take(portion.start, data)
 
     def _used(self, slot: int, member: int) -> None:
         with self._change:
@@ -346,35 +327,3 @@ def _failed(rank: int, text: bytes) -> CheckpointError:
 def _alone(nbytes: int) -> torch.Tensor:
     """Memory for a rank that reads for itself; what it does not touch costs nothing."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-
-
-def _parts(store: Store, wanted: Sequence[Wanted]) -> dict[Stored, _Part]:
-    """What is wanted, by where it is stored. Raises CorruptError where the same bytes shall have two checksums."""
-    found: dict[Stored, _Part] = {}
-    by_key: dict[str, list[Wanted]] = defaultdict(list)
-    for want in wanted:
-        by_key[want.key].append(want)
-    for key, wants in by_key.items():
-        source = store.tensors[key]
-        for fragment in source.fragments:
-            shape = box_shape(fragment.box)
-            stored = Stored(fragment.file, fragment.offset, prod(shape) * source.dtype.itemsize)
-            for want in wants:
-                common = intersect(fragment.box, want.box) if want.box else ()
-                if common is None:
-                    continue
-                target, box = (
-                    slice_of(want.target, relative_to(common, want.box)),
-                    relative_to(common, fragment.box),
-                )
-                part = found.setdefault(stored, _Part(key, fragment.sums, []))
-                if part.sums != fragment.sums:
-                    raise CorruptError(f"{store.where}: {key} and {part.key} lie in one place and differ")
-                if shape and box[1:] == whole_box(shape[1:]) and target.is_contiguous():
-                    # whole rows into whole rows: one run of memory
-                    inner, (start, length) = prod(shape[1:]), box[0]
-                    run = ((start * inner, length * inner),)
-                    part.targets.append(_Target(source.dtype, (shape[0] * inner,), run, target.view(-1)))
-                else:
-                    part.targets.append(_Target(source.dtype, shape, box, target))
-    return found

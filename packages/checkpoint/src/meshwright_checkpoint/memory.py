@@ -7,9 +7,12 @@ several times as long as to copy into what is there.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from contextlib import suppress
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -19,6 +22,7 @@ HUGE = 2 << 20
 """Bytes of a large page of most systems."""
 PART = HUGE
 """Bytes that are touched at a time: so long may a save have to wait."""
+_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # Linux; not in the module mmap
 SLACK = 64 << 20
 """Bytes more than asked for, where what is not touched costs nothing: what else is saved (`extra`) may grow."""
 
@@ -34,6 +38,41 @@ def aligned_memory(nbytes: int) -> torch.Tensor:
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE
     return memory[start : start + nbytes]
+
+
+def shared_memory(fd: int, nbytes: int) -> torch.Tensor:
+    """Memory of a file without a name that other processes map too; it starts with a large page where it is as long."""
+    if nbytes < HUGE:
+        return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    room = torch.frombuffer(
+        mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    )
+    memory = room[-room.data_ptr() % HUGE :][:nbytes]
+    # over a part of the room, which is given back with it; mmap of Python's takes no address
+    found = _libc().mmap(
+        memory.data_ptr(), nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0
+    )
+    if found != memory.data_ptr():
+        raise OSError(ctypes.get_errno(), "shared memory cannot be mapped")
+    return memory
+
+
+def in_large_pages(memory: torch.Tensor) -> bool:
+    """Turn memory that nobody has used, and that starts with a large page, into large pages; False where the system does not."""
+    whole = memory.numel() // HUGE * HUGE
+    if not whole or memory.data_ptr() % HUGE:
+        return False
+    memory[:whole:HUGE] = 0  # what is not there at all is not collapsed
+    return _libc().madvise(memory.data_ptr(), whole, _MADV_COLLAPSE) == 0 and whole == memory.numel()
+
+
+@cache
+def _libc() -> Any:
+    found = ctypes.CDLL(None, use_errno=True)
+    found.mmap.restype = ctypes.c_void_p
+    found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    found.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
 
 
 def new_memory(nbytes: int, pinned_for: int | None) -> torch.Tensor:

@@ -7,7 +7,6 @@ to the others by its socket.  Where a machine has neither (this needs Linux), ev
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import socket
 import struct
@@ -17,11 +16,11 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from meshwright_checkpoint.agree import Ranks
+from meshwright_checkpoint.memory import shared_memory
 
 PATIENCE = 10.0
 """Seconds until a rank that has said that it is there counts as unreachable."""
@@ -156,7 +155,7 @@ def _joined(door: socket.socket, here: list[int], rank: int, names: list[str], n
     sockets: dict[int, socket.socket] = {}
     try:
         os.ftruncate(memory, nbytes)
-        memories = {me: _mapped(memory, nbytes)}
+        memories = {me: shared_memory(memory, nbytes)}
         hello = json.dumps([me, names[me]]).encode()
         for member in range(me):
             sockets[member] = sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -201,14 +200,9 @@ def _received(
             or names[who] != name
         ):
             raise ValueError("a stranger")
-        return who, _mapped(fds[0], nbytes)
+        return who, shared_memory(fds[0], nbytes)
     except (TypeError, IndexError) as error:
         raise ValueError("a stranger") from error
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def _mapped(fd: int, nbytes: int) -> torch.Tensor:
-    shared: Any = mmap.mmap(fd, nbytes)
-    return torch.frombuffer(shared, dtype=torch.uint8)

@@ -97,7 +97,7 @@ def read(store: Store, wanted: Sequence[Wanted], neighbours: Neighbours | None =
         wanted: what this rank wants.
         neighbours: the ranks of this machine, which all call this at once; what several of them want is read by one.
 
-    Extra memory: the slots of `filling`, 32 MiB for all ranks of a machine together (more where they are over four), and in each
+    Extra memory: the slots of `filling`, 52 MiB for two ranks of a machine together, 14 MiB a rank from four on, and in each
     thread that reads around the system's cache one more portion.
 
     Raises:
