@@ -1,4 +1,4 @@
-"""A strategy from somebody else's distribution is listed, searched, explained, applied and verified like ours."""
+"""What somebody else's distribution brings is used like ours: a strategy, a schedule, a cost model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright.cli import main
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.testing import RankPool
 
@@ -45,10 +46,13 @@ def test_it_is_listed_with_its_distribution_and_version(capsys: pytest.CaptureFi
         main(["plugins", "--json"])
     assert exit_.value.code == 0
     listed = json.loads(capsys.readouterr().out)
-    (row,) = [row for row in listed["plugins"] if row["name"] == "vocabulary-shard"]
-    assert row["distribution"] == DISTRIBUTION
-    assert row["version"] == importlib.metadata.version(DISTRIBUTION)
-    assert row["kind"] == "strategy"
+    rows = [row for row in listed["plugins"] if row["distribution"] == DISTRIBUTION]
+    assert {row["version"] for row in rows} == {importlib.metadata.version(DISTRIBUTION)}
+    assert {row["kind"]: row["name"] for row in rows} == {
+        "strategy": "vocabulary-shard",
+        "schedule": "one-by-one",
+        "cost model": "host-tables",
+    }
     assert listed["problems"] == []
 
 
@@ -56,7 +60,10 @@ def test_nothing_in_the_packages_knows_of_it() -> None:
     for package in ("meshwright", "meshwright_dtensor", "meshwright_parallel", "meshwright_planner"):
         root = Path(str(__import__(package).__file__)).parent
         for file in root.rglob("*.py"):
-            assert "vocabulary-shard" not in file.read_text() and '"vp"' not in file.read_text(), file
+            text = file.read_text()
+            assert not any(
+                name in text for name in ("vocabulary-shard", '"vp"', "one-by-one", "host-tables")
+            ), file
 
 
 def test_it_can_be_turned_off_before_it_is_imported() -> None:
@@ -130,6 +137,10 @@ def test_its_schedule_is_searched() -> None:
     assert own is not None and gpipe is not None and own.split is not None and gpipe.split is not None
     assert own.split.bubble_seconds > gpipe.split.bubble_seconds
     assert own.memory_bytes["activations"] < gpipe.memory_bytes["activations"]
+    # its own order decides, not a formula: four microbatches through two stages and back, never two at once (and a few
+    # hundredths that the runtime costs the host)
+    one = sum(stage.forward_seconds + stage.backward_seconds for stage in own.split.stages)
+    assert own.compute_seconds + own.split.bubble_seconds == pytest.approx(4 * one, rel=0.05)
 
 
 def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
@@ -149,3 +160,64 @@ def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
 
 def test_its_schedule_is_planned_with_and_runs(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, scheduled) == [(True, 1, "one-by-one")] * 2
+
+
+def predicted(cost_model: str | None, **pins: Any) -> Prediction:
+    case = CASES["gpt2"]
+    pins = {"world_size": 2, "cluster": "laptop-cpu"} | pins
+    plan = mw.plan(case.model(), case.batch(), cost_model=cost_model, **pins)
+    assert isinstance(plan, ParallelPlan) and plan.predicted is not None
+    assert plan.provenance.cost_model == cost_model
+    return plan.predicted
+
+
+def test_its_cost_model_changes_predictions() -> None:
+    """Compute, sums of gradients, messages between stages and the optimizer's step all come from its tables."""
+    for pins in ({"dp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 4}):
+        usual, own = predicted(None, **pins), predicted("host-tables", **pins)
+        assert usual.split is not None and own.split is not None
+        assert own.compute_seconds > 1.5 * usual.compute_seconds
+        assert own.split.optimizer_seconds != usual.split.optimizer_seconds
+        (axis,) = (axis for axis in own.split.exposed)
+        assert own.split.exposed[axis] > usual.split.exposed[axis]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [(0.0, "raised ZeroDivisionError"), (-1e9, r"said -\d"), (float("nan"), "said nan")],
+    ids=["raises", "negative", "nan"],
+)
+def test_a_broken_cost_model_is_named(monkeypatch: pytest.MonkeyPatch, wrong: float, told: str) -> None:
+    monkeypatch.setattr("meshwright_sample_vocabulary.tables.BYTES", wrong)
+    monkeypatch.setattr("meshwright_sample_vocabulary.tables.FLOPS", {"float32": wrong})
+    with pytest.raises(
+        PluginError, match=rf"cost model 'host-tables' of {DISTRIBUTION} {told}.* for Operation\("
+    ):
+        predicted("host-tables", dp=2)
+
+
+def test_the_command_line_takes_a_cost_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    size = ["--model", "gpt2", "--batch-size", "4", "--sequence-length", "16"]
+    where = ["--cluster", "laptop-cpu", "--world-size", "2"]
+
+    def run(*arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(list(arguments))
+        said = capsys.readouterr()
+        return exit_.value.code, said.out + said.err
+
+    code, _ = run("plan", *size, *where, "--cost-model", "host-tables", "-o", str(file), "--degree", "dp=2")
+    plan = ParallelPlan.load(file)
+    assert code == 0 and plan.provenance.cost_model == "host-tables" and plan.predicted is not None
+    # why not: planned again with the cost model of the plan, unless another is named
+    seconds = []
+    for more in ([], ["--cost-model", "roofline"]):
+        code, text = run("explain", str(file), *size, "--why-not", "tp=2", "--json", *more)
+        assert code == 0
+        seconds.append(json.loads(text)["step_seconds"])
+    assert seconds[0] > 1.05 * seconds[1]
+    code, text = run("plan", *size, *where, "--cost-model", "measured")
+    assert code == 2 and "meshwright calibrate" in text
+    code, text = run("plan", *size, *where, "--cost-model", "host-table")
+    assert code != 0 and "did you mean 'host-tables'" in text

@@ -18,7 +18,7 @@ from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.testing import RankPool
 from meshwright_planner.calibration import block, machine, work
 from meshwright_planner.calibration.machine import Together
-from meshwright_planner.costs.prices import even_bytes, optimizer_seconds
+from meshwright_planner.costs.operations import even_bytes, optimizer_seconds
 from meshwright_planner.machines.file import read, write
 
 FEW = 2e-3  # seconds for each point

@@ -1,10 +1,10 @@
-"""What this distribution registers. Importing it is cheap: strategy and schedule are loaded when they are used."""
+"""What this distribution registers. Importing it is cheap: strategy, schedule and cost model are loaded when they are used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright_dtensor.plugins import ScheduleSpec, StrategySpec, hookimpl
+from meshwright_dtensor.plugins import CostModelSpec, ScheduleSpec, StrategySpec, hookimpl
 
 
 @hookimpl
@@ -15,6 +15,16 @@ def meshwright_strategies() -> Iterator[StrategySpec]:
         axis="vp",
         target="meshwright_sample_vocabulary.strategy:VocabularyShard",
         summary="ranks share the rows of embeddings and output heads, and nothing else",
+    )
+
+
+@hookimpl
+def meshwright_cost_models() -> Iterator[CostModelSpec]:
+    """One cost model."""
+    yield CostModelSpec(
+        name="host-tables",
+        target="meshwright_sample_vocabulary.tables:HostTables",
+        summary="operations and collectives by tables of one kind of host",
     )
 
 

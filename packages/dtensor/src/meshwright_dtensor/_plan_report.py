@@ -188,6 +188,7 @@ def _provenance(plan: ParallelPlan, console: Console) -> None:
     facts = {
         "planner": origin.planner,
         "cluster": origin.cluster,
+        "cost model": origin.cost_model,
         "model": origin.model,
         "created": origin.created,
     }

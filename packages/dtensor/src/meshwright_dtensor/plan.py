@@ -188,12 +188,16 @@ class PipelineRule(Model):
 
 
 class Provenance(Model):
-    """Where a plan comes from. `created` (ISO 8601) does not count for equality; `notes` are the planner's reasons."""
+    """Where a plan comes from. `created` (ISO 8601) does not count for equality; `notes` are the planner's reasons.
+
+    cost_model: name of the one that its predictions come from, None for the cluster's own figures.
+    """
 
     planner: Text | None = None
     versions: Annotated[dict[Text, Text], Frozen] = Field(default_factory=FrozenDict)
     model: Text | None = None
     cluster: Text | None = None
+    cost_model: Text | None = None
     created: Text | None = None
     notes: tuple[Text, ...] = ()
 

@@ -47,6 +47,7 @@ class PlanRequest:
         cluster: name of a registered cluster, a Cluster, or None for the machine at hand.
         world_size: number of ranks, or None for that of the running job (1 when there is none).
         planner: name of a registered planner.
+        cost_model: name of a registered cost model; None takes what was measured of the cluster, else its datasheet.
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum": decides the memory of its state.
         global_batch_size: rows of the global batch when the example batch has another number, else None.
         top_k: how many plans to return, best first.
@@ -74,6 +75,7 @@ class PlanRequest:
     cluster: str | Cluster | None = None
     world_size: int | None = None
     planner: str = "eager"
+    cost_model: str | None = None
     optimizer: str = "adamw"
     global_batch_size: int | None = None
     precision: str | None = None
@@ -186,6 +188,10 @@ class PlanRequest:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r}: nothing executes it yet, it needs {missing}; leave it out"
                 )
+        if self.cost_model is not None and (not isinstance(self.cost_model, str) or not self.cost_model):
+            raise UsageError(
+                f"cost_model={self.cost_model!r} is no name; give that of a registered cost model"
+            )
         if self.schedule is not None and (not isinstance(self.schedule, str) or not self.schedule):
             raise UsageError(f"schedule={self.schedule!r} is no name; give that of a registered schedule")
         for name in _PIPELINE:

@@ -21,6 +21,7 @@ def plan(
     cluster: str | Cluster | None = None,
     world_size: int | None = None,
     planner: str = "eager",
+    cost_model: str | None = None,
     optimizer: str = "adamw",
     global_batch_size: int | None = None,
     precision: str | None = None,
@@ -52,6 +53,8 @@ def plan(
         cluster: name of a registered cluster, a Cluster, or None for the machine at hand.
         world_size: number of ranks; None takes that of the running job, 1 where there is none.
         planner: name of a registered planner.
+        cost_model: name of a registered cost model ("roofline", "measured", or of a plugin); None takes what was measured of
+            the cluster, and its datasheet where nothing was.
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum".
         global_batch_size: rows of the global batch, when the example has another number.
         top_k: return a list of at most this many plans, best first, when greater than 1.
@@ -87,6 +90,7 @@ def plan(
         cluster=cluster,
         world_size=world_size,
         planner=planner,
+        cost_model=cost_model,
         optimizer=optimizer,
         global_batch_size=global_batch_size,
         precision=precision,

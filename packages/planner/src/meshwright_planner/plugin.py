@@ -1,10 +1,10 @@
-"""What this distribution registers: planners and clusters."""
+"""What this distribution registers: planners, cost models and clusters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright_dtensor.plugins import ClusterSpec, PlannerSpec, hookimpl
+from meshwright_dtensor.plugins import ClusterSpec, CostModelSpec, PlannerSpec, hookimpl
 
 
 @hookimpl
@@ -29,6 +29,21 @@ def meshwright_planners() -> Iterator[PlannerSpec]:
         name="mcmc",
         target="meshwright_planner.planners.mcmc:McmcPlanner",
         summary="FlexFlow's search (MLSys 2019): a Markov chain over configurations, seeded",
+    )
+
+
+@hookimpl
+def meshwright_cost_models() -> Iterator[CostModelSpec]:
+    """The cost models of this package."""
+    yield CostModelSpec(
+        name="roofline",
+        target="meshwright_planner.costs.models:Roofline",
+        summary="datasheet peaks with the efficiencies of the cluster, whatever was measured",
+    )
+    yield CostModelSpec(
+        name="measured",
+        target="meshwright_planner.costs.models:Measured",
+        summary="the curves of `meshwright calibrate`; refuses a cluster that was not measured",
     )
 
 

@@ -68,7 +68,7 @@ class HookSpecs:
 
     @hookspec
     def meshwright_cost_models(self) -> Iterable[CostModelSpec]:  # type: ignore[empty-body]
-        """Register cost models that planners may use.
+        """Register cost models, for `plan(..., cost_model="name")`.
 
         Example:
 

@@ -109,7 +109,10 @@ class PlannerSpec(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CostModelSpec(Record):
-    """A cost model: how long an operation or a collective takes on a cluster."""
+    """A cost model: how long an operation or a collective takes on a cluster.
+
+    The target takes a `meshwright_dtensor.cluster.Cluster` and returns a `meshwright_dtensor.pricing.CostModel`.
+    """
 
     kind: ClassVar[str] = "cost model"
     provided_by: ClassVar[str] = "meshwright-planner"

@@ -47,6 +47,7 @@ from meshwright_dtensor.plan import ParallelPlan
 @click.option(
     "--cluster", default=None, help="Cluster by name, or a file of one. [default: that of the plan]"
 )
+@click.option("--cost-model", default=None, help="For --why-not: as for `plan`. [default: that of the plan]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -65,6 +66,7 @@ def command(
     optimizer: str,
     memory_limit: str | None,
     cluster: str | None,
+    cost_model: str | None,
     as_json: bool,
 ) -> None:
     """Say what a plan does and why; check it without taking any memory."""
@@ -99,6 +101,7 @@ def command(
             optimizer,
             memory_limit,
             cluster,
+            cost_model,
             as_json,
         )
         return
@@ -150,6 +153,7 @@ def _why_not(
     optimizer: str,
     memory_limit: str | None,
     cluster: str | None,
+    cost_model: str | None,
     as_json: bool,
 ) -> None:
     import meshwright as mw
@@ -162,6 +166,7 @@ def _why_not(
     request = PlanRequest(
         cluster=cluster or plan.provenance.cluster,
         world_size=plan.world_size,
+        cost_model=cost_model or plan.provenance.cost_model,
         optimizer=optimizer,
         memory_limit=None if memory_limit is None else parse_size(memory_limit),
         precision=None if plan.precision is None else plan.precision.parameters,

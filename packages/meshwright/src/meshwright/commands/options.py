@@ -88,8 +88,8 @@ def sharing_options(function: F) -> F:
 
 
 def plan_options(function: F) -> F:
-    """What `plan` searches for and with: --cluster, --planner, --optimizer, --degree, --cp, --context-attention, --memory-limit,
-    --time-budget, --recompute, and those of `sharing_options`.
+    """What `plan` searches for and with: --cluster, --planner, --cost-model, --optimizer, --degree, --cp, --context-attention,
+    --memory-limit, --time-budget, --recompute, and those of `sharing_options`.
     """
     for option in (
         sharing_options,
@@ -127,6 +127,11 @@ def plan_options(function: F) -> F:
         ),
         click.option(
             "--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum."
+        ),
+        click.option(
+            "--cost-model",
+            default=None,
+            help="Cost model by name, as roofline or measured. [default: what was measured, else the datasheet]",
         ),
         click.option("--planner", default="eager", show_default=True, help="Planner by name."),
         click.option("--cluster", default=None, help="Cluster by name. [default: this machine]"),
@@ -171,6 +176,7 @@ def plan_request(
     *,
     cluster: str | None,
     planner: str,
+    cost_model: str | None,
     optimizer: str,
     memory_limit: str | None,
     world_size: int,
@@ -189,6 +195,7 @@ def plan_request(
         cluster=cluster,
         world_size=world_size,
         planner=planner,
+        cost_model=cost_model,
         optimizer=optimizer,
         top_k=top_k,
         memory_limit=None if memory_limit is None else parse_size(memory_limit),
@@ -216,6 +223,7 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
         batch,
         cluster=request.cluster,
         planner=request.planner,
+        cost_model=request.cost_model,
         optimizer=request.optimizer,
         memory_limit=request.memory_limit,
         time_budget=request.time_budget,

@@ -71,6 +71,7 @@ def command(
     seed: int,
     cluster: str | None,
     planner: str,
+    cost_model: str | None,
     optimizer: str,
     degrees: tuple[str, ...],
     cp: int | None,
@@ -94,11 +95,11 @@ def command(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
-    pinned = (cp, context_attention, zero, zero_degree, precision, recompute, time_budget)
+    pinned = (cp, context_attention, zero, zero_degree, precision, recompute, time_budget, cost_model)
     if plan_file is not None and (degrees or any(value is not None for value in pinned)):
         raise UsageError(
             f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp, --context-attention, --zero, "
-            "--zero-degree, --precision, --recompute and --time-budget, or the plan"
+            "--zero-degree, --precision, --recompute, --time-budget and --cost-model, or the plan"
         )
     plan = None
     if plan_file is not None:
@@ -114,6 +115,7 @@ def command(
         state.host,
         cluster=cluster,
         planner=planner,
+        cost_model=cost_model,
         optimizer=optimizer,
         memory_limit=memory_limit,
         cp=cp,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from meshwright_dtensor.cluster import MeasuredWork
 from meshwright_planner.calibration.clock import device, least
-from meshwright_planner.costs.prices import dtype_name, even_bytes
+from meshwright_planner.costs.operations import even_bytes
+from meshwright_planner.costs.prices import dtype_name
 
 LEAST_S = 2e-4
 """What is shorter is timed many at once, to as long."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright_planner.costs.prices import OPTIMIZERS
+from meshwright_planner.costs.operations import OPTIMIZERS
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 
 

@@ -1,26 +1,24 @@
-"""What things cost on one mesh axis: operations by roofline, conversions by the collectives they are made of.
+"""What things cost on one mesh axis: operations with the sizes that one rank has, conversions by the collectives they are made of.
 
-Sources: the roofline model (Williams et al., 2009) with one efficiency per cluster, or the curves of a measured machine;
-collectives as `meshwright_dtensor.links` times them, on the slowest link that the axis crosses.
+Operations are timed by `operations.py`, collectives by `meshwright_dtensor.links` on the slowest link that the axis crosses;
+a cost model (`models.py`) says both in their place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
-from meshwright_dtensor.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.pricing import CostModel, Operation
 from meshwright_dtensor.states import State, forward_kind, gradient_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace import Node, Value
 from meshwright_planner.costs.kinds import base_name, kind_of
-
-BACKWARD = 2.0
-"""Backward work relative to forward: one product or pass for the input, one for the other operand."""
+from meshwright_planner.costs.operations import operation_seconds
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,18 @@ class Work:
     """What one operation does, whole: operations, dtype of the product, and whether a gradient flows back through it.
 
     `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient. `table_bytes`: of the table that an
-    embedding reads, whose gradient is as large however few of its rows are read.
+    embedding reads, whose gradient is as large however few of its rows are read. `itemsize`, `products`: see
+    pricing.Operation.
     """
 
     flops: float
     dtype: str
     grad: bool
-    moves_data: bool
     kind: str = "pointwise"
     inputs_back: int = 2
     table_bytes: int = 0
+    itemsize: int = 4
+    products: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,14 @@ class AxisCosts:
     """Costs on a mesh axis of `degree` ranks joined by `link`.
 
     `meshed`: operations are laid over a mesh; they are not on one rank, nor where ranks hold different modules and nothing
-    else.
+    else.  `model`: says what operations take in place of the cluster (collectives are asked of the link).
     """
 
     cluster: Cluster
     link: Link
     degree: int
     meshed: bool = False
+    model: CostModel | None = None
 
     def collective(self, collective: Collective | None) -> float:
         """Seconds of a collective on this axis."""
@@ -106,16 +107,21 @@ class AxisCosts:
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> float:
         """Seconds of one operation, forward and backward, on one rank with its tensors in these states."""
-        cluster = self.cluster
-        launches = cluster.launch_s + (cluster.backward_launch_s if work.grad else 0.0)
-        made = [values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)]
-        around = cluster.host_s + (cluster.dispatch_s if self.meshed else 0.0)
-        launches += around
-        if not work.moves_data:
-            view = cluster.measured("view", "float32")
-            return launches if view is None else view.seconds(1.0, (True, work.grad)) + around
+        op = self._operation(work, node, values, ins, outs)
+        if self.model is None:
+            return operation_seconds(self.cluster, op)
+        shapes = [
+            tuple(self._local(values[r.i].shape, s) for r, s in zip(refs, states))
+            for refs, states in ((node.ins, ins), (node.outs, outs))
+        ]
+        return self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1]))
+
+    def _operation(
+        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> Operation:
+        """What one rank does of it; without shapes, which only cost models ask for."""
+        made = tuple([values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)])
         split = any(is_shard(s) for s in (*ins, *outs))
-        flops = work.flops / self.degree if split else work.flops
         streamed = sum(made)
         table = work.table_bytes
         if work.kind == "embedding":
@@ -123,65 +129,34 @@ class AxisCosts:
             table = int(table * self.share(ins[1] if len(ins) > 1 else "I"))
         else:
             streamed += sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.ins, ins))
-        # the gradient of a table is filled with zeros first
-        filled = table / cluster.streams if work.grad else 0.0
-        known = cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
-        if known is not None:
-            even = sum(
-                even_bytes(flops, values[r.i].dtype.itemsize, _matrices(node, values)) for r in node.outs[:1]
-            )
-            busy = self._measured(work, known, flops, streamed, even, sum(map(self._fresh, made))) + filled
-            return max(busy, launches) if cluster.hides_launch else busy + around
-        operands = min(work.inputs_back, 2) / 2 if flops else 1.0
-        passes = 1.0 + (BACKWARD * operands if work.grad else 0.0)
-        busy = max(flops / cluster.rate(work.dtype), streamed / cluster.streams) * passes + filled
-        return max(busy, launches) if cluster.hides_launch else busy + launches
+        return Operation(
+            node.name,
+            work.kind,
+            work.dtype,
+            work.flops / self.degree if split else work.flops,
+            streamed,
+            work.grad,
+            work.inputs_back,
+            made,
+            itemsize=work.itemsize,
+            products=work.products,
+            table_bytes=table,
+            on_mesh=self.meshed,
+        )
 
-    def _measured(
-        self, work: Work, known: MeasuredWork, flops: float, streamed: float, even: float, fresh: float
-    ) -> float:
-        """By the curve of its kind, products by operations, the rest by bytes.
-
-        `even`: bytes that products of equal sides would move; `fresh`: seconds of memory for what products make.
-        """
-        if work.kind == "matmul" or work.kind.startswith("attention"):
-            ahead = known.seconds(flops, (True, False))
-            back = known.seconds(flops, (False, True)) if work.grad else 0.0
-            if work.kind == "matmul":  # measured with both gradients
-                back *= min(work.inputs_back, 2) / 2
-            least = streamed / self.cluster.streams
-            first, later = self._thin(streamed - even) if work.kind == "matmul" else (0.0, 0.0)
-            ahead += first
-            back += later * min(work.inputs_back, 2) / 2 if work.grad else 0.0
-            return max(ahead, least) + max(back, least if work.grad else 0.0) + fresh
-        return known.seconds(streamed, (True, work.grad))
-
-    def _thin(self, more: float) -> tuple[float, float]:
-        """Seconds that a product takes longer, forward and backward, for moving so many bytes more than one of equal sides."""
-        known = self.cluster.measured("thin", "float32")
-        if known is None or more <= 0:
-            return 0.0, 0.0
-        (nbytes, ahead), (_, back) = known.forward[0], known.backward[0]
-        return ahead * more / nbytes, back * more / nbytes
-
-    def _fresh(self, nbytes: float) -> float:
-        """Seconds that a new tensor takes before anything is written to it: large ones get pages of their own."""
-        known = self.cluster.measured("fresh", "float32")
-        return 0.0 if known is None or nbytes < known.forward[0][0] else known.seconds(nbytes, (True, False))
-
-
-def even_bytes(flops: float, itemsize: int = 4, matrices: int = 1) -> float:
-    """Bytes that a product of so many operations moves where its sides are about equal, as in the measured shapes.
-
-    `matrices`: products of their own that it is made of.
-    """
-    return 1.2 * 3 * itemsize * (flops / matrices / 2) ** (2 / 3) * matrices
+    def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
+        """The shape that one rank has of a value in `state`."""
+        if not is_shard(state):
+            return tuple(shape)
+        dim = int(state)
+        return (*shape[:dim], -(-shape[dim] // self.degree), *shape[dim + 1 :])
 
 
 def _matrices(node: Node, values: Sequence[Value]) -> int:
     """How many products of matrices a product is made of."""
-    shape = values[node.outs[0].i].shape
-    return math.prod(shape[:-2]) if base_name(node) in ("bmm", "baddbmm") else 1
+    if not node.outs or base_name(node) not in ("bmm", "baddbmm"):
+        return 1
+    return math.prod(values[node.outs[0].i].shape[:-2])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -198,25 +173,9 @@ def work_of(node: Node, values: Sequence[Value], grad: Sequence[bool], flops: fl
         flops=flops,
         dtype=dtype_name(floating[0]) if floating else "float32",
         grad=any(grad[r.i] for r in node.outs),
-        moves_data=kind != "view",
         kind=kind,
         inputs_back=sum(grad[r.i] for r in node.ins if values[r.i].dtype.is_floating_point),
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
+        itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
+        products=_matrices(node, values),
     )
-
-
-# bytes of optimizer state per element of a parameter, as multiples of the parameter's own element
-OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1})
-
-
-def optimizer_seconds(cluster: Cluster, parameter_bytes: float, states: int, parameters: int = 0) -> float:
-    """Seconds of one optimizer step over `parameters` parameters of `parameter_bytes` in all.
-
-    It reads parameter, gradient and states and writes parameter and states; measured, a step of AdamW (two states).
-    """
-    known = cluster.measured("update", "float32")
-    if known is not None and parameters:
-        part = (3 + 2 * states) / 7
-        return parameters * part * known.seconds(parameter_bytes / parameters, (True, False))
-    streamed = parameter_bytes * (3 + 2 * states)
-    return streamed / cluster.streams + parameters * cluster.update_s

@@ -13,9 +13,9 @@ from torch import nn
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
 from meshwright_dtensor.units import parameter_units
+from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.costs.owing import Keepers
 from meshwright_planner.costs.peak import Replay
-from meshwright_planner.costs.prices import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 
 

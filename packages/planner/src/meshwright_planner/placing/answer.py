@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.states import State
-from meshwright_planner.costs.prices import BACKWARD
+from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.program import Conversion
 

@@ -13,7 +13,8 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import Planner, PlanRequest
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.strategy import Strategy
-from meshwright_planner.costs.prices import OPTIMIZERS
+from meshwright_planner.costs.models import cost_model_of
+from meshwright_planner.costs.operations import OPTIMIZERS
 from meshwright_planner.machines.known import cluster_of
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.placing.marks import marked
@@ -112,6 +113,7 @@ class EagerPlanner(Planner):
             recompute=request.recompute,
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,
+            cost_model=cost_model_of(request.cost_model, cluster, host),
         )
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner.costs.prices import BACKWARD, AxisCosts, work_of
+from meshwright_planner.costs.operations import BACKWARD
+from meshwright_planner.costs.prices import AxisCosts, work_of
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record
 from meshwright_planner.profile.tape import Tape

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.costs.keeping import kept_bytes
-from meshwright_planner.costs.prices import BACKWARD
+from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Saved, Tape
 

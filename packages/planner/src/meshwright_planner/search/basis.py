@@ -9,6 +9,7 @@ from functools import cached_property
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.strategy import Link, SearchRequest
 from meshwright_planner.costs.memory import Sizes
+from meshwright_planner.costs.models import priced
 from meshwright_planner.search.setting import Setting
 from meshwright_planner.search.surveys import Surveys
 
@@ -53,7 +54,8 @@ class Basis:
             if name == axis:
                 break
             stride *= degrees[name]
-        return self.setting.cluster.link(stride if axis else 1, degrees[axis] if axis else 1)
+        found = self.setting.cluster.link(stride if axis else 1, degrees[axis] if axis else 1)
+        return priced(found, axis, self.setting.cost_model)
 
     def batch_factor(self, degrees: Mapping[str, int]) -> int:
         """Into how many parts the rows of the batch are divided."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from meshwright_planner.costs.memory import Sizes, parameter_bytes
-from meshwright_planner.costs.prices import OPTIMIZERS
+from meshwright_planner.costs.operations import OPTIMIZERS
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.candidate import Candidate
 

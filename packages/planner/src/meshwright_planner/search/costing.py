@@ -10,14 +10,14 @@ from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective
 from meshwright_dtensor.strategy import ParameterSize, StrategyCost
+from meshwright_planner.costs.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.costs.peak import BUCKET_BYTES, Moment, at_peak
-from meshwright_planner.costs.prices import OPTIMIZERS, optimizer_seconds
 from meshwright_planner.costs.work import inside_of
 from meshwright_planner.placing.placed import Placed, repeated
 from meshwright_planner.placing.placement import Placement
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.points import Point
-from meshwright_planner.search.setting import SHARED
+from meshwright_planner.search.setting import SHARED, Setting
 from meshwright_planner.search.surveys import placements
 
 SUMS = "dp"
@@ -170,12 +170,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         stages=_stages(placement, divided),
         exposed=exposed,
         hidden=hidden,
-        optimizer_seconds=optimizer_seconds(
-            setting.cluster,
-            stepped,
-            OPTIMIZERS[setting.optimizer],
-            placed.trained(divided.holds),
-        ),
+        optimizer_seconds=_updated(setting, stepped, placed.trained(divided.holds)),
         memory=memory,
         limit=setting.limit,
         allowed=setting.allowed,
@@ -187,6 +182,13 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         point=point,
         recompute=placed.recompute,
     )
+
+
+def _updated(setting: Setting, nbytes: float, parameters: int) -> float:
+    """Seconds of the optimizer's step over so many parameters of so many bytes."""
+    if setting.cost_model is None:
+        return optimizer_seconds(setting.cluster, nbytes, OPTIMIZERS[setting.optimizer], parameters)
+    return setting.cost_model.operation(update_of(setting.optimizer, nbytes, parameters))
 
 
 def _largest_unit(units: Iterable[Iterable[ParameterSize]]) -> float:

@@ -212,7 +212,7 @@ class Search:
     def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
         surveyed = self._present(point)
         meshed = self._meshed(point)
-        costs = AxisCosts(self.setting.cluster, link, degree, meshed)
+        costs = AxisCosts(self.setting.cluster, link, degree, meshed, self.setting.cost_model)
         like: tuple[object, ...] = (id(tape), degree, meshed, *surveyed)
         key, problems = (link, *like), self.shared.problems
         if like not in problems:

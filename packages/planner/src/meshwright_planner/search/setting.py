@@ -14,6 +14,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Strategy
+from meshwright_planner.costs.models import Asked
 from meshwright_planner.profile.batch import Batch
 
 SHARED = "zero"
@@ -54,6 +55,7 @@ class Setting:
         recompute: a policy or a pattern (see plan), fixed by the user; None is searched.
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
         time_budget: seconds that the search may take; None for as long as it takes.
+        cost_model: says what operations and collectives take; None for the cluster's own figures.
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Setting:
     sequence_parallel: bool | None = None
     recompute: str | None = None
     time_budget: float | None = None
+    cost_model: Asked | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:

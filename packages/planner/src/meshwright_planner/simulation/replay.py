@@ -210,8 +210,10 @@ def simulate(
 
 
 def _unknown(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
-    """What of the prediction of a pipeline its replay does not know."""
-    stages = plan.degree("pp")
+    """What of the prediction its replay does not know."""
+    stages, priced = plan.degree("pp"), plan.provenance.cost_model
+    if priced is not None:
+        yield f"predicted by the cost model {priced!r}; in a replay collectives take what the cluster's own figures say"
     if stages == 1:
         return
     if cluster.running(plan.world_size).company(stages):

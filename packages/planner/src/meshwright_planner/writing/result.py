@@ -65,6 +65,7 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             versions=_versions(),
             model=fingerprint(setting.model),
             cluster=setting.cluster.name,
+            cost_model=None if setting.cost_model is None else setting.cost_model.name,
             notes=(*notes, *candidate.notes),
         ),
     )
