@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pipe_models import Chain
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Action, Schedule, Shape, balance, timetable
+from meshwright_pipeline.actions import needs, ordered
 from meshwright_pipeline.balance import MESSAGE_CALLS, STEP_CALLS
 from meshwright_pipeline.predicting import WALKED, StageCosts, predict
 from meshwright_pipeline.schedules.named import schedule_named
@@ -55,6 +57,54 @@ def test_long_steps_are_drawn_out(name: str, monkeypatch: pytest.MonkeyPatch) ->
     walked = predict(schedule, shape, costs)
     assert drawn.seconds == pytest.approx(walked.seconds, rel=1e-6)
     assert drawn.busy == pytest.approx(walked.busy) and drawn.held == pytest.approx(walked.held)
+
+
+def in_thought(schedule: Schedule, shape: Shape, costs: StageCosts) -> tuple[float, list[float]]:
+    """Seconds of a step and what each rank computes, looked up action by action."""
+    ranks = [list(schedule.actions(rank, shape)) for rank in range(shape.ranks)]
+    split = {(one.stage, one.microbatch) for own in ranks for one in own if one.kind == "I"}
+    halves = [b / 2 for b in costs.backward]
+    lengths = {"F": costs.forward, "B": costs.backward, "I": halves, "W": halves}
+    before = {one: (rank, [*own[:n]][-1:]) for rank, own in enumerate(ranks) for n, one in enumerate(own)}
+    owner = {one: rank for rank, own in enumerate(ranks) for one in own}
+
+    @functools.cache
+    def end(one: Action) -> float:
+        rank, earlier = before[one]
+        ready = [0.0, *(end(other) for other in earlier)]
+        for other in needs(one, shape, split):
+            cut = min(one.stage, other.stage)
+            ready.append(end(other) + (costs.sending[cut] if owner[other] != rank else 0.0))
+        return max(ready) + lengths[one.kind][one.stage]
+
+    busy = [sum((lengths[one.kind][one.stage] for one in own), 0.0) for own in ranks]
+    return max(end(one) for own in ranks for one in own), busy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_walk_is_what_each_action_waits_for(name: str) -> None:
+    schedule, dice = schedule_named(name), random.Random(name)
+    for ranks in (2, 3, 4):
+        shape = Shape(ranks, ranks * schedule.stages_each, ranks * dice.choice([2, 3]))
+        forward, backward, sending = (
+            tuple(dice.random() for _ in range(shape.stages - less)) for less in (0, 0, 1)
+        )
+        costs = StageCosts(forward, backward, sending=sending)
+        found = predict(schedule, shape, costs)
+        seconds, busy = in_thought(schedule, shape, costs)
+        assert (found.seconds, list(found.busy)) == (seconds, busy)
+        assert found.silent == in_thought(schedule, shape, replace(costs, sending=(0.0,) * len(sending)))[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_action_is_behind_what_it_waits_for(name: str) -> None:
+    schedule = schedule_named(name)
+    shape = Shape(3, 3 * schedule.stages_each, 9)
+    found, done = ordered(schedule, shape), set[Action]()
+    for rank, action in found.order:
+        assert action in found.ranks[rank] and done.issuperset(needs(action, shape, found.split))
+        done.add(action)
+    assert len(done) == sum(map(len, found.ranks)) == len(found.order)
 
 
 def request(rows: int = 8, **options: object) -> SearchRequest:

@@ -6,6 +6,7 @@ and received follows from that.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,15 +127,23 @@ class Ordered(NamedTuple):
 
     Attributes:
         ranks: per rank.
-        order: every one with its rank, behind what it waits for.
+        runs: (rank, place of its first action, of the first behind it): one after the other, every action in them is behind
+            what it waits for.
         split: (stage, microbatch) whose backward is.
-        numbers: as `numbered`.
+        slots: per rank, for each action, its number as in `_slots`.
+        waits: per rank, for each action, the number of what it waits for on another stage.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
-    order: tuple[tuple[int, Action], ...]
+    runs: list[tuple[int, int, int]]
     split: set[tuple[int, int]]
-    numbers: list[list[tuple[int, int, int]]]
+    slots: list[list[int]]
+    waits: list[list[int]]
+
+    @property
+    def order(self) -> tuple[tuple[int, Action], ...]:
+        """Every action with its rank, behind what it waits for."""
+        return tuple((rank, one) for rank, begin, end in self.runs for one in self.ranks[rank][begin:end])
 
 
 def ordered(schedule: Schedule, shape: Shape) -> Ordered:
@@ -145,10 +154,10 @@ def ordered(schedule: Schedule, shape: Shape) -> Ordered:
     """
     require(schedule, shape)
     ranks = tuple(tuple(schedule.actions(rank, shape)) for rank in range(shape.ranks))
-    _check_complete(schedule, shape, ranks)
+    slots = _slots(schedule, shape, ranks)
     split = {(action.stage, action.microbatch) for own in ranks for action in own if action.kind == "I"}
-    numbers = numbered(shape, ranks, split)
-    return Ordered(ranks, _order(schedule, shape, ranks, split, numbers), split, numbers)
+    waits = [_waits(own, shape) for own in slots]
+    return Ordered(ranks, _runs(schedule, shape, ranks, slots, waits), split, slots, waits)
 
 
 def timetable(schedule: Schedule, shape: Shape) -> Timetable:
@@ -157,7 +166,8 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
     Raises:
         UsageError: as `ordered`.
     """
-    ranks, order, split, _ = ordered(schedule, shape)
+    found = ordered(schedule, shape)
+    ranks, order, split = found.ranks, found.order, found.split
     ends: dict[Action, float] = {}
     clock, held, most = [0.0] * shape.ranks, [0] * shape.ranks, [0] * shape.ranks
     for rank, action in order:
@@ -166,6 +176,36 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
         held[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
         most[rank] = max(most[rank], held[rank])
     return Timetable(ranks, tuple(most), ends, order)
+
+
+def _slots(schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]]) -> list[list[int]]:
+    """Per rank, a number for each action: forwards first, then whole backwards and first halves of split ones, which nobody
+    needs to tell apart, then second halves; of each, stage after stage.  Refuses what is not complete.
+    """
+    count, every = shape.microbatches, shape.stages * shape.microbatches
+    first = {"F": 0, "B": every, "I": every, "W": 2 * every}
+    owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
+    held = [{stage for stage, owner in enumerate(owners) if owner == rank} for rank in range(shape.ranks)]
+    numbers: list[list[int]] = []
+    halves: list[list[int]] = [[], []]
+    right = True
+    for rank, actions in enumerate(ranks):
+        kinds, stages, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
+        right &= held[rank].issuperset(stages) and first.keys() >= set(kinds)
+        right &= not actions or (min(microbatches) >= 0 and max(microbatches) < count)
+        if not right:
+            break
+        numbers.append([first[kind] + stage * count + m for kind, stage, m in actions])
+        for kind, found in zip("IW", halves, strict=True):
+            if kind in kinds:
+                found += [stage * count + m for one, stage, m in actions if one == kind]
+    if right:
+        met = set(itertools.chain.from_iterable(numbers))
+        whole = sum(map(len, numbers)) == len(met) == 2 * every + len(halves[0])
+        right = whole and set(halves[0]) == set(halves[1])
+    if not right:
+        _check_complete(schedule, shape, ranks)
+    return numbers
 
 
 def _check_complete(schedule: Schedule, shape: Shape, ranks: Sequence[Sequence[Action]]) -> None:
@@ -230,60 +270,49 @@ def needs(action: Action, shape: Shape, split: set[tuple[int, int]]) -> list[Act
     return [before, Action("I" if (stage + 1, microbatch) in split else "B", stage + 1, microbatch)]
 
 
-def numbered(
-    shape: Shape, ranks: Sequence[Sequence[Action]], split: set[tuple[int, int]]
-) -> list[list[tuple[int, int, int]]]:
-    """Per rank, for each action: its number, and those of what it needs on its own stage and on another; the number of
-    nothing is 4 x stages x microbatches.  As `needs`, for those who ask of every action.
+def _waits(slots: Sequence[int], shape: Shape) -> list[int]:
+    """What actions with these numbers (as in `_slots`) wait for on another stage, as `needs`; 3 x stages x microbatches is
+    the number of nothing.
     """
-    count, last = shape.microbatches, shape.stages - 1
-    every = shape.stages * count
-    nothing = 4 * every
-    found = []
-    for actions in ranks:
-        own: list[tuple[int, int, int]] = []
-        for kind, stage, microbatch in actions:
-            at = stage * count + microbatch
-            if kind == "F":
-                own.append((at, nothing, at - count if stage else nothing))
-            elif kind == "W":
-                own.append((3 * every + at, 2 * every + at, nothing))
-            else:
-                behind = nothing
-                if stage != last:
-                    behind = at + count + (2 * every if (stage + 1, microbatch) in split else every)
-                own.append((at + (every if kind == "B" else 2 * every), at, behind))
-        found.append(own)
-    return found
+    count, every = shape.microbatches, shape.stages * shape.microbatches
+    nothing, last = 3 * every, 2 * every - count
+    return [
+        nothing if slot < count or slot >= last else slot - count if slot < every else slot + count
+        for slot in slots
+    ]
 
 
-def _order(
+def _runs(
     schedule: Schedule,
     shape: Shape,
     ranks: Sequence[Sequence[Action]],
-    split: set[tuple[int, int]],
-    numbers: Sequence[Sequence[tuple[int, int, int]]],
-) -> tuple[tuple[int, Action], ...]:
-    found: list[tuple[int, Action]] = []
-    done = bytearray(4 * shape.stages * shape.microbatches) + b"\1"
+    slots: Sequence[Sequence[int]],
+    waits: Sequence[Sequence[int]],
+) -> list[tuple[int, int, int]]:
+    """As Ordered.runs. Ranks take turns, and each goes on until it would wait."""
+    every = shape.stages * shape.microbatches
+    found: list[tuple[int, int, int]] = []
+    done = bytearray(3 * every) + b"\1\0"  # nothing is done, and nobody gets past the end
+    same = [[slot - every for slot in own] for own in slots]  # on its own stage; of forwards, below 0
+    waiting = [[*own, 3 * every + 1] for own in waits]
     place = [0] * shape.ranks
     moved = True
     while moved:
         moved = False
-        for rank, actions in enumerate(ranks):
-            own, here = numbers[rank], place[rank]
-            while here < len(own):
-                number, same, other = own[here]
-                if not (done[same] and done[other]):
-                    break
-                done[number] = 1
-                found.append((rank, actions[here]))
+        for rank, here in enumerate(place):
+            own, comes, before = slots[rank], waiting[rank], same[rank]
+            begin = here
+            while done[comes[here]] and (before[here] < 0 or done[before[here]]):
+                done[own[here]] = 1
                 here += 1
-            moved |= here > place[rank]
-            place[rank] = here
+            if here > begin:
+                moved = True
+                place[rank] = here
+                found.append((rank, begin, here))
     stuck = [(rank, actions[place[rank]]) for rank, actions in enumerate(ranks) if place[rank] < len(actions)]
     if stuck:
-        past = {action for _, action in found}
+        split = {(action.stage, action.microbatch) for own in ranks for action in own if action.kind == "I"}
+        past = {action for own, end in zip(ranks, place, strict=True) for action in own[:end]}
         missing = {
             rank: next(one for one in needs(action, shape, split) if one not in past)
             for rank, action in stuck
@@ -296,4 +325,4 @@ def _order(
             f"schedule {schedule.name!r} would hang: rank {rank} waits at {action} for {missing[rank]}, which never comes"
             f"{f' ({others})' if others else ''}; bring that one forward"
         )
-    return tuple(found)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -123,12 +124,14 @@ class _Steps:
 
     Attributes:
         actions: in an order in which each comes behind what it waits for: rank, kind and stage in one number (as in
-            `_lengths`), place (from 1 on) of what it waits for on another rank, and the cut that its message crosses.
-        ranks: the kinds (as in KINDS) and stages of each rank alone.
+            `_lengths`), and place (from 1 on) of what it waits for on another rank, 0 for nothing.
+        cuts: by kind and stage, the cut that the message crosses which an action waits for; -1 for none.
+        ranks: the kinds (as in KINDS) and stages of each rank alone, in one number.
     """
 
-    actions: tuple[tuple[int, int, int, int], ...]
-    ranks: tuple[tuple[tuple[int, int], ...], ...]
+    actions: tuple[tuple[int, int, int], ...]
+    cuts: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
 
 
 KINDS = "FBIW"
@@ -147,19 +150,19 @@ def _lengths(costs: StageCosts) -> tuple[float, ...]:
 def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[float, ...]) -> Prediction:
     steps, lengths = _steps(schedule, shape), _lengths(costs)
     sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last one is that of no message, -1
+    late = [sending[cut] for cut in steps.cuts]
     held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
     if company:
-        work = _by_rank(steps, lengths, sending)
+        work = _by_rank(steps, lengths, late)
         seconds, _ = elapsed(work, company)
         alone, computing = elapsed([[replace(one, sending=0.0) for one in own] for own in work], company)
         return Prediction(seconds, tuple(computing), held, fullest, alone)
-    clock, silent, busy = ([0.0] * shape.ranks for _ in range(3))
+    clock, silent = ([0.0] * shape.ranks for _ in range(2))
     ends, quiet = [0.0], [0.0]  # the first one is that of nothing; with messages, and if they took no time
-    for rank, number, place, cut in steps.actions:
-        start, arrival, length = clock[rank], ends[place] + sending[cut], lengths[number]
+    for rank, number, place in steps.actions:
+        start, arrival, length = clock[rank], ends[place] + late[number], lengths[number]
         if arrival > start:
             start = arrival
-        busy[rank] += length
         clock[rank] = end = start + length
         ends.append(end)
         start, arrival = silent[rank], quiet[place]
@@ -167,14 +170,15 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
             start = arrival
         silent[rank] = end = start + length
         quiet.append(end)
-    return Prediction(max(clock), tuple(busy), held, fullest, max(silent))
+    busy = tuple(sum(map(lengths.__getitem__, own), 0.0) for own in steps.ranks)
+    return Prediction(max(clock), busy, held, fullest, max(silent))
 
 
-def _by_rank(steps: _Steps, lengths: Sequence[float], sending: Sequence[float]) -> list[list[Timed]]:
+def _by_rank(steps: _Steps, lengths: Sequence[float], late: Sequence[float]) -> list[list[Timed]]:
     """What each rank does in its own order."""
     found: list[list[Timed]] = [[] for _ in steps.ranks]
-    for place, (rank, number, after, cut) in enumerate(steps.actions, 1):
-        found[rank].append(Timed(place, lengths[number], after, sending[cut]))
+    for place, (rank, number, after) in enumerate(steps.actions, 1):
+        found[rank].append(Timed(place, lengths[number], after, late[number]))
     return found
 
 
@@ -186,10 +190,12 @@ def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, 
     held: list[float] = []
     fullest: list[Fullest] = []
     forward, whole, _, late = range(len(KINDS))
+    kinds, stages = zip(*itertools.product(range(len(KINDS)), range(shape.stages)), strict=True)
     for own in steps.ranks:
         now = most = made = top = 0.0
         full = (0.0, 0.0, 0.0)  # as in Fullest
-        for kind, stage in own:
+        for number in own:
+            kind, stage = kinds[number], stages[number]
             if kind == forward:
                 now += saved[stage]
                 if now > most:
@@ -219,22 +225,25 @@ def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, 
 @functools.lru_cache(maxsize=256)
 def _steps(schedule: Schedule, shape: Shape) -> _Steps:
     """The actions of a checked schedule; kept, since a search asks for the same ones again and again."""
-    ranks, order, _, every = ordered(schedule, shape)
+    found = ordered(schedule, shape)
     owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
-    numbers = [iter(own) for own in every]
-    places = [0] * (4 * shape.stages * shape.microbatches + 1)  # the last one is that of nothing
-    kinds = {kind: number for number, kind in enumerate(KINDS)}
+    first = {kind: number * shape.stages for number, kind in enumerate(KINDS)}
     # what flows forwards comes from the stage before, gradients from the one behind
     before = [stage > 0 and owners[stage - 1] != rank for stage, rank in enumerate(owners)]
     behind = [*before[1:], False]
-    found = []
-    for place, (rank, (kind, stage, _)) in enumerate(order, 1):
-        number, _, other = next(numbers[rank])
-        places[number] = place
-        code = kinds[kind] * shape.stages + stage
-        waits = before[stage] if kind == "F" else behind[stage] and kind != "W"
-        cut = stage - 1 if kind == "F" else stage
-        found.append((rank, code, places[other], cut) if waits else (rank, code, 0, -1))
-    return _Steps(
-        tuple(found), tuple(tuple((kinds[action.kind], action.stage) for action in own) for own in ranks)
-    )
+    cuts = [stage - 1 if waits else -1 for stage, waits in enumerate(before)]
+    cuts += [stage if waits else -1 for _ in "BI" for stage, waits in enumerate(behind)]
+    cuts += [-1] * shape.stages
+    ranks = tuple(tuple([first[kind] + stage for kind, stage, _ in own]) for own in found.ranks)
+    doers: list[int] = []
+    numbers: list[int] = []
+    slots: list[int] = []
+    waits: list[int] = []
+    for rank, begin, end in found.runs:
+        doers += (rank,) * (end - begin)
+        numbers += ranks[rank][begin:end]
+        slots += found.slots[rank][begin:end]
+        waits += found.waits[rank][begin:end]
+    places = dict(zip(slots, itertools.count(1)))
+    after = [places[other] if cuts[number] >= 0 else 0 for number, other in zip(numbers, waits, strict=True)]
+    return _Steps(tuple(zip(doers, numbers, after, strict=True)), tuple(cuts), ranks)

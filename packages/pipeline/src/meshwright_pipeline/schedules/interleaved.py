@@ -5,6 +5,7 @@ Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -33,21 +34,13 @@ class Interleaved(Schedule):
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
         stages, total = self.own(rank, shape), shape.microbatches * shape.each
-        last = len(stages) - 1
-
-        def forward(step: int) -> Action:
-            group, within = divmod(step, shape.ranks * shape.each)
-            chunk, m = divmod(within, shape.ranks)
-            return Action("F", stages[chunk], group * shape.ranks + m)
-
-        def backward(step: int) -> Action:
-            mirrored = forward(step)
-            return Action("B", stages[last - stages.index(mirrored.stage)], mirrored.microbatch)
-
+        groups = range(0, shape.microbatches, shape.ranks)
+        order = [
+            (stage, m) for group in groups for stage in stages for m in range(group, group + shape.ranks)
+        ]
+        mirror = dict(zip(stages, reversed(stages), strict=True))
+        forwards = [Action("F", stage, m) for stage, m in order]
+        backwards = [Action("B", mirror[stage], m) for stage, m in order]
         ahead = min(total, self.ahead(rank, shape))
-        found = [forward(step) for step in range(ahead)]
-        for step in range(total):
-            if step + ahead < total:
-                found.append(forward(step + ahead))
-            found.append(backward(step))
-        return found
+        turns = itertools.chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
+        return [*forwards[:ahead], *turns, *backwards[total - ahead :]]
