@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright_dtensor.states import is_shard
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 
 
@@ -41,20 +40,20 @@ class Keepers:
         self, problem: PlacementProblem, placement: Placement, runs: int
     ) -> tuple[list[float], list[dict[int, float]]]:
         """By run, the bytes that autograd keeps of it alone, and by storage those that it keeps of others too."""
-        saved, part, options = problem.tape.saved, problem.costs.share(0), placement.options
-        splits = {k: any(map(is_shard, (*o.ins, *o.outs))) for k, o in options.items()}
-        either = {k: (any(map(is_shard, o.ins)), any(map(is_shard, o.outs))) for k, o in options.items()}
+        saved, costs, options = problem.tape.saved, problem.costs, placement.options
+        parts = {k: costs.part(costs.split((*o.ins, *o.outs))) for k, o in options.items()}
+        either = {k: tuple(costs.part(costs.split(s)) for s in (o.ins, o.outs)) for k, o in options.items()}
         own, common = [0.0] * runs, [dict[int, float]() for _ in range(runs)]
         for place, run, k in self.inner:
-            own[run] += problem.kept_bytes(saved[place]) * (part if splits[k] else 1.0)
+            own[run] += problem.kept_bytes(saved[place]) * parts[k]
         for root, of in self.shared.items():
             sizes: dict[int, float] = {}
             for run, entries in of.items():
                 most = 0.0
                 for place, k, slot, output in entries:
                     states = options[k].outs if output else options[k].ins
-                    split = is_shard(states[slot]) if slot is not None else either[k][output]
-                    most = max(most, saved[place].nbytes * (part if split else 1.0))
+                    part = costs.share(states[slot]) if slot is not None else either[k][output]
+                    most = max(most, saved[place].nbytes * part)
                 sizes[run] = most
             if len(sizes) == 1:
                 ((run, size),) = sizes.items()

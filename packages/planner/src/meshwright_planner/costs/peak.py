@@ -149,8 +149,8 @@ class Replay:
             if item.root is not None:
                 seen.add(item.root)
             option = self.placement.options[self.nodes[n]]
-            split = any(isinstance(s, int) for s in (*option.ins, *option.outs))
-            found[n] += self.problem.kept_bytes(item) * (self.problem.costs.share(0) if split else 1.0)
+            costs = self.problem.costs
+            found[n] += self.problem.kept_bytes(item) * costs.part(costs.split((*option.ins, *option.outs)))
         return found
 
     def moments(self) -> Iterable[Moment]:
@@ -198,7 +198,7 @@ class Replay:
         for conversion in self.placement.conversions:
             if conversion.phase == "backward":
                 made = conversion.collective
-                part = 1 / costs.degree if made.kind in ("reduce_scatter", "all_to_all") else 1.0
+                part = 1 / costs.ranks(made) if made.kind in ("reduce_scatter", "all_to_all") else 1.0
                 for node, _ in conversion.consumers:
                     n = self.place.get(node)
                     if n is not None:

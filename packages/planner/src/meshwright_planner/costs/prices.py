@@ -7,7 +7,7 @@ a cost model (`models.py`) says both in their place.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,27 @@ class AxisCosts:
         """The part of a value that one rank holds in `state`."""
         return 1.0 / self.degree if is_shard(state) else 1.0
 
+    def split(self, states: Iterable[State]) -> Hashable:
+        """How work on tensors in these states is divided: equal where it is divided alike."""
+        return any(map(is_shard, states))
+
+    def sharers(self, split: Hashable) -> int:
+        """How many ranks share what is divided so."""
+        return self.degree if split else 1
+
+    def part(self, split: Hashable) -> float:
+        """The part that one of them has."""
+        return 1.0 / self.sharers(split)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Of the searched axes, one here."""
+        return (self.degree,)
+
+    def ranks(self, collective: Collective) -> int:
+        """How many take part in a collective."""
+        return self.degree
+
     def compute(
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> float:
@@ -121,7 +142,6 @@ class AxisCosts:
     ) -> Operation:
         """What one rank does of it; without shapes, which only cost models ask for."""
         made = tuple([values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)])
-        split = any(is_shard(s) for s in (*ins, *outs))
         streamed = sum(made)
         table = work.table_bytes
         if work.kind == "embedding":
@@ -133,7 +153,7 @@ class AxisCosts:
             node.name,
             work.kind,
             work.dtype,
-            work.flops / self.degree if split else work.flops,
+            work.flops / self.sharers(self.split((*ins, *outs))),
             streamed,
             work.grad,
             work.inputs_back,

@@ -16,6 +16,7 @@ from meshwright_dtensor.units import parameter_units
 from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.costs.owing import Keepers
 from meshwright_planner.costs.peak import Replay
+from meshwright_planner.placing.answer import along
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 
 
@@ -144,15 +145,16 @@ def parameter_sizes(
 
     `used`: dtype that they are computed in, None for their own.
     """
-    tape, degree = problem.tape, problem.costs.degree
+    tape, degrees = problem.tape, problem.costs.degrees
 
     def size(name: str, p: torch.Tensor) -> ParameterSize:
         value = tape.parameters.get(name)
         state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
         shape, taken = list(p.shape), []
-        if isinstance(state, int) and degree > 1:
-            shape[state] = -(-shape[state] // degree)
-            taken = [int(state)]
+        for own, degree in zip(along(state), degrees):
+            if isinstance(own, int) and degree > 1:
+                shape[own] = -(-shape[own] // degree)
+                taken.append(int(own))
         cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
         return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.states import State
+from meshwright_dtensor.states import State, States
 from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.program import Conversion
 
 RESULT = -1
 """Stands for whoever receives the model's results, as the consumer of an edge."""
+
+
+def along(state: State | States) -> States:
+    """The state on each searched axis, outermost first: of a search on one, the state itself."""
+    return state if isinstance(state, tuple) else (state,)
 
 
 @dataclass
@@ -30,6 +35,7 @@ class Placement:
         times: microbatches that the counts, seconds and bytes are of.
         again_seconds: of the compute seconds, those of forward work that runs once more in the backward pass.
         again: representative node -> the part of its copies that runs twice, where some do.
+        bound: an objective that no placement goes below, where this one need not be the best.
     """
 
     options: dict[int, Option]
@@ -47,6 +53,7 @@ class Placement:
     times: int = 1
     again_seconds: float = 0.0
     again: Mapping[int, float] = field(default_factory=dict)
+    bound: float | None = None
 
     @property
     def forward_seconds(self) -> float:

@@ -15,6 +15,7 @@ Objective: seconds of compute and communication, plus a price per byte of memory
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -22,8 +23,8 @@ import numpy as np
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
-from meshwright_planner.placing.answer import RESULT, Placement
-from meshwright_planner.placing.program import Event, MemoryTerms, Phase, Program, User
+from meshwright_planner.placing.answer import RESULT, Placement, along
+from meshwright_planner.placing.program import Conversion, Event, MemoryTerms, Phase, Program, User
 
 if TYPE_CHECKING:
     from meshwright_planner.placing.placement import PlacementProblem
@@ -88,12 +89,7 @@ class Build:
         read = [*(value for value, _, _ in self.quotient.edges), *map(self.quotient.value, self.tape.results)]
         for value in dict.fromkeys(v for v in read if v not in produced):
             name = self.tape.values[value].name or ""
-            states: list[State] = ["I"]
-            if name.startswith("param:"):
-                pin = self.problem.pins.get(value)
-                states = self.problem.legality.parameter_states(value) if pin is None else [pin]
-                if pin is None and value in self.divided:
-                    states = [s for s in states if is_shard(s)]
+            states = self._stored(value) if name.startswith("param:") else [self.problem.whole]
             total = (
                 self.tape.values[value].nbytes
                 * self.quotient.value_count[value]
@@ -102,12 +98,18 @@ class Build:
             columns = []
             for state in states:
                 nbytes = total * self.costs.share(state) if name.startswith("param:") else 0.0
-                tie = 0.0 if state == "I" else TIE * (1 + int(state) + isinstance(state, Runs) / 2)
+                tie = sum(TIE * (1 + int(s) + isinstance(s, Runs) / 2) for s in along(state) if s != "I")
                 column = self.program.variable(nbytes * self.memory.price + tie, integer=True, memory=nbytes)
                 columns.append(column)
                 self.producers[value][state].append(column)
             self.stored[value] = (states, columns)
             self.program.constrain([(c, 1.0) for c in columns], 1.0, 1.0)
+
+    def _stored(self, value: int) -> list[State]:
+        """The states in which a parameter may be stored."""
+        pin = self.problem.pins.get(value)
+        states = self.problem.legality.parameter_states(value) if pin is None else [pin]
+        return [s for s in states if is_shard(s)] if pin is None and value in self.divided else states
 
     def _edges(self) -> None:
         by_value: dict[int, list[_Consumer]] = defaultdict(list)
@@ -182,12 +184,14 @@ class Build:
 
     def _saved(self) -> None:
         """Memory of what autograd keeps: one variable per storage and per way (whole, sharded) it is kept in."""
-        users: dict[tuple[int | None, bool], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        users: dict[tuple[int | None, Hashable], dict[int, list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         copies: dict[int, set[int]] = defaultdict(set)  # a mask that every layer keeps is kept once
         for item in self.tape.saved:
             if item.root is not None:
                 copies[self.quotient.value(item.root)].add(item.root)
-        size: dict[tuple[int | None, bool], float] = {}
+        size: dict[tuple[int | None, Hashable], float] = {}
         for number, item in enumerate(self.tape.saved):
             node = self.quotient.node(item.node)
             if node != item.node:
@@ -196,22 +200,22 @@ class Build:
             root = None if item.root is None else self.quotient.value(item.root)
             if root is None:
                 for column, option in zip(self.x[node], self.problem.options[node]):
-                    split = any(map(is_shard, (*option.ins, *option.outs)))
-                    nbytes = self.problem.kept_bytes(item) * count * (self.costs.share(0) if split else 1.0)
+                    part = self.costs.part(self.costs.split((*option.ins, *option.outs)))
+                    nbytes = self.problem.kept_bytes(item) * count * part
                     self._price(column, nbytes)
                 continue
             for column, option in zip(self.x[node], self.problem.options[node]):
-                split = self.problem.keeps_shard(item, option)
+                split = self.problem.kept_split(item, option)
                 key = (root, split)
                 users[key][node * 1_000_000 + number].append(column)
-                nbytes = item.nbytes * len(copies[root]) * (self.costs.share(0) if split else 1.0)
+                nbytes = item.nbytes * len(copies[root]) * self.costs.part(split)
                 size[key] = max(size.get(key, 0.0), nbytes)
         for (root, split), by_user in users.items():
             nbytes = size[root, split]
             held = []
             if root in self.stored:  # a parameter in the state it is stored in costs nothing more
                 ways, columns = self.stored[root]
-                held = [c for s, c in zip(ways, columns) if is_shard(s) == split]
+                held = [c for s, c in zip(ways, columns) if self.costs.split((s,)) == split]
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
             self.kept[column] = nbytes
             for chosen in by_user.values():
@@ -223,6 +227,10 @@ class Build:
         self.program.memory[column] += nbytes
         self.kept[column] = self.kept.get(column, 0.0) + nbytes
 
+    def _chosen(self, x: Any) -> list[Conversion]:
+        """The collectives of a solution."""
+        return [event.chosen(x) for event in self.events if x[event.column] > 0.5]
+
     def read(self, answer: Any, seconds: float) -> Placement:
         """The placement that a solution stands for."""
         x = answer.x
@@ -232,7 +240,7 @@ class Build:
 
         options = {k: self.problem.options[k][best(columns)] for k, columns in self.x.items()}
         stored = {v: states[best(columns)] for v, (states, columns) in self.stored.items()}
-        conversions = [event.chosen(x) for event in self.events if x[event.column] > 0.5]
+        conversions = self._chosen(x)
         counts = self.quotient.node_count
         inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)

@@ -75,6 +75,10 @@ class Domains:
             self._found[index] = ((ins, outs), rows)
         return list(self._found[index][1])
 
+    def around(self, index: int) -> tuple[Known, Known]:
+        """The runs of each input and of each output of representative node `index`."""
+        return self._ins(index), self._outs(index)
+
     def of(self, value: int) -> list[Runs]:
         """The runs of a representative value."""
         return list(self.runs.get(value, ()))

@@ -54,6 +54,11 @@ class Option:
     inner: Collective | None = None
     inner_seconds: float = 0.0
 
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Those that the operation performs by itself."""
+        return () if self.inner is None else (self.inner,)
+
 
 def balanced(size: int, degree: int) -> bool:
     """Whether sharding a dim of `size` over `degree` ranks leaves them practically equal work."""
@@ -160,12 +165,19 @@ class Legality:
     def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
         values, degree = self.tape.values, self.costs.degree
         return all(
-            balanced(values[r.i].shape[s], degree)
-            and s not in self._batch.get(r.i, ())
-            and not (self._wants is False and self.splits_sequence(r.i, s))
+            balanced(values[r.i].shape[s], degree) and not self.leaves_whole(r.i, s)
             for r, s in zip(refs, states)
             if isinstance(s, int)
         )
+
+    def leaves_whole(self, value: int, dim: int) -> bool:
+        """Whether the axis has to leave a dim alone: the rows of the batch, or the sequence where that is asked for."""
+        rows = dim in self._batch.get(value, ())
+        return rows or (self._wants is False and self.splits_sequence(value, dim))
+
+    def runs(self, index: int) -> tuple[Known, Known]:
+        """The runs that each input and each output of a representative node may lie in."""
+        return self._domains.around(index)
 
     def splits_sequence(self, value: int, state: State) -> bool:
         """Whether a value in `state` is split along the sequence."""

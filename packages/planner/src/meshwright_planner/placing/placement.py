@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from meshwright_dtensor.states import State, is_shard
@@ -26,7 +26,13 @@ NOTICEABLE = 0.001
 
 
 class PlacementProblem:
-    """The search for placements of one tape on one axis. `pins` fixes how parameters (by name) are stored."""
+    """The search for placements of one tape on one axis. `pins` fixes how parameters (by name) are stored.
+
+    Attributes:
+        whole: the state of what lies whole on every rank.
+    """
+
+    whole: State = "I"
 
     def __init__(self, legality: Legality, pins: Mapping[str, State] | None = None) -> None:
         self.legality = legality
@@ -62,7 +68,7 @@ class PlacementProblem:
         counts, values = self.quotient.node_count, self.tape.values
         options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
         conversions = [
-            replace(c, collective=Collective(c.collective.kind, values[c.value].nbytes))
+            replace(c, collective=self.resized(c.collective, values[c.value].nbytes))
             for c in placement.conversions
         ]
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
@@ -74,6 +80,10 @@ class PlacementProblem:
             communication_seconds=between + sum(o.inner_seconds * counts[k] for k, o in options.items()),
         )
         return replace(found, saved_bytes=kept_bytes(self, found))
+
+    def resized(self, collective: Collective, nbytes: int) -> Collective:
+        """The same collective of a value of so many bytes."""
+        return Collective(collective.kind, nbytes)
 
     def solve(
         self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float = 60.0
@@ -144,11 +154,11 @@ class PlacementProblem:
             return 4 * rows if item is inner[0] else 0
         return item.nbytes
 
-    def keeps_shard(self, item: Saved, option: Option) -> bool:
-        """Whether a saved tensor of known storage is a shard, with this option of the node that keeps it."""
+    def kept_split(self, item: Saved, option: Option) -> Hashable:
+        """How a saved tensor of known storage is divided, with this option of the node that keeps it."""
         states = option.outs if item.output else option.ins
         position = self.slot(item.node, item.value, item.output)
-        return is_shard(states[position]) if position is not None else any(map(is_shard, states))
+        return self.costs.split(states if position is None else states[position : position + 1])
 
     def slot(self, node: int, value: int | None, output: bool) -> int | None:
         """Which input or output of `node` shares the storage of `value`."""
