@@ -67,9 +67,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether something of a user's runs beside the module's own forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def hooked_inside(block: nn.Module) -> bool:
+    """Whether something runs beside the forward of a module below `block`; hooks of the block itself run outside of its forward."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in block.modules() if m is not block)
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.conversions import KeptApply
+from meshwright_planner.profile.contents import Contents
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -21,14 +22,11 @@ Swap = Callable[[torch.Tensor], torch.Tensor]
 def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
     """While open, every parameter and buffer of `model` is `swap(it)`; tied ones stay tied.
 
-    On leaving, modules have the very parameters, buffers, children and attributes they had, and the random generators of torch,
-    numpy and Python are where they were.  Attributes that the forward mutates in place (a list, say) stay mutated.
+    On leaving, modules have the very parameters, buffers, children, hooks and attributes they had, those attributes hold what
+    they held (see `Contents`), and the random generators of torch, numpy and Python are where they were.
     """
     modules = list(model.modules())
-    attributes = [dict(vars(m)) for m in modules]
-    parameters = [dict(m._parameters) for m in modules]
-    buffers = [dict(m._buffers) for m in modules]
-    children = [dict(m._modules) for m in modules]  # some models replace layers when they see their input
+    before = Contents(modules)
     memo: dict[int, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,13 +49,7 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
                     kept._apply = KeptApply(module)
             yield
         finally:
-            for module, own, *saved in zip(modules, attributes, parameters, buffers, children):
-                vars(module).clear()
-                vars(module).update(own)
-                tables: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
-                for table, entries in zip(tables, saved):
-                    table.clear()
-                    table.update(entries)
+            before.put_back()
 
 
 @contextlib.contextmanager

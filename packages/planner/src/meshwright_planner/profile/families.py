@@ -38,11 +38,11 @@ def families(model: nn.Module) -> dict[str, tuple[str, bool]]:
 
 def _marks(block: nn.Module) -> Any:
     """What must be equal for two blocks to do the same; None where one cannot tell."""
+    if _torch.hooked_inside(block):
+        return None
     parts: list[Any] = []
     order: dict[int, int] = {}
     for name, module in block.named_modules(remove_duplicate=False):
-        if name and _torch.has_forward_hooks(module):
-            return None
         attributes = tuple(
             (key, _plain(key, value)) for key, value in vars(module).items() if not key.startswith("_")
         )

@@ -1,0 +1,136 @@
+"""Planning leaves a model as it was: what its forward hangs up, counts and replaces is put back, on the one rank that plans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Any
+
+import pytest
+import torch
+from planner_models import eager
+from torch import nn
+
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.contents import Contents
+from meshwright_planner.profile.recording import record
+
+BOOK = RuleBook.first_party()
+
+
+class Block(nn.Module):
+    """A linear layer with something that is worth seeing inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) * self.gate(x).softmax(-1).sum(-1, keepdim=True)
+
+
+class Tracker:
+    """What a model may hang on itself beside modules."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen: list[torch.Tensor] = []
+
+
+class Hooked(nn.Module):
+    """Hangs up hooks in its first forward, and computes a loss from what they see; counts where it can."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.extra = nn.ModuleDict()
+        self.tracker = Tracker()
+        self.history: dict[str, list[int]] = {"rows": []}
+        self.last = deque([0], maxlen=1)
+        self._hooked = False
+        self._now: list[torch.Tensor] = []
+
+    def _see(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        self._now.append(out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._hooked:
+            self._hooked = True
+            for block in self.layers:
+                block.gate.register_forward_hook(self._see)
+        self._now.clear()
+        self.tracker.calls += 1
+        self.tracker.seen.append(x)
+        self.history["rows"].append(len(x))
+        self.last.append(len(x))
+        for block in self.layers:
+            x = block(x)
+        self.layers.append(nn.Identity())
+        self.extra["more"] = nn.Identity()
+        return x.square().mean() + sum(logits.softmax(-1).square().sum() for logits in self._now)
+
+
+def everything(model: Hooked) -> tuple[Any, ...]:
+    hooks = [
+        (name, table, list(entries))
+        for name, module in model.named_modules()
+        for table, entries in vars(module).items()
+        if isinstance(entries, OrderedDict) and "hook" in table
+    ]
+    attributes = [(name, sorted(vars(module))) for name, module in model.named_modules()]
+    held = (model.tracker.calls, list(model.tracker.seen), {k: list(v) for k, v in model.history.items()})
+    return hooks, attributes, held, list(model.last), model._hooked, list(model._now)
+
+
+def test_planning_leaves_hooks_lists_and_objects_as_they_were() -> None:
+    model = Hooked()
+    before, layers, rows = everything(model), model.layers, model.history["rows"]
+    eager().plan(model, torch.randn(4, 8), PlanRequest(cluster=LAPTOP_CPU, world_size=4))
+    assert everything(model) == before and len(model.layers) == 5
+    assert model.layers is layers and model.history["rows"] is rows, "other containers than before"
+    model(torch.randn(4, 8))
+    assert len(model._now) == 5 and model.tracker.calls == 1, (
+        "the first real forward hangs up its hooks itself"
+    )
+
+
+def test_hooks_of_the_user_stay() -> None:
+    model, seen = Hooked(), []
+    handle = model.layers[1].register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    record(model, Batch.of(torch.randn(4, 8)), BOOK.composites)
+    handle.remove()
+    assert seen == [(4, 8)] and not model.layers[1]._forward_hooks
+
+
+def test_blocks_with_hooks_inside_are_all_run() -> None:
+    """A block that is written down runs no hooks: what they see of it, the model would miss."""
+    tape = record(Hooked(), Batch.of(torch.randn(4, 8)), BOOK.composites)
+    assert not tape.copied
+    assert sum(node.name == "aten._softmax.default" for node in tape.nodes) == 10
+
+
+def test_a_run_that_raises_is_put_back_too() -> None:
+    model = Hooked()
+    before = everything(model)
+    with pytest.raises(Exception, match="reduction dim"):
+        record(model, Batch.of(torch.randn(4, 7)), BOOK.composites)
+    assert everything(model) == before
+
+
+def test_what_holds_itself_is_written_down_once() -> None:
+    module = nn.Linear(2, 2)
+    ring: list[Any] = [{1, 2}, (deque([3]), {"a": [4]})]
+    ring.append(ring)
+    module.ring = ring
+    before = Contents([module])
+    ring[0].add(5)
+    ring[1][0].append(6)
+    ring[1][1]["a"].clear()
+    ring[1][1]["b"] = 7
+    ring.reverse()
+    module.other = 1
+    before.put_back()
+    assert ring[2] is ring and not hasattr(module, "other")
+    assert ring[:2] == [{1, 2}, (deque([3]), {"a": [4]})]
