@@ -16,7 +16,7 @@ from meshwright.commands.verify import OPTIMIZERS
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, UnsupportedError, VerificationError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
-from meshwright_planner.costs import prices
+from meshwright_planner.costs import operations
 
 FIRST_PARTY = {"plan", "explain", "simulate", "trial", "verify", "train", "plugins", "doctor"}
 
@@ -167,7 +167,7 @@ def test_train_starts_the_ranks_of_its_plan(
 def test_verify_steps_with_the_optimizer_that_was_named() -> None:
     weights = [torch.nn.Parameter(torch.zeros(2))]
     made = {name: make(weights) for name, make in OPTIMIZERS.items()}
-    assert set(made) == set(prices.OPTIMIZERS)  # those that can be planned for
+    assert set(made) == set(operations.OPTIMIZERS)  # those that can be planned for
     assert [type(o).__name__ for o in made.values()] == ["SGD", "SGD", "Adam", "AdamW"]
     assert [made[name].defaults["momentum"] for name in ("sgd", "sgd-momentum")] == [0.0, 0.9]
 

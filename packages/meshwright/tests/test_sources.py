@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.commands.options import parse_size
 from meshwright.sources import resolve
+from meshwright_dtensor.deferred import has_values
 from meshwright_dtensor.errors import UsageError
 
 FILE = """
 import torch
 from neighbour import WIDTH
 
+built = []
+
 def build():
+    built.append(1)
     return torch.nn.Linear(WIDTH, 3), torch.zeros(2, WIDTH)
+
+def sized(batch_size, *, sequence_length=7):
+    return torch.nn.Linear(WIDTH, 3), torch.zeros(batch_size, sequence_length, WIDTH)
+
+def anything(**sizes):
+    return torch.nn.Linear(WIDTH, 3), torch.zeros(sizes["batch_size"], WIDTH)
+
+def wants(path):
+    return torch.nn.Linear(WIDTH, 3), torch.zeros(2, WIDTH)
+
+def large():
+    return torch.nn.Linear(1 << 20, 1 << 19), torch.ones(2, 1 << 20)
 
 def alone():
     return torch.nn.Linear(2, 2)
@@ -35,11 +51,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def get(name: str) -> object:
-    return resolve(name, batch_size=2, sequence_length=8, seed=1)
+    return resolve(name, seed=1).make()
 
 
 def test_a_function_of_a_file(file: Path) -> None:
-    source = resolve(f"{file}:build", batch_size=2, sequence_length=8, seed=1)
+    source = resolve(f"{file}:build", seed=1)
     one, two = source.make(), source.make()
     assert one is not two
     assert torch.equal(next(one.parameters()), next(two.parameters()))
@@ -61,14 +77,51 @@ def test_names_that_mean_nothing(name: str) -> None:
         get(name)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("1", 1), ("2kB", 2000), ("1.5 GiB", 3 << 29), ("80GB", 80 * 10**9), ("3MiB", 3 << 20)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+def test_a_model_is_built_once_for_its_batch(file: Path) -> None:
+    source = resolve(f"{file}:build")
+    built = sys.modules["mine"].built
+    assert built == []
+    source.make()
+    assert source.batch.shape == (2, 5) and built == [1]
+    other = resolve(f"{file}:build")
+    assert other.batch.shape == (2, 5) and other.batch.shape == (2, 5) and sys.modules["mine"].built == [1]
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1 parsec", "nan", "inf", "0", "1e40"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match="--memory-limit"):
-        parse_size(text)
+def test_what_is_planned_for_takes_no_memory(file: Path) -> None:
+    model, batch = resolve(f"{file}:large").to_plan()  # 2 TiB
+    assert model.weight.shape == (1 << 19, 1 << 20) and not has_values(model.weight)
+    assert batch.shape == (2, 1 << 20)
+
+
+def test_sizes_reach_the_function(file: Path) -> None:
+    def shape(name: str, rows: int | None, tokens: int | None) -> tuple[int, ...]:
+        return tuple(resolve(f"{file}:{name}", batch_size=rows, sequence_length=tokens).batch.shape)
+
+    assert shape("sized", None, None) == (8, 7, 5)
+    assert shape("sized", 3, 4) == (3, 4, 5)
+    assert shape("anything", 6, 4) == (6, 5)
+
+
+@pytest.mark.parametrize("option", ["batch_size", "sequence_length"])
+def test_a_size_that_would_be_ignored_is_refused(file: Path, option: str) -> None:
+    said = rf"--{option.replace('_', '-')} 16: .*:build brings a batch of its own.* def build\({option}=16\)"
+    with pytest.raises(UsageError, match=said):
+        resolve(f"{file}:build", **{option: 16})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="wants an argument 'path'"):
+        resolve(f"{file}:wants")
+
+
+def test_a_demo_of_one_size_takes_no_other() -> None:
+    with pytest.raises(UsageError, match="--sequence-length 64 says nothing of vit"):
+        resolve("vit", sequence_length=64)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("gtp2", "gpt2"), ("Llama", "llama")])
+def test_a_model_that_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean '{meant}'"):
+        resolve(name)
+
+
+def test_a_function_that_was_meant(file: Path) -> None:
+    with pytest.raises(UsageError, match=r"no function 'biuld'.*did you mean 'build'"):
+        resolve(f"{file}:biuld")

@@ -20,6 +20,7 @@ from meshwright_dtensor.errors import MeshwrightError, UsageError
 
 ENVIRONMENT = "MESHWRIGHT_INIT_DIR"
 PREFIX = "meshwright-init-"
+HOLLOW = f"{PREFIX}hollow-"
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -93,20 +94,22 @@ def _unfit(directory: Path) -> str | None:
 class MappedFiles:
     """Makes tensors in files of one directory. A file has no name once its tensor exists and goes when the
     storage goes.
+
+    hollow: files take no room on the disk, and nothing is to be written into them.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, hollow: bool = False) -> None:
+        self.directory, self.hollow = directory, hollow
 
     def zeros(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A zero CPU tensor of `shape` and `strides` (elements), backed by a file of its own.
 
-        The space is taken at once: a full disk is a MeshwrightError here, not a bus error at some later
+        The space is taken at once, unless hollow: a full disk is a MeshwrightError here, not a bus error at some later
         write.
         """
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         nbytes = 0 if 0 in shape else span * dtype.itemsize
-        number, name = tempfile.mkstemp(prefix=PREFIX, dir=self.directory)
+        number, name = tempfile.mkstemp(prefix=HOLLOW if self.hollow else PREFIX, dir=self.directory)
         try:
             try:
                 self._reserve(number, nbytes)
@@ -122,6 +125,8 @@ class MappedFiles:
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))
 
     def _reserve(self, number: int, nbytes: int) -> None:
+        if self.hollow:
+            return os.truncate(number, nbytes)
         if sys.platform != "win32" and hasattr(os, "posix_fallocate"):
             try:
                 return os.posix_fallocate(number, 0, nbytes)
@@ -142,6 +147,15 @@ class MappedFiles:
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether the memory of `tensor` is one of these files."""
+    return _is_named(tensor, PREFIX)
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether the memory of `tensor` is a file that nothing was written into."""
+    return _is_named(tensor, HOLLOW)
+
+
+def _is_named(tensor: torch.Tensor, prefix: str) -> bool:
     if (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         or tensor.layout != torch.strided
@@ -150,4 +164,4 @@ def is_mapped(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cpu":
         return False
     name = tensor.untyped_storage().filename
-    return name is not None and os.path.basename(name).startswith(PREFIX)
+    return name is not None and os.path.basename(name).startswith(prefix)

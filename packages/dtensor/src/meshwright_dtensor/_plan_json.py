@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .plan import ParallelPlan
 
 WIDTH = 110
+_ASKED = ("request", "batch")
 
 T = TypeVar("T")
 
@@ -24,14 +25,20 @@ def to_data(plan: ParallelPlan) -> dict[str, Any]:
     data: dict[str, Any] = _plain(plan, tuple(plan.degrees) if isinstance(plan.degrees, Mapping) else ())
     if not data.get("experts"):  # most plans have none, and say nothing of it
         data.pop("experts", None)
+    provenance = data.get("provenance")
+    if isinstance(provenance, dict):  # plans that were written by hand were asked for nothing
+        for name in _ASKED:
+            if not provenance.get(name):
+                provenance.pop(name, None)
     return data
 
 
 def identity(plan: ParallelPlan) -> dict[str, Any]:
-    """`to_data` without what does not count for equality: the time of creation."""
+    """`to_data` without what does not count for equality: when the plan was made, and what was asked for."""
     data = to_data(plan)
     if isinstance(data.get("provenance"), dict):
-        data["provenance"].pop("created", None)
+        for name in ("created", *_ASKED):
+            data["provenance"].pop(name, None)
     return data
 
 

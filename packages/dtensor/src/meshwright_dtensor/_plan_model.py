@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
@@ -53,6 +54,8 @@ Frozen = AfterValidator(FrozenDict)
 ParameterState = Annotated[StrictStr, AfterValidator(checks.parameter_state)]
 ValueState = Annotated[StrictStr, AfterValidator(checks.value_state)]
 States = Annotated[dict[Axis, ValueState], Frozen]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Given = StrictBool | StrictInt | Number | Text | Annotated[dict[Axis, Positive], Frozen]
 
 
 class PlanMeta(ModelMetaclass):

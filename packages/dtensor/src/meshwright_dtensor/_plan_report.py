@@ -195,8 +195,18 @@ def _provenance(plan: ParallelPlan, console: Console) -> None:
     shown = [f"{name} {value}" for name, value in facts.items() if value]
     shown += [f"{name} {version}" for name, version in sorted(origin.versions.items())]
     console.print(Text(f"\nprovenance: {', '.join(shown) or 'written by hand'}"))
+    if origin.batch:
+        sizes = " of ".join(f"{number} {what}" for what, number in sorted(origin.batch.items()))
+        console.print(Text(f"  planned for a batch of {sizes}"))
+    if origin.request:
+        asked = ", ".join(f"{name}={_given(value)}" for name, value in sorted(origin.request.items()))
+        console.print(Text(f"  asked for: {asked}"))
     for note in origin.notes:
         console.print(Text(f"  {note}"))
+
+
+def _given(value: object) -> str:
+    return "+".join(f"{axis}={n}" for axis, n in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def size(nbytes: int) -> str:

@@ -204,6 +204,14 @@ def _map_sketches(function: Callable[[Any], Any], tree: Any) -> Any:
     return pytree.tree_map(function, tree)
 
 
+def weak_storage(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage | None]:
+    """What gives the storage, held, while anything else holds it, and None afterwards."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    weak = StorageWeakRef(storage)
+    return lambda: torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+
+
 def op_name(op: Any) -> str:
     """The name of an overload's operator, such as "aten::zeros"."""
     return op._schema.name

@@ -9,6 +9,9 @@ Inside the context every large CPU tensor lives in a memory-mapped file on a dis
 as ever, in the same order, with the same numbers; the kernel keeps as many of the pages as it has room for.
 Nothing is recorded or replayed, so nothing can come out different. The price is disk space for the model,
 once per rank, and about 1.6 times the time.
+
+    with deferred_init(values=False):
+        model = Model(config)                      # to plan for: neither memory, nor disk, nor time for values
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor._mapped_files import MappedFiles, choose_directory, is_mapped
+from meshwright_dtensor._mapped_files import MappedFiles, choose_directory, is_hollow, is_mapped
+from meshwright_dtensor._resident import Resident, release
 from meshwright_dtensor._torch import (
     TorchDispatchMode,
     fake_mode_active,
@@ -65,9 +69,13 @@ _WITH_OUT = frozenset(
 )
 
 
+# What only changes values, beside pointwise and random ops in place.
+_WRITERS = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "masked_fill_"))
+
+
 @contextmanager
 def deferred_init(
-    *, directory: str | os.PathLike[str] | None = None, min_bytes: int = MIN_BYTES
+    *, directory: str | os.PathLike[str] | None = None, min_bytes: int = MIN_BYTES, values: bool = True
 ) -> Iterator[None]:
     """Inside, CPU tensors of at least `min_bytes` are made in files of `directory`; values are those of one
     device.
@@ -75,12 +83,18 @@ def deferred_init(
     `directory` is by default MESHWRIGHT_INIT_DIR, else the temporary directory, /var/tmp or the current one,
     whichever has the most room; it is never a file system in memory. A file is freed with its tensor and never has a
     name that outlives its making. Parameters made here are ordinary; used as they are, they go on living in
-    their files, which a forked process shares; their storage cannot grow (`resize_` raises). Raises
+    their files, which a forked process shares; their storage cannot grow (`resize_` raises). What is filled does not stay
+    mapped: on Linux the process holds about 256 MiB of such pages at most, and none afterwards. Raises
     UsageError if there is no disk, MeshwrightError when the disk is full.
+
+    values=False: floating-point tensors of that size are never filled and take no room on the disk; integers are. Such a
+    model can be planned for, whatever its size; `parallelize` refuses it.
     """
     if min_bytes < 1:
         raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")
-    with _MappedInit(MappedFiles(choose_directory(directory)), min_bytes):
+    place, resident = choose_directory(directory), Resident()
+    hollow = None if values else MappedFiles(place, hollow=True)
+    with resident.watching(), _MappedInit(MappedFiles(place), min_bytes, resident, hollow):
         yield
 
 
@@ -91,24 +105,38 @@ def is_deferred(value: torch.Tensor | nn.Module) -> bool:
     return is_mapped(value)
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether somebody filled a tensor: it is not on the meta device, nor of `deferred_init(values=False)`."""
+    return not (tensor.is_meta or is_hollow(tensor))
+
+
 def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
     """A copy of the `box` (or region) of `tensor` in ordinary memory, without holes, the dims in the same memory order,
     detached.
 
     Works for any tensor. The rest of a deferred tensor is never read into ordinary memory.
     """
-    return copy_of(tensor.detach(), box)
+    values = copy_of(tensor.detach(), box)
+    if is_mapped(tensor):
+        release(tensor.untyped_storage())
+    return values
 
 
 class _MappedInit(TorchDispatchMode):
     """Sees every op below autograd and moves large results into files: made there where possible, else copied
     there.
+
+    hollow: where floating-point values go that nobody wants; None where all are wanted.
     """
 
-    def __init__(self, files: MappedFiles, min_bytes: int) -> None:
+    def __init__(
+        self, files: MappedFiles, min_bytes: int, resident: Resident, hollow: MappedFiles | None
+    ) -> None:
         super().__init__()
         self._files = files
         self._min_bytes = min_bytes
+        self._resident = resident
+        self._hollow = hollow
 
     def __torch_dispatch__(
         self,
@@ -121,6 +149,8 @@ class _MappedInit(TorchDispatchMode):
         if fake_mode_active():  # fake tensors take no memory
             return func(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._hollow is not None and op_mutates(func) and _only_writes(func, args):
+            return args[0]
         if op_mutates(func) or not all(_is_plain(tensor) for tensor in inputs):
             return func(*args, **kwargs)
         result = self._made_in_file(func, args, kwargs, inputs)
@@ -152,6 +182,8 @@ class _MappedInit(TorchDispatchMode):
             return None
         if name in _EMPTY:
             return self._new(sketch)
+        if self._is_unwanted(sketch) or any(is_hollow(tensor) for tensor in inputs):
+            return self._new(sketch, hollow=True)
         if name in _FILLED:
             given = {**dict(zip(op_arguments(func), args, strict=False)), **kwargs}
             return _fill(_FILLED[name], self._new(sketch), given)
@@ -171,13 +203,32 @@ class _MappedInit(TorchDispatchMode):
             return tensor
         if tensor.untyped_storage().nbytes() < math.prod(tensor.shape) * tensor.dtype.itemsize:
             return tensor  # a small one, expanded
-        return self._new(tensor).copy_(tensor)
+        new = self._new(tensor)
+        return new if self._is_unwanted(tensor) else new.copy_(tensor)
 
-    def _new(self, like: torch.Tensor) -> torch.Tensor:
-        return self._files.zeros(like.shape, like.stride(), like.dtype)
+    def _new(self, like: torch.Tensor, hollow: bool = False) -> torch.Tensor:
+        files = (
+            self._hollow if self._hollow is not None and (hollow or self._is_unwanted(like)) else self._files
+        )
+        new = files.zeros(like.shape, like.stride(), like.dtype)
+        self._resident.add(new.untyped_storage())
+        return new
+
+    def _is_unwanted(self, tensor: torch.Tensor) -> bool:
+        return self._hollow is not None and tensor.is_floating_point()
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
         return math.prod(tensor.shape) * tensor.dtype.itemsize >= self._min_bytes
+
+
+def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call does nothing but change values that nobody wants."""
+    tags = func.tags
+    writes = (
+        torch.Tag.pointwise in tags or torch.Tag.nondeterministic_seeded in tags or op_name(func) in _WRITERS
+    )
+    in_place = op_name(func).endswith("_") and bool(args) and isinstance(args[0], torch.Tensor)
+    return writes and in_place and is_hollow(args[0])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

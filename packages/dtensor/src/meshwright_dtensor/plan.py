@@ -26,6 +26,7 @@ from ._plan_model import (
     Count,
     Frozen,
     FrozenDict,
+    Given,
     Model,
     ParameterState,
     Positive,
@@ -188,9 +189,11 @@ class PipelineRule(Model):
 
 
 class Provenance(Model):
-    """Where a plan comes from. `created` (ISO 8601) does not count for equality; `notes` are the planner's reasons.
+    """Where a plan comes from.
 
     cost_model: name of the one that its predictions come from, None for the cluster's own figures.
+    request: keyword of `plan` -> value, those that were given; batch: "rows" and "tokens" of the batch it was planned for.
+    notes: the planner's reasons. created: ISO 8601; it, request and batch do not count for equality.
     """
 
     planner: Text | None = None
@@ -198,6 +201,8 @@ class Provenance(Model):
     model: Text | None = None
     cluster: Text | None = None
     cost_model: Text | None = None
+    request: Annotated[dict[Word, Given], Frozen] = Field(default_factory=FrozenDict)
+    batch: Annotated[dict[Word, Count], Frozen] = Field(default_factory=FrozenDict)
     created: Text | None = None
     notes: tuple[Text, ...] = ()
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.sizes import parse_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +52,8 @@ class PlanRequest:
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum": decides the memory of its state.
         global_batch_size: rows of the global batch when the example batch has another number, else None.
         top_k: how many plans to return, best first.
-        memory_limit: bytes per rank that a plan may use, or None for what the cluster has.
+        memory_limit: bytes per rank that a plan may use (kept as a number; text such as "40GiB" will do), or None for what the
+            cluster has.
         time_budget: seconds after which no further configuration is looked at, once one is known that fits; None for as
             long as it takes.
         tp, pp, cp, ep: degrees pinned by the user; None is searched.
@@ -80,7 +82,7 @@ class PlanRequest:
     global_batch_size: int | None = None
     precision: str | None = None
     top_k: int = 1
-    memory_limit: int | None = None
+    memory_limit: int | str | None = None
     time_budget: float | None = None
     tp: int | None = None
     pp: int | None = None
@@ -98,6 +100,15 @@ class PlanRequest:
     recompute: str | None = None
     compile: str | bool | None = None
     keep_user_sharding: bool = True
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            object.__setattr__(self, "memory_limit", parse_size(self.memory_limit, "memory_limit"))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """`memory_limit` as the number that it is."""
+        return None if self.memory_limit is None else int(self.memory_limit)
 
     @property
     def pins(self) -> dict[str, int]:
@@ -118,6 +129,17 @@ class PlanRequest:
             pins["dp"] = data // (shards or 1)
         return pins
 
+    def given(self) -> dict[str, Any]:
+        """The keywords that were given, as plain data; `PlanRequest(**given)` asks for the same.
+
+        A Cluster is no plain data; ranks and plans to return are the plan's own.
+        """
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        left_out = {"world_size", "top_k"} | ({"cluster"} if isinstance(self.cluster, Cluster) else set())
+        before = {one.name: one.default for one in fields(self)} | {"degrees": {}}
+        found = {n: v for n, v in own.items() if n not in left_out and v != before[n]}
+        return {n: dict(v) if isinstance(v, Mapping) else v for n, v in found.items()}
+
     @property
     def shares(self) -> bool:
         """Whether the user asks for shared training state."""
@@ -136,7 +158,7 @@ class PlanRequest:
             UsageError: for a number out of range, a degree on an axis that no installed strategy owns, or an option
                 that nothing executes yet.
         """
-        numbers = ("world_size", "global_batch_size", "top_k", "memory_limit", "zero_degree", "microbatches")
+        numbers = ("world_size", "global_batch_size", "top_k", "zero_degree", "microbatches")
         for name in (*numbers, *DEGREES):
             _check_count(name, getattr(self, name))
         budget = self.time_budget
@@ -148,11 +170,11 @@ class PlanRequest:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
-                close = did_you_mean(value, choices)
-                hint = f"; did you mean {close!r}?" if close else ""
-                raise UsageError(f"{name}={value!r} is unknown; give one of {', '.join(choices)}{hint}")
+                raise UsageError(unknown(name, value, choices))
         if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
-            raise UsageError(f"zero={self.zero!r} is no stage; give 1, 2 or 3, or 0 for none")
+            number = isinstance(self.zero, (int, float)) and not isinstance(self.zero, bool)
+            nearest = f"; the nearest is {3 if self.zero > 0 else 0}" if number else ""
+            raise UsageError(f"zero={self.zero!r} is no stage; give 1, 2 or 3, or 0 for none{nearest}")
         if self.zero_degree is not None and self.zero == 0 and self.zero_degree > 1:
             raise UsageError(
                 f"zero_degree={self.zero_degree} with zero=0: nothing is shared; leave one of them out"
@@ -172,7 +194,7 @@ class PlanRequest:
                     f"leave {name} out"
                 )
         if self.precision is not None and self.precision not in PRECISIONS:
-            raise UsageError(f"precision={self.precision!r} is unknown; give one of {', '.join(PRECISIONS)}")
+            raise UsageError(unknown("precision", self.precision, PRECISIONS))
         if self.shares and "zero" not in axes:
             raise UsageError(
                 f"zero={self.zero!r}, zero_degree={self.zero_degree!r}: no installed strategy owns the axis 'zero'; "
@@ -228,6 +250,13 @@ class PlanRequest:
                     f"{shown}: give a whole number >= 1, or leave the axis out to have it searched"
                 )
             _check_count(f"degrees[{axis!r}]", degree)
+
+
+def unknown(name: str, value: object, choices: Collection[str]) -> str:
+    """The message for a keyword whose value is none of its choices, with the one that was probably meant."""
+    close = did_you_mean(value, choices)
+    hint = f"; did you mean {close!r}?" if close else ""
+    return f"{name}={value!r} is unknown; give one of {', '.join(choices)}{hint}"
 
 
 def _check_count(name: str, value: object) -> None:

@@ -2,69 +2,127 @@
 
 --model gpt2                  one of the demo's models
 --model config.json           a transformers config: a causal language model with random weights
---model train.py:build        a function of a file that returns (model, batch)
+--model train.py:build        a function of a file that returns (model, batch); it may take keywords batch_size, sequence_length
 --model package.module:build  the same, of a module
+
+Nothing is built until it is asked for, so that a command decides where the memory comes from.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.commands.options import ROWS, TOKENS
 from meshwright.demo.models import RECIPES
 from meshwright.demo.tasks import batches
 from meshwright.demo.text import read_text
+from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor.deferred import deferred_init
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 
+_OPTIONS: Mapping[str, str] = {"batch_size": "--batch-size", "sequence_length": "--sequence-length"}
 
-@dataclass(frozen=True)
+
+@dataclass
 class Source:
-    """A model that can be made again and again, and a batch for it (plain tensors, or anything that holds them)."""
+    """A model that can be made again and again, and a batch for it (plain tensors, or anything that holds them).
+
+    Args:
+        name: for people.
+        build: makes the model and its batch.
+        known: the batch, where it can be had without the model; None takes that of the first model.
+    """
 
     name: str
-    make: Callable[[], nn.Module]
-    batch: Any
+    build: Callable[[], tuple[nn.Module, Any]]
+    known: Any = field(default=None, repr=False)
+
+    def make(self) -> nn.Module:
+        """A new model, with the same values every time."""
+        model, batch = self.build()
+        if self.known is None:
+            self.known = batch
+        return model
+
+    def to_plan(self) -> tuple[nn.Module, Any]:
+        """A model without values and a batch: neither memory nor disk is taken for them, so that they cannot be run."""
+        with deferred_init(values=False):
+            return self.build()
+
+    @property
+    def batch(self) -> Any:
+        """The example batch. A model is built for it in files, and dropped, where it comes with one."""
+        if self.known is None:
+            with deferred_init():
+                self.make()
+        return self.known
 
 
-def resolve(name: str, *, batch_size: int, sequence_length: int, seed: int) -> Source:
-    """The model and batch that `--model NAME` means; rows and tokens are for models that bring no batch.
+def resolve(
+    name: str, *, batch_size: int | None = None, sequence_length: int | None = None, seed: int = 0
+) -> Source:
+    """The model and batch that `--model NAME` means.
+
+    Args:
+        name: see the top of this module.
+        batch_size, sequence_length: rows and tokens of the batch; None leaves it to the function, else is ROWS and TOKENS.
+        seed: of the default generator whenever a model is made.
 
     Raises:
-        UsageError: there is no such model, or it does not return what it should.
+        UsageError: there is no such model, it does not return what it should, or it would ignore a size that was given.
     """
     for option, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length)):
-        if value < 1:
+        if value is not None and value < 1:
             raise UsageError(f"{option} {value} is less than 1; give a whole number of at least 1")
     if name in RECIPES:
         return _demo(name, batch_size, sequence_length, seed)
     if name.endswith(".json"):
-        return _config(Path(name), batch_size, sequence_length, seed)
+        return _config(Path(name), batch_size or ROWS, sequence_length or TOKENS, seed)
     if ":" in name:
-        return _function(name, seed)
+        return _function(name, {"batch_size": batch_size, "sequence_length": sequence_length}, seed)
+    close = did_you_mean(name, RECIPES)
     raise UsageError(
         f"--model {name} is not known; give one of {', '.join(RECIPES)}, a transformers config.json, "
-        "or file.py:function that returns (model, batch)"
+        "or file.py:function that returns (model, batch)" + (f"; did you mean {close!r}?" if close else "")
     )
 
 
-def _demo(name: str, batch_size: int, sequence_length: int, seed: int) -> Source:
+def takes_tokens(name: str) -> bool:
+    """Whether --sequence-length says something of a demo model or a config."""
+    return name not in RECIPES or not RECIPES[name].rows.fixed
+
+
+def check_tokens(name: str, sequence_length: int | None) -> None:
+    """Refuse a number of tokens that a demo model would ignore. Raises UsageError."""
+    if sequence_length is not None and not takes_tokens(name):
+        raise UsageError(
+            f"--sequence-length {sequence_length} says nothing of {name}, whose rows are of one size; leave it out"
+        )
+
+
+def _demo(name: str, batch_size: int | None, sequence_length: int | None, seed: int) -> Source:
     recipe = RECIPES[name]
-    text = read_text(at_least=recipe.rows.bytes_per_row(sequence_length))
-    batch = next(batches(recipe.data(text, sequence_length, batch_size, seed), batch_size))
+    rows, tokens = batch_size or ROWS, sequence_length or TOKENS
+    check_tokens(name, sequence_length)
+    text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
+    batch = next(batches(recipe.data(text, tokens, rows, seed), rows))
 
-    def make() -> nn.Module:
+    def build() -> tuple[nn.Module, Any]:
         torch.manual_seed(seed)
-        return recipe.make(sequence_length)
+        return recipe.make(tokens), batch
 
-    return Source(name, make, batch)
+    return Source(name, build, batch)
 
 
 def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Source:
@@ -79,28 +137,34 @@ def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Sou
         raise UsageError(
             f"--model {path} is no transformers config ({reason}); give its config.json"
         ) from error
-
-    def make() -> nn.Module:
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)
-
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (batch_size, sequence_length), generator=generator)
-    return Source(path.stem, make, {"input_ids": tokens, "labels": tokens.clone()})
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+
+    def build() -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config), batch
+
+    return Source(path.stem, build, batch)
 
 
-def _function(name: str, seed: int) -> Source:
+def _function(name: str, sizes: Mapping[str, int | None], seed: int) -> Source:
     where, _, attribute = name.rpartition(":")
-    function = getattr(_module(name, where), attribute, None)
+    module = _module(name, where)
+    function = getattr(module, attribute, None)
     if not callable(function):
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        close = did_you_mean(attribute, names)
+        hint = f"; did you mean {close!r}?" if close else ""
         raise UsageError(
-            f"--model {name}: {where} has no function {attribute!r}; name one that returns (model, batch)"
+            f"--model {name}: {where} has no function {attribute!r}; name one that returns (model, batch){hint}"
         )
+    keywords = _keywords(name, function, sizes)
 
     def build() -> tuple[nn.Module, Any]:
         torch.manual_seed(seed)
         try:
-            made = function()
+            made = function(**keywords)
         except MeshwrightError:
             raise
         except Exception as error:
@@ -113,8 +177,41 @@ def _function(name: str, seed: int) -> Source:
             )
         return made
 
-    _, batch = build()
-    return Source(attribute, lambda: build()[0], batch)
+    return Source(attribute, build)
+
+
+def _keywords(name: str, function: Callable[..., Any], sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """What of the sizes the function is called with.
+
+    Raises:
+        UsageError: it has no keyword for one that was given, or wants more than sizes.
+    """
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with suppress(TypeError, ValueError):  # written in C, say
+        parameters = inspect.signature(function).parameters
+    every = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    found: dict[str, int] = {}
+    for key, value in sizes.items():
+        known = parameters.get(key)
+        takes = every or (
+            known is not None and known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY)
+        )
+        if value is not None and not takes:
+            raise UsageError(
+                f"{_OPTIONS[key]} {value}: {name} brings a batch of its own and has no parameter {key}; give it one, as in "
+                f"def {name.rpartition(':')[2]}({key}={value}), or leave {_OPTIONS[key]} out"
+            )
+        if value is not None:
+            found[key] = value
+        elif known is not None and takes and known.default is known.empty:
+            found[key] = ROWS if key == "batch_size" else TOKENS
+    for key, known in parameters.items():
+        wanted = known.default is known.empty and known.kind not in (known.VAR_KEYWORD, known.VAR_POSITIONAL)
+        if wanted and key not in found:
+            raise UsageError(
+                f"--model {name} wants an argument {key!r}; only batch_size and sequence_length are given: give {key} a default"
+            )
+    return found
 
 
 def _module(name: str, where: str) -> Any:

@@ -132,11 +132,12 @@ class TrialPlanner(Planner):
         """
         import torch
 
+        from meshwright_dtensor.deferred import has_values
         from meshwright_planner.planners.eager import EagerPlanner
 
-        if any(p.is_meta for p in model.parameters()):
+        if not all(has_values(p) for p in model.parameters()):
             raise UsageError(
-                "planner='trial' runs the model, and its parameters have no values; build it without deferred_init, or "
+                "planner='trial' runs the model, and its parameters have no values; build it with them, or "
                 "use `meshwright plan --trial` with a --model that can be built again"
             )
         plans = EagerPlanner().plan(model, batch, replace(request, top_k=max(request.top_k, PLANS)))

@@ -10,6 +10,7 @@ Every parameter becomes a DTensor of which this rank holds its part only; make o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -32,19 +33,14 @@ from meshwright_dtensor.regions import region_of, region_shape
 from meshwright_dtensor.runtime import install_targets
 from meshwright_dtensor.states import State
 from meshwright_parallel.agreement import check_alike, same_plugins
-from meshwright_parallel.checks import (
-    check_model,
-    check_optimizers,
-    check_plan,
-    resolve_strategies,
-    stored_states,
-)
-from meshwright_parallel.dividing import inside, link, with_axis_inside
+from meshwright_parallel.checks import check_model, check_optimizers
+from meshwright_parallel.dividing import link
 from meshwright_parallel.engine import install_copies, install_reduction, make_groups
 from meshwright_parallel.experts.installing import install_apart, modules_apart
+from meshwright_parallel.fitting import check_fit
 from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import attend_to_steps, refuse_assignment
-from meshwright_parallel.recompute import install_recompute, recomputed_modules
+from meshwright_parallel.recompute import install_recompute
 from meshwright_parallel.registry import LivePlacements
 from meshwright_parallel.taking_off import Before, is_blank
 
@@ -76,14 +72,9 @@ def parallelize(
     host = same_plugins(plugins)
     world_size = dist.get_world_size()
     check_model(model)
-    whole = with_axis_inside(plan)
-    part = inside(whole, resolve_strategies(whole, host, world_size))
+    fit = check_fit(model, plan, batch, host, world_size)
+    whole, part, states = fit.whole, fit.part, fit.states
     outer, inner, strategies = part.outer, part.plan, part.strategies
-    states = stored_states(model, inner, strategies)
-    check_plan(model, inner, strategies, batch, states)
-    recomputed_modules(model, inner)
-    if outer is not None:
-        outer.check(model, whole)
     check_optimizers(model)
     apart = modules_apart(model, inner, strategies)
     blank = is_blank(model)
@@ -121,7 +112,7 @@ def parallelize(
 def _place_parameters(
     model: nn.Module,
     mesh: DeviceMesh,
-    states: dict[str, tuple[State, ...]],
+    states: Mapping[str, tuple[State, ...]],
     device: torch.device,
     blank: bool,
 ) -> None:

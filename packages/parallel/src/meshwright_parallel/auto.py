@@ -31,7 +31,7 @@ def auto_parallelize(
     global_batch_size: int | None = None,
     precision: str | None = None,
     top_k: int = 1,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     time_budget: float | None = None,
     tp: int | None = None,
     pp: int | None = None,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._names import did_you_mean, listing
+from meshwright_dtensor.deferred import has_values
 from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
 from meshwright_dtensor.fingerprint import fingerprint
 from meshwright_dtensor.plan import ParallelPlan
@@ -52,10 +53,22 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} is on the meta device and has no values; "
                 "build the model inside deferred_init(), which takes no memory either"
             )
+        _check_filled("parameter", name, parameter)
         if gradient_hooks(parameter):
             raise UnsupportedError(
                 f"parameter {name!r} has gradient hooks, which would be lost; register them after parallelize()"
             )
+    for name, buffer in model.named_buffers():
+        _check_filled("buffer", name, buffer)
+
+
+def _check_filled(kind: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of `deferred_init(values=False)`."""
+    if not tensor.is_meta and not has_values(tensor):
+        raise UnsupportedError(
+            f"{kind} {name!r} was never given values, since deferred_init(values=False) builds models to plan for; "
+            "build it again inside deferred_init()"
+        )
 
 
 def check_optimizers(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ def plan(
     global_batch_size: int | None = None,
     precision: str | None = None,
     top_k: int = 1,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     time_budget: float | None = None,
     tp: int | None = None,
     pp: int | None = None,
@@ -58,7 +58,7 @@ def plan(
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum".
         global_batch_size: rows of the global batch, when the example has another number.
         top_k: return a list of at most this many plans, best first, when greater than 1.
-        memory_limit: bytes that a plan may use on one rank; None takes what the cluster has.
+        memory_limit: bytes that a plan may use on one rank, or text such as "40GiB"; None takes what the cluster has.
         time_budget: seconds after which no further configuration is looked at, once one is known that fits; then equal
             requests need not give equal plans. None searches to the end.
         tp, pp, cp, ep: degrees to keep as given; None is searched.

@@ -19,7 +19,14 @@ from rich.table import Table
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import apply_request, parse_degrees, pinning
+from meshwright.commands.options import (
+    ModelChoice,
+    apply_request,
+    batch_options,
+    check_needs,
+    parse_degrees,
+    pinning,
+)
 from meshwright_dtensor.planning import PlanRequest
 
 DISTRIBUTIONS = (
@@ -39,8 +46,7 @@ DISTRIBUTIONS = (
 @click.option(
     "--degree", "degrees", multiple=True, metavar="AXIS=N", help="Pin the degree of a mesh axis, as tp=2."
 )
-@click.option("--batch-size", type=int, default=4, show_default=True, help="Rows of the global batch.")
-@click.option("--sequence-length", type=int, default=64, show_default=True, help="Tokens of a row.")
+@batch_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -48,8 +54,8 @@ def command(
     model: str | None,
     world_size: int | None,
     degrees: tuple[str, ...],
-    batch_size: int,
-    sequence_length: int,
+    batch_size: int | None,
+    sequence_length: int | None,
     as_json: bool,
 ) -> int:
     """Report the environment: versions, devices, backends, threads, ranks, and the problems of plugins.
@@ -57,6 +63,8 @@ def command(
     With --model, also every call of that model which loses sharding, with the reason.
     """
     pins = parse_degrees(degrees, state.host)
+    sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length}
+    check_needs("--model", model is not None, {"--degree": degrees, "--world-size": world_size, **sizes})
     if model is not None:
         size = ranks.check_world_size(world_size, default=2)
         if size > 1 and not ranks.is_rank():
@@ -65,7 +73,7 @@ def command(
     facts["plugin problems"] = [str(problem) for problem in state.host.problems]
     facts["plugins turned off"] = list(state.host.disabled)
     if model is not None:
-        facts["programs"] = programs(model, pins, batch_size, sequence_length)
+        facts["programs"] = programs(ModelChoice(model, batch_size, sequence_length), pins)
     if ranks.rank() == 0:
         click.echo(json.dumps(facts, indent=2)) if as_json else show(facts)
     return 0
@@ -93,14 +101,13 @@ def show(facts: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def programs(model: str, pins: dict[str, int], batch_size: int, sequence_length: int) -> dict[str, Any]:
+def programs(chosen: ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     """One step of the model on the ranks of this job: programs by tier, and each of tier 2 and 3 with its reason."""
     import meshwright as mw
-    from meshwright.sources import resolve
     from meshwright_dtensor.space import Space
 
     mw.init()
-    source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=0)
+    source = chosen.source()
     with mw.deferred_init():
         instance = source.make()
     instance, plan = apply_request(instance, source.batch, PlanRequest(**pinning(pins)))

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from meshwright.cli import State
-from meshwright.commands.options import check_alone, check_folder
+from meshwright.commands.options import (
+    ModelChoice,
+    batch_options,
+    check_alone,
+    check_folder,
+    check_needs,
+)
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
+
+NOT_CHECKED = "not checked against a model: give --model to check names, shapes and the batch too"
 
 
 @click.command("explain")
@@ -35,19 +45,18 @@ from meshwright_dtensor.plan import ParallelPlan
     metavar="NAME=VALUE",
     help="Say why the plan does not use a degree or an option, as tp=4; needs --model.",
 )
-@click.option("--model", default=None, metavar="MODEL", help="For --why-not: the model, as for `plan`.")
 @click.option(
-    "--batch-size", type=int, default=8, show_default=True, help="For --why-not: rows of the batch."
+    "--model", default=None, metavar="MODEL", help="Check the plan against this model, as for `plan`."
 )
+@batch_options
+@click.option("--optimizer", default=None, help="For --why-not. [default: that of the plan]")
 @click.option(
-    "--sequence-length", type=int, default=128, show_default=True, help="For --why-not: tokens of a row."
+    "--memory-limit", default=None, metavar="SIZE", help="For --why-not. [default: that of the plan]"
 )
-@click.option("--optimizer", default="adamw", show_default=True, help="For --why-not: as for `plan`.")
-@click.option("--memory-limit", default=None, metavar="SIZE", help="For --why-not: as for `plan`.")
 @click.option(
     "--cluster", default=None, help="Cluster by name, or a file of one. [default: that of the plan]"
 )
-@click.option("--cost-model", default=None, help="For --why-not: as for `plan`. [default: that of the plan]")
+@click.option("--cost-model", default=None, help="For --why-not. [default: that of the plan]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def command(
@@ -61,23 +70,30 @@ def command(
     report: bool,
     why_not: str | None,
     model: str | None,
-    batch_size: int,
-    sequence_length: int,
-    optimizer: str,
+    batch_size: int | None,
+    sequence_length: int | None,
+    optimizer: str | None,
     memory_limit: str | None,
     cluster: str | None,
     cost_model: str | None,
     as_json: bool,
 ) -> None:
-    """Say what a plan does and why; check it without taking any memory."""
+    """Say what a plan does and why; with --model, check that it fits. Neither takes any memory."""
     from meshwright_planner import explain
 
+    beside: dict[str, object] = {"--batch-size": batch_size, "--sequence-length": sequence_length}
+    check_needs("--model", model is not None, beside)
+    again = {"optimizer": optimizer, "memory_limit": memory_limit, "cost_model": cost_model}
+    options = {f"--{name.replace('_', '-')}": value for name, value in again.items()}
+    check_needs("--why-not", why_not is not None, options)
     files: dict[str, object] = {"--html": html, "--report": report}
     check_alone(
-        "--diff", other is not None, {**files, "--png": png, "--schedule": schedule, "--why-not": why_not}
+        "--diff",
+        other is not None,
+        {**files, "--png": png, "--schedule": schedule, "--why-not": why_not, "--model": model},
     )
     check_alone("--why-not", why_not is not None, {**files, "--png": png, "--schedule": schedule})
-    check_alone("--schedule", schedule, files)
+    check_alone("--schedule", schedule, {**files, "--model": model})
     check_folder("--html", html)
     check_folder("--png", png)
     loaded = ParallelPlan.load(plan)
@@ -91,23 +107,16 @@ def command(
             raise UsageError(
                 f"--why-not {why_not} plans again, and a plan does not hold its model; give --model, and the batch"
             )
-        _why_not(
-            state,
-            loaded,
-            why_not,
-            model,
-            batch_size,
-            sequence_length,
-            optimizer,
-            memory_limit,
-            cluster,
-            cost_model,
-            as_json,
-        )
+        chosen = _batch_of(loaded, ModelChoice(model, batch_size, sequence_length))
+        _why_not(state, loaded, why_not, chosen, {"cluster": cluster, **again}, as_json)
         return
     if schedule:
         _timeline(loaded, png, as_json)
         return
+    checked = None
+    if model is not None:
+        checked = _check(state, loaded, _batch_of(loaded, ModelChoice(model, batch_size, sequence_length)))
+    said = f"checked: the plan fits {checked}" if checked else NOT_CHECKED
     machine = _machine(state, loaded, cluster)
     if png is not None:
         from meshwright.commands.picture import draw
@@ -118,14 +127,17 @@ def command(
 
         html.write_text(page(loaded, cluster=machine, host=state.host), encoding="utf-8")
     if as_json and report:
-        click.echo(json.dumps(explain(loaded, cluster=machine, host=state.host).to_dict(), indent=2))
+        report_data = explain(loaded, cluster=machine, host=state.host).to_dict()
+        click.echo(json.dumps({**report_data, "checked_against": checked}, indent=2))
     elif as_json:
+        click.echo(said, err=True)  # what is printed is the plan itself, which takes no more fields
         click.echo(loaded.to_json(), nl=False)
     else:
         if not report:
             click.echo(loaded.explain())
         if loaded.predicted is not None:
             click.echo(explain(loaded, cluster=machine, host=state.host), nl=False)
+        click.echo(said)
 
 
 def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | None:
@@ -143,38 +155,58 @@ def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | No
         return None
 
 
+def _batch_of(plan: ParallelPlan, chosen: ModelChoice) -> ModelChoice:
+    """The choice, of the batch that the plan was made for where nobody names another; functions bring their own."""
+    if ":" in chosen.model:
+        return chosen
+    from meshwright.sources import takes_tokens
+
+    sizes = plan.provenance.batch
+    return replace(
+        chosen,
+        batch_size=chosen.batch_size or sizes.get("rows"),
+        sequence_length=chosen.sequence_length
+        or (sizes.get("tokens") if takes_tokens(chosen.model) else None),
+    )
+
+
+def _check(state: State, plan: ParallelPlan, chosen: ModelChoice) -> str:
+    """What the plan was checked against, in words. Raises PlanError or UsageError where it does not fit."""
+    from meshwright_parallel.fitting import check_fit
+    from meshwright_planner.profile.batch import Batch
+
+    model, batch = chosen.source().to_plan()
+    check_fit(model, plan, batch, state.host, plan.world_size)
+    sizes = Batch.of(batch)
+    tokens = "" if sizes.sequence_length is None else f" of {sizes.sequence_length} tokens"
+    return f"{type(model).__name__} and a batch of {sizes.size} rows{tokens}"
+
+
 def _why_not(
     state: State,
     plan: ParallelPlan,
     pins: str,
-    model: str,
-    batch_size: int,
-    sequence_length: int,
-    optimizer: str,
-    memory_limit: str | None,
-    cluster: str | None,
-    cost_model: str | None,
+    chosen: ModelChoice,
+    changes: Mapping[str, str | None],
     as_json: bool,
 ) -> None:
-    import meshwright as mw
-    from meshwright.commands.options import parse_size
-    from meshwright.sources import resolve
-    from meshwright_dtensor.planning import PlanRequest
-    from meshwright_planner.reports.whynot import parse_pins, why_not
+    from meshwright_planner.profile.batch import Batch
+    from meshwright_planner.reports.whynot import parse_pins, request_of, why_not
 
     wanted = parse_pins(pins)
-    request = PlanRequest(
-        cluster=cluster or plan.provenance.cluster,
-        world_size=plan.world_size,
-        cost_model=cost_model or plan.provenance.cost_model,
-        optimizer=optimizer,
-        memory_limit=None if memory_limit is None else parse_size(memory_limit),
-        precision=None if plan.precision is None else plan.precision.parameters,
-    )
-    source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=0)
-    with mw.deferred_init():
-        instance = source.make()
-    answer = why_not(plan, instance, source.batch, request, wanted, state.host)
+    request = request_of(plan, **changes)
+    model, batch = chosen.source().to_plan()
+    sizes, made_for = Batch.of(batch), plan.provenance.batch
+    rows = request.global_batch_size or sizes.size
+    if (rows, sizes.sequence_length) != (
+        made_for.get("rows", rows),
+        made_for.get("tokens", sizes.sequence_length),
+    ):
+        raise UsageError(
+            f"the plan was made for {dict(made_for)}, and this batch has {rows} rows of {sizes.sequence_length} tokens; "
+            "give the same batch, or plan for this one"
+        )
+    answer = why_not(plan, model, batch, request, wanted, state.host)
     click.echo(json.dumps(answer.to_dict()) if as_json else answer, nl=as_json)
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import KEYWORDS, Planner, PlanRequest
+from meshwright_dtensor.planning import DEGREES, KEYWORDS, PRECISIONS, Planner, PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from meshwright.sources import Source
     from meshwright_dtensor.plan import ParallelPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
+Option = Callable[[Any], Any]
+
+MODEL = "gpt2, llama, bert, vit; a transformers config.json; or file.py:function returning (model, batch)."
+ROWS, TOKENS = 8, 128
+"""Rows and tokens of a batch of which nobody says how large it is."""
 
 
 def check_folder(option: str, path: Path | None) -> None:
@@ -42,102 +51,275 @@ def check_alone(option: str, given: bool, others: Mapping[str, object]) -> None:
             raise UsageError(f"{other} does nothing beside {option}; leave one of them out")
 
 
+def check_needs(option: str, given: bool, others: Mapping[str, object]) -> None:
+    """That nothing was asked for which does nothing without `option`.
+
+    Raises:
+        UsageError: one of `others` was given alone (its value is neither None nor empty).
+    """
+    for other, value in others.items():
+        if not given and value not in (None, ()):
+            raise UsageError(f"{other} does nothing without {option}; give both, or neither")
+
+
 def model_options(function: F) -> F:
-    """--model, --batch-size, --sequence-length, --seed."""
-    for option in (
-        click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row."),
-        click.option(
-            "--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch."
-        ),
-        click.option(
-            "--model",
-            required=True,
-            metavar="MODEL",
-            help="gpt2, llama, bert, vit; a transformers config.json; or file.py:function returning (model, batch).",
-        ),
-    ):
-        function = option(function)
-    return function
+    """--model, which is required, and what `batch_options` gives; the command takes one `chosen: ModelChoice`."""
+
+    @functools.wraps(function)
+    def command(
+        *args: Any, model: str, batch_size: int | None, sequence_length: int | None, seed: int, **given: Any
+    ) -> Any:
+        return function(*args, chosen=ModelChoice(model, batch_size, sequence_length, seed), **given)
+
+    option = click.option("--model", required=True, metavar="MODEL", help=MODEL)
+    return cast(
+        "F", option(batch_options(click.option("--seed", type=int, default=0, show_default=True)(command)))
+    )
+
+
+def batch_options(function: F) -> F:
+    """--batch-size, --sequence-length; None where they are not given."""
+    tokens = click.option(
+        "--sequence-length",
+        type=int,
+        default=None,
+        help=f"Tokens of a row. [default: {TOKENS}, or what the function says]",
+    )
+    rows = click.option(
+        "--batch-size",
+        type=int,
+        default=None,
+        help=f"Rows of the global batch. [default: {ROWS}, or what the function says]",
+    )
+    return rows(tokens(function))
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """What --model and the options beside it say."""
+
+    model: str
+    batch_size: int | None = None
+    sequence_length: int | None = None
+    seed: int = 0
+
+    def source(self) -> Source:
+        """Where the model and its batch come from. Raises UsageError."""
+        from meshwright.sources import resolve
+
+        return resolve(
+            self.model, batch_size=self.batch_size, sequence_length=self.sequence_length, seed=self.seed
+        )
+
+    def arguments(self) -> list[str]:
+        """The options again, for another command."""
+        given = {
+            "--model": self.model,
+            "--batch-size": self.batch_size,
+            "--sequence-length": self.sequence_length,
+            "--seed": self.seed,
+        }
+        return [str(text) for pair in given.items() if pair[1] is not None for text in pair]
+
+
+class Named(click.ParamType):
+    """One of a few names; a wrong one is told which was probably meant."""
+
+    name = "name"
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value not in self.names:
+            close = did_you_mean(value, self.names)
+            hint = f"; did you mean {close!r}?" if close else ""
+            self.fail(f"{value!r} is not one of {', '.join(self.names)}{hint}", param, ctx)
+        return value
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(self.names)}]"
+
+
+SHARING: tuple[Option, ...] = (
+    click.option(
+        "--zero",
+        type=int,
+        default=None,
+        help="ZeRO stage, 1 to 3; 0 for none. [default: what memory asks for]",
+    ),
+    click.option(
+        "--zero-degree",
+        type=int,
+        default=None,
+        help="How many data ranks share one copy of the training state. [default: all of them]",
+    ),
+    click.option(
+        "--precision",
+        type=Named(*PRECISIONS),
+        default=None,
+        help="What a float32 model is computed in; its parameters stay float32. [default: their own]",
+    ),
+)
+
+PLANNING: tuple[Option, ...] = (
+    click.option(
+        "--cluster", default=None, help="Cluster by name, or a file of one. [default: this machine]"
+    ),
+    click.option("--planner", default=None, help="Planner by name. [default: eager]"),
+    click.option(
+        "--cost-model",
+        default=None,
+        help="Cost model by name, as roofline or measured. [default: what was measured, else the datasheet]",
+    ),
+    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum."),
+    click.option(
+        "--global-batch-size",
+        type=int,
+        default=None,
+        help="Plan for so many rows, if the batch has another number.",
+    ),
+    click.option(
+        "--degree", "degrees", multiple=True, metavar="AXIS=N", help="Pin the degree of a mesh axis, as tp=2."
+    ),
+    *(click.option(f"--{axis}", type=int, default=None, help=f"As --degree {axis}=N.") for axis in DEGREES),
+    *SHARING,
+    click.option("--schedule", default=None, help="Schedule of the pipeline by name. [default: the best]"),
+    click.option(
+        "--microbatches",
+        type=int,
+        default=None,
+        help="Equal parts that a pipeline cuts the batch into. [default: the best]",
+    ),
+    click.option(
+        "--sequence-parallel/--no-sequence-parallel",
+        default=None,
+        help="Whether tp splits the sequence between blocks. [default: what is cheaper]",
+    ),
+    click.option(
+        "--context-attention",
+        type=Named("all_gather", "ring", "all_to_all"),
+        default=None,
+        help="How ranks that share a sequence (cp) share attention. [default: the cheapest]",
+    ),
+    click.option(
+        "--context-balance",
+        type=Named("none", "zigzag"),
+        default=None,
+        help="Which parts of a sequence a rank of cp has. [default: zigzag for causal models]",
+    ),
+    click.option(
+        "--recompute",
+        default=None,
+        metavar="WHAT",
+        help="full, selective or alternate for repeated blocks, or a pattern of module names. [default: what memory asks for]",
+    ),
+    click.option(
+        "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB, 40GiB or 80e9."
+    ),
+    click.option(
+        "--ignore-marks",
+        "keep_user_sharding",
+        flag_value=False,
+        type=bool,
+        default=None,
+        help="Search freely where mark_sharding placed parameters.",
+    ),
+    click.option(
+        "--time-budget",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="Take the best that is known by then. [default: search to the end]",
+    ),
+)
+"""One for each keyword of `plan`, beside --world-size and --top-k; a test holds the two together."""
+
+NAMES = (
+    *(
+        "cluster",
+        "planner",
+        "cost_model",
+        "optimizer",
+        "global_batch_size",
+        "degrees",
+        *DEGREES,
+        "zero",
+        "zero_degree",
+        "precision",
+    ),
+    *(
+        "schedule",
+        "microbatches",
+        "sequence_parallel",
+        "context_attention",
+        "context_balance",
+        "recompute",
+        "memory_limit",
+    ),
+    *("keep_user_sharding", "time_budget"),
+)
+"""The arguments that PLANNING makes."""
+
+OPTION: Mapping[str, str] = MappingProxyType({"degrees": "--degree", "keep_user_sharding": "--ignore-marks"})
+"""Argument -> option, where they differ."""
+
+ALSO = frozenset({"optimizer"})
+"""What a command that is given a plan takes beside it."""
+
+
+def plan_options(function: F) -> F:
+    """What `plan` searches for and with: PLANNING; the command takes one `asked: Asked`."""
+
+    @functools.wraps(function)
+    def command(*args: Any, **given: Any) -> Any:
+        asked = Asked({name: given.pop(name) for name in NAMES})
+        return function(*args, asked=asked, **given)
+
+    return with_options(cast("F", command), PLANNING)
 
 
 def sharing_options(function: F) -> F:
     """--zero, --zero-degree, --precision."""
-    for option in (
-        click.option(
-            "--precision",
-            type=click.Choice(["fp32", "bf16", "fp16"]),
-            default=None,
-            help="What a float32 model is computed in; its parameters stay float32. [default: their own]",
-        ),
-        click.option(
-            "--zero-degree",
-            type=int,
-            default=None,
-            help="How many data ranks share one copy of the training state. [default: all of them]",
-        ),
-        click.option(
-            "--zero",
-            type=click.IntRange(0, 3),
-            default=None,
-            help="ZeRO stage; 0 for none. [default: what memory asks for]",
-        ),
-    ):
+    return with_options(function, SHARING)
+
+
+def with_options(function: F, options: Sequence[Option]) -> F:
+    """The function with these options, which --help lists in this order."""
+    for option in reversed(options):
         function = option(function)
     return function
 
 
-def plan_options(function: F) -> F:
-    """What `plan` searches for and with: --cluster, --planner, --cost-model, --optimizer, --degree, --cp, --context-attention,
-    --memory-limit, --time-budget, --recompute, and those of `sharing_options`.
-    """
-    for option in (
-        sharing_options,
-        click.option(
-            "--time-budget",
-            type=float,
-            default=None,
-            metavar="SECONDS",
-            help="Take the best that is known by then. [default: search to the end]",
-        ),
-        click.option(
-            "--recompute",
-            default=None,
-            metavar="WHAT",
-            help="full, selective or alternate for repeated blocks, or a pattern of module names. [default: what memory asks for]",
-        ),
-        click.option(
-            "--memory-limit", default=None, metavar="SIZE", help="Memory of a rank, as 16GB or 512MiB."
-        ),
-        click.option(
-            "--context-attention",
-            type=click.Choice(["all_gather", "ring", "all_to_all"]),
-            default=None,
-            help="How ranks that share a sequence (cp) share attention. [default: the cheapest]",
-        ),
-        click.option(
-            "--cp", type=int, default=None, help="Pin the degree of context parallelism, as --degree cp=N."
-        ),
-        click.option(
-            "--degree",
-            "degrees",
-            multiple=True,
-            metavar="AXIS=N",
-            help="Pin the degree of a mesh axis, as tp=2.",
-        ),
-        click.option(
-            "--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd-momentum."
-        ),
-        click.option(
-            "--cost-model",
-            default=None,
-            help="Cost model by name, as roofline or measured. [default: what was measured, else the datasheet]",
-        ),
-        click.option("--planner", default="eager", show_default=True, help="Planner by name."),
-        click.option("--cluster", default=None, help="Cluster by name. [default: this machine]"),
-    ):
-        function = option(function)
-    return function
+@dataclass(frozen=True)
+class Asked:
+    """What `plan_options` were given: keyword of PlanRequest -> value, None where it was not; "degrees" as they were written."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given, but for those of ALSO."""
+        names = (name for name, value in self.values.items() if value not in (None, ()) and name not in ALSO)
+        return [OPTION.get(name, f"--{name.replace('_', '-')}") for name in names]
+
+    def request(self, host: PluginHost, *, world_size: int, top_k: int = 1) -> PlanRequest:
+        """What is asked of the planner.
+
+        Raises:
+            UsageError: a degree is none, or is given twice.
+        """
+        values = {name: value for name, value in self.values.items() if value is not None}
+        texts = [*values.pop("degrees", ())]
+        texts += [f"{axis}={values.pop(axis)}" for axis in DEGREES if axis in values]
+        pins = pinning(parse_degrees(tuple(texts), host))
+        zero_degree = values.pop("zero_degree", None)
+        if zero_degree is not None and "zero_degree" in pins:
+            raise UsageError(
+                f"--zero-degree {zero_degree} is pinned as --degree zero={pins['zero_degree']} too; give one of them"
+            )
+        shared = {} if zero_degree is None else {"zero_degree": zero_degree}
+        return PlanRequest(world_size=world_size, top_k=top_k, **values, **shared, **pins)
 
 
 def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
@@ -153,8 +335,8 @@ def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
         if not equals or not number.isdigit() or int(number) < 1:
             raise UsageError(f"--degree {text} is not AXIS=N with N of at least 1; write for example tp=2")
         if axis not in axes:
-            close = difflib.get_close_matches(axis, axes, n=1)
-            fix = f"did you mean {close[0]!r}?" if close else "use one of them, or install its strategy"
+            close = did_you_mean(axis, axes)
+            fix = f"did you mean {close!r}?" if close else "use one of them, or install its strategy"
             known = ", ".join(axes) or "none"
             raise UsageError(f"--degree {text}: there is no mesh axis {axis!r} (installed: {known}); {fix}")
         if axis in degrees:
@@ -170,44 +352,6 @@ def pinning(pins: Mapping[str, int]) -> dict[str, Any]:
     return {**own, "degrees": others}
 
 
-def plan_request(
-    degrees: tuple[str, ...],
-    host: PluginHost,
-    *,
-    cluster: str | None,
-    planner: str,
-    cost_model: str | None,
-    optimizer: str,
-    memory_limit: str | None,
-    world_size: int,
-    top_k: int = 1,
-    cp: int | None = None,
-    context_attention: str | None = None,
-    zero: int | None = None,
-    zero_degree: int | None = None,
-    precision: str | None = None,
-    recompute: str | None = None,
-    time_budget: float | None = None,
-) -> PlanRequest:
-    """What the options of `plan_options` ask for."""
-    pins = parse_degrees((*degrees, *(() if cp is None else (f"cp={cp}",))), host)
-    return PlanRequest(
-        cluster=cluster,
-        world_size=world_size,
-        planner=planner,
-        cost_model=cost_model,
-        optimizer=optimizer,
-        top_k=top_k,
-        memory_limit=None if memory_limit is None else parse_size(memory_limit),
-        context_attention=context_attention,
-        zero=zero,
-        precision=precision,
-        recompute=recompute,
-        time_budget=time_budget,
-        **{"zero_degree": zero_degree, **pinning(pins)},
-    )
-
-
 def make_plans(host: PluginHost, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
     """The plans that the requested planner finds, best first; at least one."""
     planner: Planner = host.get(PlannerSpec, request.planner).load()()
@@ -218,49 +362,7 @@ def apply_request(model: nn.Module, batch: Any, request: PlanRequest) -> tuple[n
     """Plan as requested, once for all ranks, and apply the best plan: the model and its plan."""
     import meshwright as mw
 
-    applied = mw.auto_parallelize(
-        model,
-        batch,
-        cluster=request.cluster,
-        planner=request.planner,
-        cost_model=request.cost_model,
-        optimizer=request.optimizer,
-        memory_limit=request.memory_limit,
-        time_budget=request.time_budget,
-        dp=request.dp,
-        tp=request.tp,
-        pp=request.pp,
-        cp=request.cp,
-        ep=request.ep,
-        degrees=request.degrees,
-        context_attention=request.context_attention,
-        context_balance=request.context_balance,
-        zero=request.zero,
-        zero_degree=request.zero_degree,
-        precision=request.precision,
-        recompute=request.recompute,
-    )
+    given = {name: value for name, value in request.given().items() if name != "cluster"}
+    applied = mw.auto_parallelize(model, batch, cluster=request.cluster, **given)
     plan: Any = applied.parallel_plan
     return applied, plan
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "80GB", "512MiB" or a number.
-
-    Raises:
-        UsageError: the text is no size.
-    """
-    units: Mapping[str, int] = {
-        "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30,
-    }  # fmt: skip
-    number = text.strip().lower().rstrip("kmgib")
-    unit = text.strip().lower()[len(number) :]
-    try:
-        value = float(number) * units[unit]
-    except (ValueError, KeyError):
-        raise UsageError(
-            f"--memory-limit {text} is no size; write for example 16GB, 512MiB or bytes"
-        ) from None
-    if not 1 <= value < 2**63:
-        raise UsageError(f"--memory-limit {text} is out of range; give at least one byte")
-    return int(value)

@@ -11,12 +11,13 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import (
+    Asked,
+    ModelChoice,
     check_alone,
     check_folder,
     make_plans,
     model_options,
     plan_options,
-    plan_request,
 )
 
 if TYPE_CHECKING:
@@ -53,23 +54,8 @@ COMPARED = 5  # plans in the table of candidates, however few are asked for
 @click.pass_obj
 def command(
     state: State,
-    model: str,
-    batch_size: int,
-    sequence_length: int,
-    seed: int,
-    cluster: str | None,
-    planner: str,
-    cost_model: str | None,
-    optimizer: str,
-    degrees: tuple[str, ...],
-    cp: int | None,
-    context_attention: str | None,
-    zero: int | None,
-    zero_degree: int | None,
-    precision: str | None,
-    recompute: str | None,
-    time_budget: float | None,
-    memory_limit: str | None,
+    chosen: ModelChoice,
+    asked: Asked,
     world_size: int | None,
     top_k: int,
     output: Path | None,
@@ -81,47 +67,25 @@ def command(
     check_folder("--output", output)
     single = {"--output": output, "--trial": trial, "--top-k": top_k if top_k != 1 else None}
     check_alone("--compare", compare is not None, single)
-    request = plan_request(
-        degrees,
+    request = asked.request(
         state.host,
-        cluster=cluster,
-        planner=planner,
-        cost_model=cost_model,
-        optimizer=optimizer,
-        memory_limit=memory_limit,
-        cp=cp,
-        context_attention=context_attention,
-        zero=zero,
-        zero_degree=zero_degree,
-        precision=precision,
-        recompute=recompute,
-        time_budget=time_budget,
         world_size=ranks.world_size() if world_size is None else world_size,
         top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,  # refused below 1
     )
-    import meshwright as mw
-    from meshwright.sources import resolve
-
-    source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
-    with mw.deferred_init():
-        instance = source.make()
+    instance, batch = chosen.source().to_plan()
     if compare is not None:
-        _compare(state, instance, source.batch, request, [planner, *compare.split(",")], as_json)
+        _compare(state, instance, batch, request, [request.planner, *compare.split(",")], as_json)
         return
-    plans = make_plans(state.host, instance, source.batch, request)
+    plans = make_plans(state.host, instance, batch, request)
     if ranks.rank():
         return
     if trial is not None:
         from meshwright.trial import tried
 
-        what = {
-            "--model": model,
-            "--batch-size": batch_size,
-            "--sequence-length": sequence_length,
-            "--seed": seed,
-        }
-        arguments = [str(text) for pair in what.items() for text in pair]
-        plans = [*tried(plans[:trial], [*arguments, "--optimizer", optimizer]), *plans[trial:]]
+        plans = [
+            *tried(plans[:trial], [*chosen.arguments(), "--optimizer", request.optimizer]),
+            *plans[trial:],
+        ]
     if output is not None:
         plans[0].save(output)
     if as_json:

@@ -8,7 +8,7 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import sharing_options
+from meshwright.commands.options import TOKENS, sharing_options
 
 MODELS = ("gpt2", "llama", "bert", "vit")
 
@@ -36,7 +36,7 @@ MODELS = ("gpt2", "llama", "bert", "vit")
     help="Train on this file. [default: the standard library]",
 )
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch.")
-@click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row.")
+@click.option("--sequence-length", type=int, default=None, help=f"Tokens of a row. [default: {TOKENS}]")
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
 @click.option("--learning-rate", type=float, default=None, help="Peak rate. [default: the optimizer's]")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -63,7 +63,7 @@ def command(
     plan: Path | None,
     text: Path | None,
     batch_size: int,
-    sequence_length: int,
+    sequence_length: int | None,
     optimizer: str,
     learning_rate: float | None,
     seed: int,
@@ -88,7 +88,9 @@ def command(
 
     from meshwright.demo.report import Report
     from meshwright.demo.train import Options, run
+    from meshwright.sources import check_tokens
 
+    check_tokens(model, sequence_length)
     degrees = {axis: degree for axis, degree in (("dp", dp), ("cp", cp), ("tp", tp)) if degree is not None}
     options = Options(
         model=model,
@@ -100,7 +102,7 @@ def command(
         text=text,
         plan=plan,
         batch_size=batch_size,
-        sequence_length=sequence_length,
+        sequence_length=TOKENS if sequence_length is None else sequence_length,
         seed=seed,
         optimizer=optimizer,
         learning_rate=learning_rate,

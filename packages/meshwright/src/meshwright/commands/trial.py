@@ -9,18 +9,19 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
+from meshwright.commands.options import ModelChoice, batch_options, check_alone
 from meshwright.commands.verify import OPTIMIZERS
 from meshwright.sources import Source
 from meshwright.trial import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import unknown
 
 
 @click.command("trial")
 @click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--model", default=None, metavar="MODEL", help="As for `plan`.")
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch.")
-@click.option("--sequence-length", type=int, default=128, show_default=True, help="Tokens of a row.")
+@batch_options
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--saved",
@@ -37,8 +38,8 @@ def command(
     state: State,
     plans: tuple[Path, ...],
     model: str | None,
-    batch_size: int,
-    sequence_length: int,
+    batch_size: int | None,
+    sequence_length: int | None,
     seed: int,
     saved: Path | None,
     optimizer: str,
@@ -48,16 +49,18 @@ def command(
 ) -> int:
     """Run plans for a few real steps on ranks of this machine, and say what a step took. Only load what you have saved."""
     if optimizer not in OPTIMIZERS:
-        raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
+        raise UsageError(unknown("--optimizer", optimizer, OPTIMIZERS))
     if (model is None) == (saved is None):
         raise UsageError("what is to be run: give either --model or --saved")
+    sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length}
+    check_alone("--saved", saved is not None, sizes)
     loaded = [ParallelPlan.load(path) for path in plans]
-    sizes = sorted({plan.world_size for plan in loaded})
-    if len(sizes) > 1:
+    counts = sorted({plan.world_size for plan in loaded})
+    if len(counts) > 1:
         raise PlanError(
-            "world_size", sizes[1], f"the plans are of {sizes} ranks: try those of one size", str(sizes[0])
+            "world_size", counts[1], f"the plans are of {counts} ranks: try those of one size", str(counts[0])
         )
-    size = ranks.check_world_size(sizes[0])
+    size = ranks.check_world_size(counts[0])
     if not ranks.is_rank():
         return ranks.launch(size, state.arguments)
 
@@ -66,9 +69,10 @@ def command(
 
     import meshwright as mw
 
+    chosen = None if model is None else ModelChoice(model, batch_size, sequence_length, seed)
     mw.init()
     torch.set_num_threads(1)
-    source = _source(model, batch_size, sequence_length, seed, saved)
+    source = _source(chosen, saved)
     found = [measure(source.make, source.batch, plan, OPTIMIZERS[optimizer], steps) for plan in loaded]
     if ranks.rank() == 0:
         data = {"seconds": [m.seconds for m in found], "steps": steps, "plans": [str(p) for p in plans]}
@@ -88,15 +92,13 @@ def command(
     return 0
 
 
-def _source(name: str | None, rows: int, tokens: int, seed: int, saved: Path | None) -> Source:
-    if name is not None:
-        from meshwright.sources import resolve
-
-        return resolve(name, batch_size=rows, sequence_length=tokens, seed=seed)
+def _source(chosen: ModelChoice | None, saved: Path | None) -> Source:
+    if chosen is not None:
+        return chosen.source()
     import copy
 
     import torch
 
     assert saved is not None
     model, batch = torch.load(saved, weights_only=False)
-    return Source(str(saved), lambda: copy.deepcopy(model), batch)
+    return Source(str(saved), lambda: (copy.deepcopy(model), batch), batch)

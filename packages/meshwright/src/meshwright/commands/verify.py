@@ -12,8 +12,9 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import apply_request, model_options, plan_options, plan_request
+from meshwright.commands.options import Asked, ModelChoice, apply_request, model_options, plan_options
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.planning import unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,23 +66,8 @@ OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], Any]] = MappingProxyType(
 @click.pass_obj
 def command(
     state: State,
-    model: str,
-    batch_size: int,
-    sequence_length: int,
-    seed: int,
-    cluster: str | None,
-    planner: str,
-    cost_model: str | None,
-    optimizer: str,
-    degrees: tuple[str, ...],
-    cp: int | None,
-    context_attention: str | None,
-    zero: int | None,
-    zero_degree: int | None,
-    precision: str | None,
-    recompute: str | None,
-    time_budget: float | None,
-    memory_limit: str | None,
+    chosen: ModelChoice,
+    asked: Asked,
     plan_file: Path | None,
     world_size: int | None,
     steps: int,
@@ -93,13 +79,12 @@ def command(
     Exit code 4 when a tensor differs by more than its dtype's rounding explains. Under Adam, parameters after a step are
     reported as no measure: it turns rounding in gradients that cancel to nothing into whole steps. Its moments are compared.
     """
+    optimizer = asked.values["optimizer"]
     if optimizer not in OPTIMIZERS:
-        raise UsageError(f"--optimizer {optimizer} is not known; choose one of {', '.join(OPTIMIZERS)}")
-    pinned = (cp, context_attention, zero, zero_degree, precision, recompute, time_budget, cost_model)
-    if plan_file is not None and (degrees or any(value is not None for value in pinned)):
+        raise UsageError(unknown("--optimizer", optimizer, OPTIMIZERS))
+    if plan_file is not None and asked.given:
         raise UsageError(
-            f"--plan {plan_file} already fixes the degrees; leave out --degree, --cp, --context-attention, --zero, "
-            "--zero-degree, --precision, --recompute, --time-budget and --cost-model, or the plan"
+            f"--plan {plan_file} fixes what {', '.join(asked.given)} asks for; leave that out, or the plan"
         )
     plan = None
     if plan_file is not None:
@@ -110,23 +95,7 @@ def command(
     if plan is not None and plan.world_size != size:
         rule = f"this run has {size} ranks: start {plan.world_size}, or plan for {size}"
         raise PlanError("world_size", plan.world_size, rule, str(size))
-    request = plan_request(
-        degrees,
-        state.host,
-        cluster=cluster,
-        planner=planner,
-        cost_model=cost_model,
-        optimizer=optimizer,
-        memory_limit=memory_limit,
-        cp=cp,
-        context_attention=context_attention,
-        zero=zero,
-        zero_degree=zero_degree,
-        precision=precision,
-        recompute=recompute,
-        time_budget=time_budget,
-        world_size=size,
-    )
+    request = asked.request(state.host, world_size=size)
     if size > 1 and not ranks.is_rank():
         return ranks.launch(size, state.arguments)
 
@@ -134,11 +103,10 @@ def command(
     import torch.distributed as dist
 
     import meshwright as mw
-    from meshwright.sources import resolve
 
     mw.init()
     torch.set_num_threads(1)
-    source = resolve(model, batch_size=batch_size, sequence_length=sequence_length, seed=seed)
+    source = chosen.source()
     if plan is None:
         with mw.deferred_init():
             instance = source.make()

@@ -7,6 +7,7 @@ model's dropout uses, and any rank can load any part of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ class _Rows(Dataset[dict[str, Tensor]]):
     """Rows drawn from a text; a subclass says how many bytes a row takes and what it makes of them.
 
     text: uint8 of shape (n,). length: tokens of a row. rows: how many rows there are.
+    fixed: rows are of one size, whatever the length.
     """
+
+    fixed: ClassVar[bool] = False
 
     def __init__(self, text: Tensor, length: int, rows: int, seed: int) -> None:
         self.text = text
@@ -70,6 +74,7 @@ class ByteImage(_Rows):
     """Images of bytes: pixel_values float32 (1, 32, 32) from 1024 bytes; the label is the kind of the byte after them."""
 
     KINDS = 6
+    fixed = True
 
     @staticmethod
     def bytes_per_row(length: int) -> int:

@@ -10,8 +10,8 @@ from torch import nn
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import Planner, PlanRequest
-from meshwright_dtensor.plugins import PluginHost, discover
+from meshwright_dtensor.planning import Planner, PlanRequest, unknown
+from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.strategy import Strategy
 from meshwright_planner.costs.models import cost_model_of
 from meshwright_planner.costs.operations import OPTIMIZERS
@@ -80,11 +80,11 @@ class EagerPlanner(Planner):
     def setting(self, model: nn.Module, batch: Any, request: PlanRequest, host: PluginHost) -> Setting:
         """What a request asks a search for."""
         strategies = installed(host)
+        if isinstance(request.schedule, str) and request.schedule:
+            host.get(ScheduleSpec, request.schedule)  # a wrong name is said before what it would need
         request.check(strategies)
         if request.optimizer not in OPTIMIZERS:
-            raise UsageError(
-                f"optimizer={request.optimizer!r} is unknown; give one of {', '.join(OPTIMIZERS)}"
-            )
+            raise UsageError(unknown("optimizer", request.optimizer, OPTIMIZERS))
         world_size = request.world_size or running_ranks()
         if world_size > 1 and not strategies:
             raise UsageError(
@@ -105,7 +105,7 @@ class EagerPlanner(Planner):
             pins=self.pins(request, strategies, world_size),
             world_size=world_size,
             limit=_limit(cluster, request),
-            allowed=cluster.usable_bytes if request.memory_limit is None else request.memory_limit,
+            allowed=cluster.usable_bytes if request.limit_bytes is None else request.limit_bytes,
             stored=marked(model, axes) if request.keep_user_sharding else {},
             options=request.options,
             stage=request.zero or 0,
@@ -114,6 +114,7 @@ class EagerPlanner(Planner):
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,
             cost_model=cost_model_of(request.cost_model, cluster, host),
+            request=request.given(),
         )
 
 
@@ -163,8 +164,8 @@ def running_ranks() -> int:
 
 def _limit(cluster: Cluster, request: PlanRequest) -> int:
     """What may be predicted; the margin for fragments covers errors of predictions too."""
-    if request.memory_limit is not None:
-        return kept_back(request.memory_limit)
+    if request.limit_bytes is not None:
+        return kept_back(request.limit_bytes)
     return kept_back(cluster.usable_bytes, max(0.0, MARGIN - cluster.fragmentation))
 
 

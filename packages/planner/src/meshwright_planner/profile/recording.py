@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from meshwright_dtensor.deferred import has_values
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
 from meshwright_dtensor.precision import cast_buffers
 from meshwright_dtensor.trace import Recorder
@@ -144,6 +145,11 @@ def _readable(tensor: torch.Tensor) -> bool:
     return not (unreal or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > REAL_ELEMENTS)
 
 
+def _is_unreal(tensor: torch.Tensor) -> bool:
+    """Whether nobody gave a tensor values."""
+    return _torch.is_fake(tensor) or not has_values(tensor)
+
+
 def _run_real(
     model: nn.Module,
     batch: Batch,
@@ -152,7 +158,7 @@ def _run_real(
     dtype: torch.dtype | None,
 ) -> Tape:
     tensors = [*model.parameters(), *model.buffers(), *(t for _, t in batch.tensors())]
-    unreal = [t for t in tensors if t.is_meta or _torch.is_fake(t)]
+    unreal = [t for t in tensors if _is_unreal(t)]
     size = sum(t.numel() * t.element_size() for t in unreal)
     if size > REAL_RUN_LIMIT_BYTES:
         raise UnsupportedError(
@@ -165,7 +171,7 @@ def _run_real(
         return made(tensor).to(computed(tensor))
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
-        if not (tensor.is_meta or _torch.is_fake(tensor)):
+        if not _is_unreal(tensor):
             return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
         new = torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.is_floating_point():

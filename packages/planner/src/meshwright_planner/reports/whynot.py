@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from torch import nn
 
+from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import DEGREES, PlanRequest
@@ -32,15 +33,19 @@ class WhyNot:
             the plan is not the best of this request; "infeasible" - nothing with it fits the memory; "illegal" - it cannot be.
         reason: in words.
         plan: the best with it, where there is one.
+        kept: what else was asked for when the plan was made, and held here too: keyword of `plan` -> value.
     """
 
     asked: str
     verdict: Verdict
     reason: str
     plan: ParallelPlan | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.asked}: {self.verdict}: {self.reason}\n"
+        kept = ", ".join(f"{name}={value}" for name, value in self.kept.items())
+        beside = f" (beside {kept}, as the plan was asked for)" if kept else ""
+        return f"{self.asked}{beside}: {self.verdict}: {self.reason}\n"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -49,6 +54,7 @@ class WhyNot:
             "asked": self.asked,
             "verdict": self.verdict,
             "reason": self.reason,
+            "kept": dict(self.kept),
             "best": None if self.plan is None else name_of(self.plan),
             "step_seconds": None if predicted is None else predicted.step_seconds,
         }
@@ -84,7 +90,7 @@ def why_not(
     Args:
         winner: the plan in question.
         model, batch: those it was planned for.
-        request: as it was planned, without the pins.
+        request: as it was planned (see `request_of`); where it says something of a pin, the pin counts.
         pins: mesh axis -> degree, or option of `plan` -> value.
         host: where planners are found; None discovers what is installed.
 
@@ -92,10 +98,56 @@ def why_not(
         UsageError: there is no such option, or the model does not take the batch.
     """
     asked = ", ".join(f"{name}={value}" for name, value in pins.items())
+    pinned = _pinned(request, pins)
+    kept = {
+        name: value
+        for name, value in pinned.given().items()
+        if name not in (*pins, "cluster", "cost_model", "degrees")
+    }
+    kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
+    return replace(_answer(winner, model, batch, request, pinned, pins, asked, host), kept=kept)
+
+
+def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
+    """What a plan was asked for, with the changes that are not None.
+
+    Raises:
+        PlanError: the plan says that it was asked for something that this release does not know.
+    """
+    known = {one.name for one in fields(PlanRequest)}
+    given: dict[str, Any] = dict(plan.provenance.request)
+    for name, value in given.items():
+        if name not in known:
+            raise PlanError(
+                f"provenance.request.{name}",
+                value,
+                "plan() has no such keyword; remove it",
+                did_you_mean(name, known),
+            )
+    if given.get("planner") == "trial":  # which would run the plans on ranks of this machine
+        del given["planner"]
+    given.setdefault("cluster", plan.provenance.cluster)
+    if plan.provenance.cost_model is not None:
+        given.setdefault("cost_model", plan.provenance.cost_model)
+    if plan.precision is not None:
+        given.setdefault("precision", plan.precision.parameters)
+    given |= {name: value for name, value in changes.items() if value is not None}
+    return PlanRequest(**{**given, "world_size": plan.world_size, "top_k": 1})
+
+
+def _answer(
+    winner: ParallelPlan,
+    model: nn.Module,
+    batch: Any,
+    request: PlanRequest,
+    pinned: PlanRequest,
+    pins: Mapping[str, Any],
+    asked: str,
+    host: PluginHost | None,
+) -> WhyNot:
     if all(_has(winner, name, value) for name, value in pins.items()):
         return WhyNot(asked, "chosen", f"the plan has it: {name_of(winner)}", winner)
     planner = (host or discover()).get(PlannerSpec, request.planner).load()()
-    pinned = _pinned(request, pins)
     try:
         best: ParallelPlan = planner.plan(model, batch, pinned)[0]
     except InfeasibleError as error:
@@ -113,11 +165,13 @@ def why_not(
 def _pinned(request: PlanRequest, pins: Mapping[str, Any]) -> PlanRequest:
     own = {name: value for name, value in pins.items() if name in DEGREES or name in OPTIONS}
     others = {name: value for name, value in pins.items() if name not in own}
+    known = ", ".join((*DEGREES, *OPTIONS))
     for name, value in others.items():
         if not isinstance(value, int) or isinstance(value, bool):
-            known = ", ".join((*DEGREES, *OPTIONS))
+            close = did_you_mean(name, (*DEGREES, *OPTIONS))
+            hint = f"; did you mean {close!r}?" if close else ""
             raise UsageError(
-                f"--why-not {name}={value}: there is no such option; give a degree, or one of {known}"
+                f"--why-not {name}={value}: there is no such option; give a degree, or one of {known}{hint}"
             )
     return replace(request, top_k=1, **own, degrees={**request.degrees, **others})
 

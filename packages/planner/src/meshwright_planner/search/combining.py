@@ -22,13 +22,15 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
         if axis in legal and not legal[axis]:
             length = setting.batch.sequence_length
             rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
-            options = ", ".join(map(str, setting.strategies[axis].degrees(requests[axis])))
+            allowed = setting.strategies[axis].degrees(requests[axis])
+            options = ", ".join(map(str, allowed))
+            nearest = min(allowed, key=lambda d: (abs(d - degree), d), default=1)
             reason = setting.strategies[axis].refusal(requests[axis], degree)
             if reason is not None:
                 raise PlanError(f"degrees.{axis}", degree, reason, options)
             raise UsageError(
                 f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
-                f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}"
+                f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}; the nearest is {axis}={nearest}"
             )
     found = [
         c

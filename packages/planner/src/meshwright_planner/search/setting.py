@@ -56,6 +56,7 @@ class Setting:
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
         time_budget: seconds that the search may take; None for as long as it takes.
         cost_model: says what operations and collectives take; None for the cluster's own figures.
+        request: the keywords that were given, for the plan to keep.
     """
 
     model: nn.Module
@@ -76,6 +77,7 @@ class Setting:
     recompute: str | None = None
     time_budget: float | None = None
     cost_model: Asked | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype | None:

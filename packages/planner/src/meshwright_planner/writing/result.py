@@ -66,9 +66,17 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             model=fingerprint(setting.model),
             cluster=setting.cluster.name,
             cost_model=None if setting.cost_model is None else setting.cost_model.name,
+            request=dict(setting.request),
+            batch=_sizes(setting),
             notes=(*notes, *candidate.notes),
         ),
     )
+
+
+def _sizes(setting: Setting) -> dict[str, int]:
+    """Rows and tokens of the batch that is planned for."""
+    tokens = setting.batch.sequence_length
+    return {"rows": setting.batch.size} | ({} if tokens is None else {"tokens": tokens})
 
 
 def _split(candidate: Candidate) -> StepSplit:

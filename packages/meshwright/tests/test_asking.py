@@ -1,0 +1,258 @@
+"""What commands are asked, in options: every keyword of `plan`, nothing ignored, and what a plan keeps of it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright import cli
+from meshwright.commands import options, plan
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_planner.api import plan as plan_function
+
+Run = Callable[..., tuple[int, str, str]]
+
+MODEL = """
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def make():
+    return Model(), {"x": torch.randn(8, 64)}
+
+
+def sized(batch_size):
+    return Model(), {"x": torch.randn(batch_size, 64)}
+
+
+def other():
+    return torch.nn.Linear(64, 2), {"input": torch.randn(8, 64)}
+
+
+def huge():
+    return torch.nn.Sequential(*(torch.nn.Linear(1 << 17, 1 << 17) for _ in range(4))), torch.randn(8, 1 << 17)
+"""
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(arguments)
+        printed = capsys.readouterr()
+        code = exit_.value.code
+        assert isinstance(code, int)
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def test_every_keyword_of_plan_has_an_option() -> None:
+    keywords = {
+        name
+        for name, one in inspect.signature(plan_function).parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
+    own = {parameter.name for parameter in plan.command.params}
+    refused = {"compile"}  # which nothing executes
+    assert keywords - refused <= own
+    assert set(options.NAMES) <= own and set(options.NAMES) <= keywords
+
+
+def asked(run: Run, file: str, *more: str) -> ParallelPlan:
+    code, out, error = run("plan", "--model", f"{file}:make", "--cluster", "dgx-h100", "--json", *more)
+    assert code == 0, error
+    return ParallelPlan.from_json(out)
+
+
+PINS: dict[str, tuple[list[str], Callable[[ParallelPlan], object]]] = {
+    "tp": (["--tp", "2"], lambda p: p.degree("tp") == 2),
+    "degree": (["--degree", "tp=4"], lambda p: p.degree("tp") == 4),
+    "zero": (["--zero", "3", "--dp", "4"], lambda p: p.zero is not None and p.zero.stage == 3),
+    "no zero": (["--zero", "0"], lambda p: p.zero is None),
+    "schedule": (
+        ["--pp", "2", "--schedule", "gpipe"],
+        lambda p: p.pipeline is not None and p.pipeline.schedule == "gpipe",
+    ),
+    "microbatches": (
+        ["--pp", "2", "--microbatches", "4"],
+        lambda p: p.pipeline is not None and p.pipeline.microbatches == 4,
+    ),
+    "recompute": (["--recompute", "blocks.*"], lambda p: [r.pattern for r in p.recompute] == ["blocks.*"]),
+    "precision": (
+        ["--precision", "bf16"],
+        lambda p: p.precision is not None and p.precision.parameters == "bf16",
+    ),
+    "no sequence": (["--tp", "4", "--no-sequence-parallel"], lambda p: not p.sequence_parallel),
+    "rows": (["--global-batch-size", "32"], lambda p: p.provenance.batch["rows"] == 32),
+    "limit": (
+        ["--memory-limit", "2 GiB"],
+        lambda p: p.predicted is not None and p.predicted.limit_bytes == 2 << 30,
+    ),
+}
+
+
+@pytest.mark.parametrize("pin", PINS)
+def test_pins_are_kept(run: Run, file: str, pin: str) -> None:
+    arguments, holds = PINS[pin]
+    found = asked(run, file, "--world-size", "4", *arguments)
+    assert holds(found), found.explain()
+    assert found.provenance.request  # and said
+
+
+# what is asked -> what the one line says: the value, the rule, the fix
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "schedule without stages": (["--schedule", "gpipe"], ["schedule='gpipe'", "needs a pipeline", "pp"]),
+    "schedule on one stage": (
+        ["--schedule", "gpipe", "--pp", "1"],
+        ["schedule='gpipe'", "needs a pipeline", "pp"],
+    ),
+    "schedule's name": (["--schedule", "1f1B", "--pp", "2"], ["'1f1B'", "did you mean '1f1b'"]),
+    "microbatches": (
+        ["--pp", "2", "--microbatches", "3"],
+        ["microbatches", "3", "rows", "nearest legal: 2"],
+    ),
+    "zero": (["--zero", "5"], ["zero=5", "1, 2 or 3", "nearest is 3"]),
+    "recompute": (["--recompute", "ful"], ["recompute='ful'", "did you mean 'full'"]),
+    "recomputed module": (["--recompute", "block.0"], ["recompute='block.0'", "did you mean 'blocks.0'"]),
+    "precision": (["--precision", "bf-16"], ["'bf-16'", "did you mean 'bf16'"]),
+    "optimizer": (["--optimizer", "adamv"], ["'adamv'", "did you mean 'adam"]),
+    "planner": (["--planner", "egaer"], ["'egaer'", "did you mean 'eager'"]),
+    "cluster": (["--cluster", "dgx-h10"], ["'dgx-h10'", "did you mean 'dgx-h100'"]),
+    "axis": (["--degree", "tpp=2"], ["'tpp'", "did you mean 'tp'"]),
+    "degree": (["--tp", "3"], ["tp=3", "world_size 4", "the nearest is tp=2"]),
+    "twice": (["--tp", "2", "--degree", "tp=4"], ["tp is already pinned", "give it once"]),
+    "zero twice": (["--zero-degree", "2", "--degree", "zero=4"], ["--zero-degree 2", "give one"]),
+    "limit": (["--memory-limit", "40 GiBs"], ["'GiBs'", "did you mean 'GiB'"]),
+    "context": (["--context-attention", "rign"], ["'rign'", "did you mean 'ring'"]),
+    "ignored rows": (["--batch-size", "16"], ["--batch-size 16", "def make(batch_size=16)"]),
+    "ignored tokens": (["--sequence-length", "16"], ["--sequence-length 16", "def make(sequence_length=16)"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_said_in_one_line(run: Run, file: str, case: str) -> None:
+    arguments, words = REFUSED[case]
+    code, _, error = run("plan", "--model", f"{file}:make", "--world-size", "4", *arguments)
+    assert code == 2 and error.startswith("Error: ") and error.count("\n") == 1
+    for word in words:
+        assert word in error, error
+
+
+def test_rows_reach_a_function_that_takes_them(run: Run, file: str) -> None:
+    code, out, _ = run("plan", "--model", f"{file}:sized", "--batch-size", "24", "--json")
+    assert code == 0 and ParallelPlan.from_json(out).provenance.batch == {"rows": 24}
+
+
+def test_explain_says_whether_it_checked(run: Run, file: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    assert asked(run, file, "--world-size", "2", "--tp", "2", "-o", path).provenance.request["tp"] == 2
+    code, out, _ = run("explain", path)
+    assert code == 0 and "not checked against a model: give --model" in out
+    assert "asked for: cluster=dgx-h100, tp=2" in out and "planned for a batch of 8 rows" in out
+    code, out, _ = run("explain", path, "--model", f"{file}:make")
+    assert (
+        code == 0 and "checked: the plan fits Model and a batch of 8 rows" in out and "not checked" not in out
+    )
+    code, out, _ = run("explain", path, "--report", "--json")
+    assert json.loads(out)["checked_against"] is None
+    code, out, _ = run("explain", path, "--model", f"{file}:make", "--report", "--json")
+    assert json.loads(out)["checked_against"] == "Model and a batch of 8 rows"
+    code, out, error = run("explain", path, "--json")
+    assert code == 0 and "not checked" in error and ParallelPlan.from_json(out)
+    code, _, error = run("explain", path, "--model", f"{file}:other")
+    assert code == 2 and "it was made for a Model, this is a Linear" in error
+    rule = {"pattern": "blocks.*.ups.weight", "placement": {"tp": "S(0)"}}
+    wrong = ParallelPlan.load(path)
+    wrong.replace(parameters=(rule, *wrong.parameters)).save(path)
+    assert run("explain", path)[0] == 0
+    code, _, error = run("explain", path, "--model", f"{file}:make")
+    assert code == 2 and "blocks.*.ups.weight" in error and "blocks.0.up.weight" in error
+    for arguments, said in (
+        (["--batch-size", "4"], "--batch-size does nothing without --model"),
+        (["--optimizer", "sgd"], "--optimizer does nothing without --why-not"),
+        (["--schedule", "--model", "gpt2"], "--model does nothing beside --schedule"),
+    ):
+        code, _, error = run("explain", path, *arguments)
+        assert code == 2 and said in error
+
+
+def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    arguments = (
+        "--world-size",
+        "4",
+        "--dp",
+        "2",
+        "--memory-limit",
+        "1GiB",
+        "--precision",
+        "bf16",
+        "-o",
+        path,
+    )
+    asked(run, file, *arguments, "--optimizer", "sgd")
+    why = ("explain", path, "--model", f"{file}:make", "--why-not")
+    code, out, error = run(*why, "zero=3")
+    assert code == 0, error
+    assert out.startswith(
+        "zero=3 (beside optimizer=sgd, precision=bf16, memory_limit=1073741824, dp=2, as the plan was"
+    )
+    code, out, _ = run(*why, "tp=4", "--json")  # beside dp=2 there is no room for it
+    found = json.loads(out)
+    assert code == 0 and found["verdict"] == "illegal" and found["kept"]["dp"] == 2
+    code, out, _ = run(*why, "dp=4", "--json")  # a pin that is asked about gives way
+    found = json.loads(out)
+    assert code == 0 and found["verdict"] in ("slower", "faster") and "dp" not in found["kept"]
+    code, out, _ = run(*why, "dp=4", "--memory-limit", "10kB", "--json")
+    assert json.loads(out)["verdict"] == "infeasible" and json.loads(out)["kept"]["memory_limit"] == 10_000
+    code, _, error = run(
+        "explain", path, "--model", f"{file}:sized", "--batch-size", "4", "--why-not", "dp=4"
+    )
+    assert code == 2 and "made for {'rows': 8}" in error and "has 4 rows" in error
+    code, _, error = run(*why, "schedul=gpipe")
+    assert code == 2 and "did you mean 'schedule'" in error
+
+
+def test_planning_takes_no_memory_for_parameters(file: str) -> None:
+    """256 GiB of parameters, planned in a process that never holds one of them."""
+    command = [sys.executable, "-m", "meshwright", "plan", "--model", f"{file}:huge", "--world-size", "16"]
+    done = subprocess.run(
+        [*command, "--cluster", "dgx-h100", "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 3), done.stderr
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    assert peak < 1 << 30
