@@ -205,6 +205,21 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], list[Spec]]] = {
     "weight_norm": (lambda v, g: torch._weight_norm(v, g, 2), [((4, 3, 6),), ((1, 1, 6),)]),
     "weight_norm 0": (lambda v, g: torch._weight_norm(v, g, 0), [((4, 3, 6),), ((4, 1, 1),)]),
     "count_nonzero": (lambda a: torch.count_nonzero(a, dim=1), [((4, 6),)]),
+    "count_nonzero all": (torch.count_nonzero, [((4, 6), L)]),
+    "histc": (lambda a: torch.histc(a, 5, 0, 1), [((4, 6),)]),
+    "histc one dim": (lambda a: torch.histc(a, 3, -1, 2), [((6,),)]),
+    "histc unbounded": (lambda a: torch.histc(a, 5), [((4, 6),)]),
+    "histc half": (lambda a: torch.histc(a, 5, 0, 1), [((64, 66), torch.float16)]),
+    "histogram": (lambda a: torch.histogram(a, 4, range=(0.0, 1.0)), [((4, 6),)]),
+    "histogram bins": (torch.histogram, [((4, 6),), ((4,),)]),
+    "histogram weight": (
+        lambda a, w: torch.histogram(a, 4, range=(0.0, 1.0), weight=w),
+        [((4, 6),), ((4, 6),)],
+    ),
+    "histogram density": (
+        lambda a: torch.histogram(a, 4, range=(0.0, 1.0), density=True),
+        [((4, 6),)],
+    ),
 }
 
 MATMULS: dict[str, tuple[Callable[..., Any], list[Spec]]] = {

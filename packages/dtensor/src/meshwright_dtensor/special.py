@@ -19,7 +19,7 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 DATA_DEPENDENT = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ nonzero __array__ equal "
-    "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__ histc".split()
+    "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__".split()
 )
 """Functions whose result is made of values, not of layouts: they need the whole value."""
 

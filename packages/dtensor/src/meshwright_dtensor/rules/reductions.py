@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
+
 from meshwright_dtensor.rules.base import NodeView, Row, RuleEntry, Slot, dims_of, linear_row, numel
 from meshwright_dtensor.states import P, R, State
 
@@ -34,6 +36,41 @@ def additive(view: NodeView) -> Iterator[Row]:
             yield (dim,), (P,)
     if source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize:
         yield linear_row(view, 0)
+
+
+def counting(view: NodeView) -> Iterator[Row]:
+    """count_nonzero: each shard counts its own."""
+    yield from reduction(view)
+    for dim in _reduced(view)[0]:
+        if dim < len(view.in_shapes[0]):
+            yield (dim,), (P,)
+
+
+def histogram(view: NodeView) -> Iterator[Row]:
+    """histc, histogram(input, bins, weight): any dim, counted into a partial sum, where the bins are those of the whole.
+
+    Without bounds they lie between the smallest and the largest element, which no shard knows alone.
+    """
+    bound, shapes = view.bound(), view.in_shapes
+    given = (
+        bound.get("range") is not None
+        or isinstance(bound["bins"], Slot)
+        or bound.get("min") != bound.get("max")
+    )
+    counts = view.dtype(view.node.outs[0])
+    # a half type stops counting at some thousands, shards later than the whole
+    exact = (
+        not counts.is_floating_point
+        or counts.itemsize >= 4
+        or numel(shapes[0]) <= 2 / torch.finfo(counts).eps
+    )
+    if not given or not exact or bound.get("density"):
+        return
+    for dim in range(len(shapes[0])):
+        weight = bound.get("weight")
+        divided = (0, weight.index) if isinstance(weight, Slot) else (0,)
+        ins: tuple[State, ...] = tuple(dim if i in divided else R for i in range(len(shapes)))
+        yield ins, (P, *(R,) * (len(view.node.outs) - 1))
 
 
 def along(view: NodeView) -> Iterator[Row]:
@@ -143,7 +180,9 @@ RULES: Mapping[str, RuleEntry] = {
     for names, rule in (
         ("sum mean", additive),
         ("amax amin any all max min argmax argmin logsumexp var std var_mean std_mean prod norm linalg_vector_norm median mode "
-         "count_nonzero nanmedian aminmax", reduction),
+         "nanmedian aminmax", reduction),
+        ("count_nonzero", counting),
+        ("histc histogram", histogram),
         ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort", along),
         ("cumsum cumsum_", cumulative_sum),
         ("native_layer_norm _fused_rms_norm", layer_norm),
