@@ -299,11 +299,7 @@ class Recorder(TorchDispatchMode):
         if func is DEVICE:
             return func(*args)
         kwargs = kwargs or {}
-        meta = METAS.get(func)
-        if meta is not None and is_fake(args[0]):
-            out = meta(*args, **kwargs)
-        else:
-            out = func(*args, **kwargs)
+        out = self.compute(func, args, kwargs)
         if self._silent or func.namespace == "prim" or func in _QUERIES:
             return out
         if func in _ALIASES:
@@ -319,6 +315,11 @@ class Recorder(TorchDispatchMode):
             count = float(FLOPS[func](*args, **kwargs)) if func in FLOPS else 0.0
         self._add(func, str(func), args, kwargs, out, count)
         return out
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one aten op."""
+        meta = METAS.get(func)
+        return meta(*args, **kwargs) if meta is not None and is_fake(args[0]) else func(*args, **kwargs)
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` depends on no values: torch detaches what its ``*_like`` functions have just made."""

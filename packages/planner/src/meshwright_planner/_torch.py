@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +54,52 @@ def fake_like(
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
         return FakeTensor(mode, meta, device)
+
+
+_SHAPED = frozenset(
+    getattr(getattr(torch.ops.aten, packet), overload)
+    for packet, _, overload in (
+        name.partition(".")
+        for name in (
+            "view.default _unsafe_view.default transpose.int t.default permute.default expand.default unsqueeze.default "
+            "squeeze.dim slice.Tensor select.int split.Tensor split_with_sizes.default cat.default clone.default "
+            "mm.default bmm.default addmm.default mul.Tensor add.Tensor sub.Tensor div.Tensor neg.default "
+            "pow.Tensor_Scalar rsqrt.default exp.default sin.default cos.default tanh.default sigmoid.default "
+            "silu.default gelu.default mean.dim sum.dim_IntList amax.default where.self _to_copy.default "
+            "_softmax.default _log_softmax.default"
+        ).split()
+    )
+)
+"""Operations whose results on fake tensors are those of torch's kernels for the meta device, whatever the values."""
+
+_HARMLESS = frozenset({"dtype", "alpha", "memory_format"})
+"""Keywords that do not say where a result is."""
+
+
+def shaped(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a common operation on fake tensors of one device gives, asked of torch's kernel for the meta device itself.
+
+    FakeTensorMode asks the same, or decomposes, and takes ten times as long. None where it has to be asked.
+    """
+    if func not in _SHAPED or not kwargs.keys() <= _HARMLESS:
+        return None
+    devices = set[torch.device]()
+    for given in args:
+        for x in given if type(given) is list else (given,):
+            if isinstance(x, FakeTensor):
+                if x.fake_mode is not mode or x.constant is not None:
+                    return None
+                devices.add(x.fake_device)
+            elif isinstance(x, torch.Tensor):
+                return None
+    if len(devices) != 1:
+        return None
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    (device,) = devices
+    if isinstance(out, torch.Tensor):
+        return FakeTensor(mode, out, device)
+    return type(out)(FakeTensor(mode, x, device) for x in out)
 
 
 def as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:

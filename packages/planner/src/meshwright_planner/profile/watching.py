@@ -81,6 +81,11 @@ class Watcher(Recorder):
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Recorder.compute."""
+        out = None if self.fake is None else _torch.shaped(self.fake, func, args, kwargs)
+        return super().compute(func, args, kwargs) if out is None else out
+
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_fake(tensor):
             return tensor
