@@ -22,6 +22,7 @@ import numpy as np
 
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, forward_kind, is_shard
+from meshwright_dtensor.strategy import CollectiveKind
 from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
 from meshwright_planner.placing.answer import RESULT, Placement, along
 from meshwright_planner.placing.program import Conversion, Event, MemoryTerms, Phase, Program, User
@@ -36,19 +37,22 @@ _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
 """(node, position among its inputs, the copies of the value that its copies read)."""
 
 
-_Way: TypeAlias = tuple[State, Collective | None, Collective | None]
-"""Kind of a target in the forward pass, and the collectives of both passes of a conversion to it."""
+_Way: TypeAlias = tuple[State, CollectiveKind | None, CollectiveKind | None]
+"""Kind of a target in the forward pass, and what both passes of a conversion to it communicate."""
 
 
-def _way(source: State, target: State, nbytes: int) -> _Way | None:
-    """How a value is converted; None where it cannot be."""
-    if not convertible(source, target):
-        return None
-    return (
-        forward_kind(target),
-        forward_move(source, target, nbytes),
-        backward_move(source, target, nbytes),
-    )
+class _Ways(dict[tuple[State, State], _Way | None]):
+    """How a value is brought from one state to another; None where it cannot be."""
+
+    def __missing__(self, pair: tuple[State, State]) -> _Way | None:
+        source, target = pair
+        way: _Way | None = None
+        if convertible(source, target):
+            both = forward_move(source, target, 0), backward_move(source, target, 0)
+            ahead, back = (None if one is None else one.kind for one in both)
+            way = forward_kind(target), ahead, back
+        self[pair] = way
+        return way
 
 
 class Build:
@@ -63,6 +67,7 @@ class Build:
         self.producers: dict[int, dict[State, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.events: list[Event] = []
         self.kept: dict[int, float] = {}
+        self._ways = _Ways()
         self._nodes()
         self._leaves()
         self._edges()
@@ -82,7 +87,7 @@ class Build:
                 for ref, state in zip(node.outs, option.outs):
                     self.producers[self.quotient.value(ref.i)][state].append(column)
             self.x[k] = columns
-            self.program.constrain([(c, 1.0) for c in columns], 1.0, 1.0)
+            self.program.compare(columns, (), 1.0, 1.0)
 
     def _leaves(self) -> None:
         produced = {self.quotient.value(r.i) for k in self.quotient.nodes for r in self.tape.nodes[k].outs}
@@ -103,7 +108,7 @@ class Build:
                 columns.append(column)
                 self.producers[value][state].append(column)
             self.stored[value] = (states, columns)
-            self.program.constrain([(c, 1.0) for c in columns], 1.0, 1.0)
+            self.program.compare(columns, (), 1.0, 1.0)
 
     def _stored(self, value: int) -> list[State]:
         """The states in which a parameter may be stored."""
@@ -128,59 +133,67 @@ class Build:
         return wanted
 
     def _conversions(self, value: int, consumers: list[_Consumer]) -> None:
-        program, produced = self.program, self.producers[value]
+        program, produced, ways = self.program, self.producers[value], self._ways
         nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
         stays = self.problem.stays(value)
-        moves: dict[tuple[State, State], _Way | None] = {}
-        shared: dict[Any, Event] = {}  # by phase, source, target kind and which of the value's copies flow
+        kinds: dict[CollectiveKind, tuple[Collective, float]] = {}
+        numbers: dict[tuple[int, ...], int] = {}  # of the value's copies that flow
+        shared: dict[
+            tuple[Phase, State, State, int], Event
+        ] = {}  # by source, target kind and which copies flow
 
-        def share(phase: Phase, kind: State, needs: Collective, user: User) -> None:
-            key = (phase, source, kind, flows)
-            if key not in shared:
-                column = program.variable(self.costs.collective(needs) * count)
-                shared[key] = Event(column, value, source, phase, needs, count)
-            shared[key].users.append(user)
+        def share(key: tuple[Phase, State, State, int], kind: CollectiveKind, user: User) -> None:
+            event = shared.get(key)
+            if event is None:
+                if kind not in kinds:
+                    needs = Collective(kind, nbytes)
+                    kinds[kind] = needs, self.costs.collective(needs)
+                needs, seconds = kinds[kind]
+                event = shared[key] = Event(
+                    program.variable(seconds * count), value, key[1], key[0], needs, count
+                )
+            event.users.append(user)
 
         for node, position, flows in consumers:
             count = len(flows)  # a conversion is made once for all readers of a value
+            flow = numbers.setdefault(flows, len(numbers))
             fixed = self.problem.inside_one_call(value, node)
             wanted: dict[State, list[int]] = {"I": []} if node == RESULT else self._wanted(node, position)
             if set(wanted) == {"I"} and set(produced) == {"I"}:
                 continue
-            leaving: dict[State, list[tuple[int, float]]] = {source: [] for source in produced}
-            arriving: dict[State, list[tuple[int, float]]] = {target: [] for target in wanted}
-            for source in produced:
-                for target in wanted:
-                    if source != target and (fixed or (stays and is_shard(source))):
+            leaving: dict[State, list[int]] = {source: [] for source in produced}
+            arriving: dict[State, list[int]] = {target: [] for target in wanted}
+            for source, left in leaving.items():
+                stuck = fixed or (stays and is_shard(source))
+                for target, arrived in arriving.items():
+                    same = source == target
+                    if stuck and not same:
                         continue
-                    if (source, target) not in moves:
-                        moves[source, target] = _way(source, target, nbytes)
-                    way = moves[source, target]
+                    way = ways[source, target]
                     if way is None:
                         continue
-                    e = program.variable(TIE * count if source != target else 0.0)
-                    leaving[source].append((e, 1.0))
-                    arriving[target].append((e, 1.0))
+                    e = program.variable(0.0 if same else TIE * count)
+                    left.append(e)
+                    arrived.append(e)
                     kind, ahead, back = way
+                    if ahead is None and (back is None or not grad):
+                        continue
                     user = User(node, position, target, e)
                     if ahead is not None:
-                        share("forward", kind, ahead, user)
+                        share(("forward", source, kind, flow), ahead, user)
                     if back is not None and grad:
-                        share("backward", target, back, user)
+                        share(("backward", source, target, flow), back, user)
             for source, columns in produced.items():
-                program.constrain([*leaving[source], *((x, -1.0) for x in columns)], 0.0, 0.0)
+                program.compare(leaving[source], columns, 0.0, 0.0)
             for target, columns in wanted.items():
-                if node == RESULT:
-                    program.constrain(arriving[target], 1.0, 1.0)
-                else:
-                    program.constrain([*arriving[target], *((x, -1.0) for x in columns)], 0.0, 0.0)
+                program.compare(arriving[target], columns, *((1.0, 1.0) if node == RESULT else (0.0, 0.0)))
         for event in shared.values():
             self.events.append(event)
             consumers_of: dict[tuple[int, int], list[int]] = defaultdict(list)
             for user in event.users:
                 consumers_of[user.node, user.position].append(user.edge)
             for edges_of in consumers_of.values():
-                program.constrain([(event.column, 1.0), *((e, -1.0) for e in edges_of)], 0.0, np.inf)
+                program.compare([event.column], edges_of, 0.0, np.inf)
 
     def _saved(self) -> None:
         """Memory of what autograd keeps: one variable per storage and per way (whole, sharded) it is kept in."""
@@ -219,8 +232,7 @@ class Build:
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
             self.kept[column] = nbytes
             for chosen in by_user.values():
-                terms = [(column, 1.0), *((c, -1.0) for c in chosen), *((c, 1.0) for c in held)]
-                self.program.constrain(terms, 0.0, np.inf)
+                self.program.compare([column, *held], chosen, 0.0, np.inf)
 
     def _price(self, column: int, nbytes: float) -> None:
         self.program.cost[column] += nbytes * self.memory.price

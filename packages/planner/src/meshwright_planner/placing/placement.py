@@ -63,6 +63,15 @@ class PlacementProblem:
         }
         return other
 
+    def pinning(self, pins: Mapping[str, State]) -> PlacementProblem:
+        """The same problem where these parameters are stored so: what is legal for an operation is so however they are.
+
+        Runs are not among `pins`, but for those that the problem was made with.
+        """
+        other = copy.copy(self)
+        other.pins = pinned(self.legality, dict(pins))
+        return other
+
     def again(self, placement: Placement) -> Placement:
         """A placement of a problem of other sizes, costed for this one."""
         counts, values = self.quotient.node_count, self.tape.values

@@ -60,7 +60,7 @@ class Program:
     cost: list[float] = field(default_factory=list)
     integer: list[int] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
-    row_index: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     entries: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
@@ -73,18 +73,25 @@ class Program:
         return len(self.cost) - 1
 
     def constrain(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
-        if terms:
-            columns, entries = zip(*terms)
-            self.row_index.extend([len(self.low)] * len(columns))
-            self.columns.extend(columns)
-            self.entries.extend(entries)
+        """A row: the sum of these columns, each times its entry, lies between the two."""
+        columns, entries = zip(*terms) if terms else ((), ())
+        self._row(columns, entries, low, high)
+
+    def compare(self, more: Sequence[int], less: Sequence[int], low: float, high: float) -> None:
+        """A row: the sum of some columns less that of others lies between the two."""
+        self._row((*more, *less), (*((1.0,) * len(more)), *((-1.0,) * len(less))), low, high)
+
+    def _row(self, columns: Sequence[int], entries: Sequence[float], low: float, high: float) -> None:
+        self.lengths.append(len(columns))
+        self.columns.extend(columns)
+        self.entries.extend(entries)
         self.low.append(low)
         self.high.append(high)
 
     def solve(self, time_limit: float) -> Any:
-        matrix = scipy.sparse.csr_matrix(
-            (self.entries, (self.row_index, self.columns)), shape=(len(self.low), len(self.cost))
-        )
+        rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        entries, columns = np.asarray(self.entries, dtype=float), np.asarray(self.columns, dtype=int)
+        matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), shape=(len(self.low), len(self.cost)))
         cost = np.asarray(self.cost)
         scale = 1.0 / max(
             float(np.max(np.abs(cost), initial=0.0)), 1e-12

@@ -210,21 +210,29 @@ class Search:
         return cost(point, placed.with_recompute(self.recompute(point)), axis)
 
     def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
-        surveyed = self._present(point)
+        surveyed = self._present(point) if degree > 1 else []
         meshed = self._meshed(point)
         costs = AxisCosts(self.setting.cluster, link, degree, meshed, self.setting.cost_model)
-        like: tuple[object, ...] = (id(tape), degree, meshed, *surveyed)
-        key, problems = (link, *like), self.shared.problems
+        stored: Mapping[str, State] = self.setting.stored if degree > 1 else {}
+        like: tuple[object, ...] = (id(tape), degree, meshed)
+        linked, problems = (link, *like), self.shared.problems
         if like not in problems:
-            # what a strategy places itself is not for the search to place
-            held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
-            pins = {**held, **self.setting.stored} if degree > 1 else {}
             legality = Legality(
-                tape, self._quotient(tape), self.rules, costs, tape.rows, pins, self.setting.sequence_parallel
+                tape,
+                self._quotient(tape),
+                self.rules,
+                costs,
+                tape.rows,
+                stored,
+                self.setting.sequence_parallel,
             )
-            problems[like] = problems[key] = PlacementProblem(legality, pins)
-        if key not in problems:  # what is legal is so whatever joins the ranks
-            problems[key] = problems[like].across(costs)
+            problems[like] = problems[linked] = PlacementProblem(legality, stored)
+        if linked not in problems:  # what is legal is so whatever joins the ranks
+            problems[linked] = problems[like].across(costs)
+        key = (*linked, *surveyed)
+        if key not in problems:  # what a strategy places itself is not for the search to place
+            held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
+            problems[key] = problems[linked].pinning({**held, **stored})
         return problems[key]
 
     def _quotient(self, tape: Tape) -> Quotient:
