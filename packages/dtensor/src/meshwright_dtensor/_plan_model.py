@@ -48,6 +48,7 @@ Word = Annotated[Text, AfterValidator(checks.not_empty)]
 Count = Annotated[StrictInt, AfterValidator(_count)]
 Positive = Annotated[StrictInt, AfterValidator(_positive)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Axis = Annotated[StrictStr, AfterValidator(checks.axis_name)]
 AxisProduct = Annotated[StrictStr, AfterValidator(checks.axis_product)]
 Frozen = AfterValidator(FrozenDict)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ._plan_model import AxisProduct, Count, Frozen, FrozenDict, Model, Seconds, Text
+from ._plan_model import AxisProduct, Count, Frozen, FrozenDict, Model, Seconds, Share, Text
 
 
 class StageTime(Model):
@@ -44,6 +44,9 @@ class Prediction(Model):
     memory_bytes: bytes per rank by part ("parameters", "gradients", "optimizer", "activations", ...), and "total" for
     the peak, where that is not the sum of the parts.
     limit_bytes: what a rank could have at the time of planning: the limit that was asked for, else what its device has.
+    gap: by what part of the step a plan that was not evaluated may be faster, proven; 0 where none can be, None where nothing
+        is known.
+    proof: how that is known, in a line.
     """
 
     step_seconds: Seconds
@@ -52,6 +55,8 @@ class Prediction(Model):
     split: StepSplit | None = None
     memory_bytes: Annotated[dict[Text, Count], Frozen] = Field(default_factory=FrozenDict)
     limit_bytes: Count | None = None
+    gap: Share | None = None
+    proof: Text | None = None
 
     @property
     def total_bytes(self) -> int:

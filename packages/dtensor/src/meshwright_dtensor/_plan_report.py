@@ -175,6 +175,9 @@ def _prediction(plan: ParallelPlan, console: Console) -> None:
         return
     parts = f"compute {duration(predicted.compute_seconds)}, communication {duration(predicted.communication_seconds)}"
     console.print(Text(f"\npredicted step: {duration(predicted.step_seconds)} ({parts})"))
+    if predicted.proof is not None:
+        gap = "unknown" if predicted.gap is None else f"{100 * predicted.gap:.1f}%"
+        console.print(Text(f"gap to the best there may be: {gap} ({predicted.proof})"))
     if predicted.memory_bytes:
         by_size = sorted(predicted.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
         shown = ", ".join(f"{part} {size(n)}" for part, n in by_size if part != "total")

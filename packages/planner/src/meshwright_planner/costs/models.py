@@ -22,11 +22,11 @@ class Roofline:
     """Datasheets alone: peaks with the efficiencies of the cluster, alpha-beta for collectives; measured curves are left aside."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = replace(cluster, work=(), collectives=())
+        self.figures = replace(cluster, work=(), collectives=())
 
     def operation(self, operation: Operation) -> float:
         """See CostModel."""
-        return operation_seconds(self._cluster, operation)
+        return operation_seconds(self.figures, operation)
 
     def collective(self, communication: Communication) -> float:
         """See CostModel."""
@@ -49,11 +49,11 @@ class Measured:
                 f"cost_model='measured': no {' and no '.join(missing)} of cluster {cluster.name!r} were measured; give the "
                 "file that `meshwright calibrate -o machine.json` writes there as cluster, or leave cost_model out"
             )
-        self._cluster = cluster
+        self.figures = cluster
 
     def operation(self, operation: Operation) -> float:
         """See CostModel."""
-        return operation_seconds(self._cluster, operation)
+        return operation_seconds(self.figures, operation)
 
     def collective(self, communication: Communication) -> float:
         """See CostModel."""
@@ -67,11 +67,15 @@ class Asked:
     Args:
         name, distribution: of its record, for errors.
         model: what its target made of the cluster.
+
+    Attributes:
+        figures: the cluster whose figures its answers follow from, where it is one of ours; None where nobody knows.
     """
 
     def __init__(self, name: str, distribution: str, model: CostModel) -> None:
         self.name, self.distribution = name, distribution
         self._model = model
+        self.figures = model.figures if isinstance(model, (Roofline, Measured)) else None
         self._operations: dict[Operation, float] = {}
         self._collectives: dict[Communication, float] = {}
 

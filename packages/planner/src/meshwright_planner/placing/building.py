@@ -256,6 +256,8 @@ class Build:
         counts = self.quotient.node_count
         inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
+        objective = float(np.dot(self.program.cost, x))
+        early = answer.status != 0  # the solver's own bound says how far from the best it stopped
         return Placement(
             options=options,
             stored=stored,
@@ -268,5 +270,6 @@ class Build:
             binaries=sum(self.program.integer),
             rows=len(self.program.low),
             seconds=seconds,
-            objective=float(np.dot(self.program.cost, x)),
+            objective=objective,
+            bound=objective * (1.0 - min(1.0, answer.mip_gap)) if early else None,
         )

@@ -17,6 +17,7 @@ from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
+from meshwright_planner.search.proving import prove
 from meshwright_planner.writing.result import plan_of, reasons
 
 
@@ -39,8 +40,9 @@ class ChoosingPlanner(EagerPlanner):
         fitting = [(place, c) for place, c in enumerate(found) if not c.excess_bytes]
         if not fitting:
             raise infeasible(search, sorted(found, key=rank))
+        proof = prove(search, found, search.combinations())
         return [
-            plan_of(setting, candidate, self.name, [*reasons(setting, found, place), note])
+            plan_of(setting, candidate, self.name, [*reasons(setting, found, place), note], proof)
             for place, candidate in fitting[: request.top_k]
         ]
 

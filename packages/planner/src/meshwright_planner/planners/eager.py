@@ -23,6 +23,7 @@ from meshwright_planner.profile.borrow import uninterrupted
 from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.exploring import explore
+from meshwright_planner.search.proving import prove
 from meshwright_planner.search.setting import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.writing.result import plan_of, reasons
 
@@ -55,17 +56,20 @@ class EagerPlanner(Planner):
             setting, request
         ):  # data ranks are asked for: they share where nothing else fits
             pins = {axis: degree for axis, degree in setting.pins.items() if axis not in ("dp", SHARED)}
-            explored = explore(search.variant(pins=pins, data=request.dp), request.top_k)
+            search = search.variant(pins=pins, data=request.dp)
+            explored = explore(search, request.top_k)
             fitting = [c for c in explored.ranked if not c.excess_bytes]
         ranked = explored.ranked
         if not fitting:
             raise infeasible(search, ranked)
+        proof = prove(search, ranked, explored.every, explored.known)
         return [
             plan_of(
                 setting,
                 candidate,
                 self.name,
                 [*reasons(setting, ranked, place), explored.note, *_passed_over(setting, host)],
+                proof,
             )
             for place, candidate in enumerate(fitting[: request.top_k])
         ]

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.reports.buying import Upgrade, memory_is_full, upgrades
 from meshwright_planner.search.candidate import human_bytes, human_seconds
@@ -64,6 +64,8 @@ class Explained:
             "seconds": dict(self.seconds),
             "memory_bytes": dict(self.memory),
             "total_bytes": None if predicted is None else predicted.total_bytes,
+            "gap": None if predicted is None else predicted.gap,
+            "proof": None if predicted is None else predicted.proof,
             "bound": self.bound,
             "upgrades": [u.to_dict() for u in self.upgrades],
             "next_to_buy": self.next_to_buy,
@@ -144,6 +146,15 @@ def _explained(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | N
     )
 
 
+def how_good(predicted: Prediction) -> str:
+    """The gap of a plan and its proof, in a line."""
+    if predicted.gap is None:
+        return f"gap: unknown; {predicted.proof}"
+    if not predicted.gap:
+        return f"gap: none; {predicted.proof}"
+    return f"gap: another plan may be up to {100 * predicted.gap:.1f}% faster; {predicted.proof}"
+
+
 def seconds_of(plan: ParallelPlan) -> dict[str, float]:
     """Part of the predicted step -> seconds: "compute", "bubble", "optimizer", and communication by mesh axis."""
     predicted = plan.predicted
@@ -184,14 +195,14 @@ def _table(shown: Sequence[Explained]) -> Table:
     )
     several = len(set(planners)) > 1
     columns = ["", *(["planner"] if several else []), *axes, "step", "compute", "comm"]
-    for column in (*columns, *(["bubble"] if piped else []), "optimizer", "memory", "activations"):
+    for column in (*columns, *(["bubble"] if piped else []), "optimizer", "memory", "activations", "gap"):
         table.add_column(Text(column), justify="right", no_wrap=True)
     table.add_column(Text("bound by"))
     for number, (explained, planner) in enumerate(zip(shown, planners, strict=True), 1):
         plan, predicted, seconds = explained.plan, explained.plan.predicted, explained.seconds
         head = [str(number), *([planner] if several else []), *(str(plan.degree(axis)) for axis in axes)]
         if predicted is None:
-            table.add_row(*head, *["-"] * (7 + piped))
+            table.add_row(*head, *["-"] * (8 + piped))
             continue
         table.add_row(
             *head,
@@ -202,6 +213,7 @@ def _table(shown: Sequence[Explained]) -> Table:
             human_seconds(seconds["optimizer"]),
             human_bytes(predicted.total_bytes),
             human_bytes(predicted.memory_bytes.get("activations", 0)),
+            "-" if predicted.gap is None else f"{100 * predicted.gap:.1f}%",
             explained.bound.partition(",")[0],
         )
     return table
@@ -210,6 +222,8 @@ def _table(shown: Sequence[Explained]) -> Table:
 def _details(explained: Explained, alone: bool) -> list[str]:
     plan = explained.plan
     lines = [n for n in plan.provenance.notes if alone or not n.startswith("also considered")]
+    if plan.predicted is not None and plan.predicted.proof is not None:
+        lines.append(how_good(plan.predicted))
     if plan.predicted is not None and plan.predicted.step_seconds:
         whole, memory = plan.predicted.step_seconds, explained.memory
         parts = (

@@ -57,19 +57,21 @@ class Explored:
 
     Args:
         ranked: candidates that were evaluated exactly, best first.
-        combinations: combinations of degrees that are legal.
+        every: combinations of degrees that are legal.
         seen: those that were looked at.
         estimates: configurations that were costed.
         complete: every combination was looked at.
         budget: seconds that ended the search before its time, None where nothing did.
+        known: configuration -> its estimate, None where a strategy refuses it; None where not every combination was looked at.
     """
 
     ranked: list[Candidate]
-    combinations: int
+    every: Sequence[Mapping[str, int]]
     seen: int
     estimates: int
     complete: bool
     budget: float | None = None
+    known: Mapping[Point, Candidate | None] | None = None
 
     @property
     def note(self) -> str:
@@ -79,7 +81,7 @@ class Explored:
             "" if self.complete else " (met by climbing from several places: the best need not be among them)"
         )
         return (
-            f"searched {share} {self.combinations} combinations of degrees{how}, {self.estimates} configurations in all; "
+            f"searched {share} {len(self.every)} combinations of degrees{how}, {self.estimates} configurations in all; "
             f"placements of the best {len(self.ranked)} solved exactly"
             + ("" if self.budget is None else f"; the time budget of {self.budget:g} s ended the search")
         )
@@ -93,6 +95,8 @@ class _Explorer:
     estimates: int = 0
     refused: PlanError | None = None
     steps: list[float] = field(default_factory=list)
+    known: dict[Point, Candidate | None] = field(default_factory=dict)
+    keeps: bool = True
     ended: bool = False
 
     @property
@@ -167,7 +171,11 @@ class _Explorer:
             found = self.search.estimate(point)
         except PlanError as refused:
             self.refused = refused
+            if self.keeps:
+                self.known[point] = None
             return None
+        if self.keeps:
+            self.known[point] = found
         if not found.excess_bytes:
             bisect.insort(self.steps, found.step_seconds)
         return found
@@ -212,7 +220,9 @@ def explore(search: Search, wanted: int = 1) -> Explored:
     """
     every = search.combinations()
     explorer = _Explorer(search, wanted)
-    found = _explored(explorer, every, _narrow(search, every))
+    narrow = _narrow(search, every)
+    explorer.keeps = len(narrow) == len(every) <= FEW
+    found = _explored(explorer, every, narrow)
     possible = floor_bytes(search.basis) <= search.setting.limit
     if possible and all(c.excess_bytes for c in found.ranked) and found.seen < len(every):
         found = _explored(explorer, every, every)
@@ -244,11 +254,12 @@ def _explored(
     exact = _exactly(search, estimates, wanted, len(legal), explorer.ended)
     return Explored(
         sorted(exact, key=rank),
-        len(every),
+        every,
         len(explorer.found),
         explorer.estimates,
         complete and len(legal) == len(every),
         search.setting.time_budget if explorer.ended else None,
+        explorer.known if explorer.keeps and complete else None,
     )
 
 

@@ -18,14 +18,17 @@ from meshwright_dtensor.plan import (
     ZeroRule,
 )
 from meshwright_planner.search.candidate import Candidate, human_bytes, human_seconds
+from meshwright_planner.search.proving import Proof
 from meshwright_planner.search.setting import Setting
 from meshwright_planner.writing.writer import Writer
 
 DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
 
 
-def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str]) -> ParallelPlan:
-    """The plan that says what a candidate is."""
+def plan_of(
+    setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str], proof: Proof
+) -> ParallelPlan:
+    """The plan that says what a candidate is, and how good that is."""
     activations, collectives = [], list(candidate.collectives)
     sequence = False
     axis = candidate.searched or ""
@@ -57,6 +60,8 @@ def plan_of(setting: Setting, candidate: Candidate, planner: str, notes: Iterabl
             split=_split(candidate),
             memory_bytes={**candidate.memory, "total": candidate.total_bytes},
             limit_bytes=setting.allowed,
+            gap=proof.gap(candidate.step_seconds),
+            proof=proof.words,
         ),
         collectives=tuple(sorted(collectives, key=_collective_key)),
         **candidate.fields,

@@ -11,7 +11,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.reports.buying import memory_limit
-from meshwright_planner.reports.explain import Explained, explain
+from meshwright_planner.reports.explain import Explained, explain, how_good
 from meshwright_planner.reports.page.drawings import Bar, mesh_drawing, timeline
 from meshwright_planner.reports.page.tree import tree_of
 from meshwright_planner.search.candidate import human_bytes, human_seconds
@@ -53,6 +53,7 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
     return template.render(
         plan=plan,
         explained=explained,
+        good=None if plan.predicted is None or plan.predicted.proof is None else how_good(plan.predicted),
         parts=_parts(explained),
         memory=_memory(explained, memory_limit(plan, cluster)),
         limit=memory_limit(plan, cluster),

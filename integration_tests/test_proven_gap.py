@@ -1,0 +1,74 @@
+"""The gap that a plan names holds with everything installed: no configuration of a small world, evaluated one by one, beats it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from zoo import CASES
+
+import meshwright as mw
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plugins import discover
+from meshwright_planner.planners.eager import EagerPlanner, default_rules
+from meshwright_planner.search.candidate import Candidate
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.floor import Floor
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.setting import SHARED
+
+
+def every(search: Search) -> Iterator[Candidate]:
+    """All configurations that no strategy refuses, each evaluated exactly."""
+    for degrees in search.combinations():
+        shared = search.setting.stage or (2, 3)
+        stages = (shared if isinstance(shared, tuple) else (shared,)) if degrees.get(SHARED, 1) > 1 else (0,)
+        for way in search.ways(degrees) or [{}]:
+            for policy in (None, *search.can_recompute(degrees)):
+                for stage in stages:
+                    try:
+                        yield search.evaluate(Point.of(degrees, stage, way, policy))
+                    except PlanError:
+                        continue
+
+
+@pytest.mark.parametrize(
+    ("case", "pins"),
+    [
+        ("llama", {"world_size": 2}),
+        ("gpt2", {"world_size": 4, "pp": 2, "cp": 1, "degrees": {"vp": 1}}),
+        ("mixtral", {"world_size": 2, "cp": 1}),
+    ],
+    ids=["everything", "pipeline", "experts"],
+)
+@pytest.mark.parametrize("cluster", ["laptop-cpu", "dgx-h100"])
+def test_no_configuration_beats_the_gap(case: str, pins: dict[str, Any], cluster: str) -> None:
+    torch.manual_seed(0)
+    model, batch = CASES[case].model(), CASES[case].batch()
+    plans = mw.plan(model, batch, cluster=cluster, top_k=2, **pins)
+    assert isinstance(plans, list)
+    request = PlanRequest(cluster=cluster, **pins)
+    search = Search(EagerPlanner().setting(model, batch, request, discover()), default_rules())
+    found = list(every(search))
+    assert len(found) > 10
+    for place, plan in enumerate(plans):
+        assert (
+            isinstance(plan, ParallelPlan) and plan.predicted is not None and plan.predicted.gap is not None
+        )
+        least = plan.predicted.step_seconds * (1 - plan.predicted.gap)
+        assert sum(c.step_seconds < least * (1 - 1e-4) for c in found if not c.excess_bytes) <= place
+    floor = Floor(search.basis, search.setting.cluster, found[0])
+    for candidate in found:
+        stages = dict(candidate.point.degrees).get("pp", 1)
+        assert floor.seconds(stages) <= candidate.step_seconds, candidate.name
+
+
+def test_a_world_that_is_climbed_has_a_bound() -> None:
+    (plan,) = [mw.plan(CASES["llama"].model(), CASES["llama"].batch(), cluster="dgx-h100", world_size=64)]
+    assert isinstance(plan, ParallelPlan) and plan.predicted is not None
+    assert plan.predicted.gap is not None and 0 < plan.predicted.gap < 1
+    assert plan.predicted.proof is not None and plan.predicted.proof.startswith("bounded")

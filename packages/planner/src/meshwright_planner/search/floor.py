@@ -1,0 +1,152 @@
+"""Seconds that a step takes at least, in whatever configuration of the same ranks.
+
+Three facts hold for every configuration, whatever its degrees, placements, schedule or recomputation:
+
+- Products with weights are divided by tokens, by weights or by modules, and over all axes together by no more than there are
+  ranks; they run at no better rate than the best that the cluster reaches.
+- Each recorded operation is issued at least once by the ranks that have its module: only stages of a pipeline share issuing.
+- An optimizer's step moves the states of all trained parameters once, divided over no more than all ranks.
+
+Products whose operand is not as long as the tokens of a rank (experts, scores of attention) count as issued only.  Communication,
+bubbles and what streams count as nothing: this is a bound, not an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwright_dtensor.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.links import Points
+from meshwright_dtensor.trace import Node
+from meshwright_planner.costs.operations import BACKWARD, OPTIMIZERS
+from meshwright_planner.costs.prices import Work, work_of
+from meshwright_planner.profile.tape import Tape
+from meshwright_planner.search.basis import Basis
+from meshwright_planner.search.candidate import Candidate
+
+
+class Floor:
+    """The least that a step takes, by the number of ranks that share modules.
+
+    Args:
+        basis: of the search.
+        cluster: whose figures costs go by.
+        candidate: any that was costed: its tape says what is computed.
+    """
+
+    def __init__(self, basis: Basis, cluster: Cluster, candidate: Candidate) -> None:
+        self._basis, self._cluster = basis, cluster
+        setting, problem = basis.setting, candidate.problem
+        tape, (rows, tokens) = problem.tape, _local(basis, candidate)
+        by_rows = setting.batch.size / rows
+        scale = {rows: by_rows}
+        if tokens != rows:
+            scale[tokens] = by_rows * (setting.batch.sequence_length or 1) / (tokens / rows)
+        flows = _from_the_batch(tape, rows)
+        self._update = _least_update(cluster, basis.bytes[1], OPTIMIZERS[setting.optimizer])
+        self._least: list[
+            tuple[float, float]
+        ] = []  # per kind of node: of its products, whole, and of issuing it
+        for k in problem.quotient.nodes:
+            node, count = tape.nodes[k], problem.quotient.node_count[k]
+            flops = problem.legality.flops(k)
+            work = work_of(node, tape.values, tape.grad, flops)
+            long = _length(node, tape, flows, setting.batch.sequence_length is not None)
+            product = _product(cluster, work, flops * scale.get(long, 0.0))
+            self._least.append((count * product, count * _issued(cluster, work)))
+
+    def seconds(self, stages: int) -> float:
+        """With modules divided over `stages` ranks (1: not at all)."""
+        part, ranks = _busiest(self._cluster, stages), self._basis.setting.world_size
+        # a rank that waits leaves its cores to others: in a pipeline all may be that much faster
+        faster = part * stages
+        return self._update / ranks + sum(
+            max(product * faster / ranks, issued * part) for product, issued in self._least
+        )
+
+
+def _local(basis: Basis, candidate: Candidate) -> tuple[int, int]:
+    """Rows and tokens of what one rank computes at once; without a sequence, a row is a token."""
+    batch, point = basis.setting.batch, candidate.point
+    rows = candidate.problem.tape.rows
+    for name, t in batch.tensors():
+        if t.dim() > 1 and t.shape[1] == batch.sequence_length:
+            local = basis.local_shape(name, tuple(t.shape), dict(point.degrees), point.microbatches)
+            return rows, rows * local[1]
+    return rows, rows * (batch.sequence_length or 1)
+
+
+def _from_the_batch(tape: Tape, rows: int) -> set[int]:
+    """Values that are computed from rows of the batch: what is not (positions, weights of weights) is no longer for more rows."""
+    found = {
+        i
+        for i, value in enumerate(tape.values)
+        if (value.name or "").startswith("input:") and value.shape[:1] == (rows,)
+    }
+    for node in tape.nodes:
+        if not found.isdisjoint(ref.i for ref in node.ins):
+            found.update(ref.i for ref in node.outs)
+    return found
+
+
+def _length(node: Node, tape: Tape, flows: set[int], sequence: bool) -> int:
+    """Of a product of a weight with what comes from the batch, how many rows (or tokens) that has; else 0."""
+    weights = {r.i for r in node.ins if (tape.values[r.i].name or "").startswith("param:")}
+    if not any(len(tape.values[i].shape) > 1 for i in weights):
+        return 0
+    for ref in node.ins:
+        shape = tape.values[ref.i].shape
+        if ref.i not in weights and ref.i in flows and len(shape) > 1:
+            if node.name == "linear" or len(shape) == 2:
+                return math.prod(shape[:-1])
+            return 0 if sequence else int(shape[0])  # convolutions: by rows
+    return 0
+
+
+def _known(cluster: Cluster, work: Work) -> MeasuredWork | None:
+    return cluster.measured(work.kind, work.dtype) or cluster.measured(work.kind, "float32")
+
+
+def _product(cluster: Cluster, work: Work, flops: float) -> float:
+    """Seconds of so many operations at the best rate, forward and backward."""
+    if work.kind != "matmul":
+        return 0.0
+    operands = min(work.inputs_back, 2) / 2
+    known = _known(cluster, work)
+    if known is None:
+        return flops / cluster.rate(work.dtype) * (1.0 + (BACKWARD * operands if work.grad else 0.0))
+    back = flops * _least_rate(known.backward) * operands if work.grad else 0.0
+    return flops * _least_rate(known.forward) + back
+
+
+def _least_rate(points: Points) -> float:
+    """Seconds of one unit at the best measured rate: between points and beyond them it is no better."""
+    return min((seconds / size for size, seconds in points), default=0.0)
+
+
+def _issued(cluster: Cluster, work: Work) -> float:
+    """Seconds that one occurrence takes at least, however small its tensors are."""
+    launches = cluster.launch_s + (cluster.backward_launch_s if work.grad else 0.0) + cluster.host_s
+    known = _known(cluster, work)
+    if known is None:
+        return launches
+    least = min((s for _, s in known.forward), default=0.0)
+    operands = min(work.inputs_back, 2) / 2 if work.kind == "matmul" else 1.0
+    least += min((s for _, s in known.backward), default=0.0) * operands if work.grad else 0.0
+    if work.kind == "view":
+        return least + cluster.host_s
+    return max(least, launches) if cluster.hides_launch else least + cluster.host_s
+
+
+def _least_update(cluster: Cluster, nbytes: float, states: int) -> float:
+    """Seconds of an optimizer's step over parameters of so many bytes, at the best rate."""
+    known = cluster.measured("update", "float32")
+    if known is not None:
+        return (3 + 2 * states) / 7 * nbytes * _least_rate(known.forward)
+    return nbytes * (3 + 2 * states) / cluster.streams
+
+
+def _busiest(cluster: Cluster, stages: int) -> float:
+    """The part of a model's work that the step of a pipeline lasts at least: a stage's, if all are equal and nobody waits."""
+    company = cluster.company(stages) if stages > 1 else ()
+    return 1.0 / max([stages, *((n + 1) / pace for n, pace in enumerate(company))])

@@ -1,0 +1,184 @@
+"""How far the best may be from the best there is: a bound on everything that was not evaluated exactly.
+
+What is claimed is about configurations (degrees, what ranks share, schedule and microbatches, recomputation), each with the
+placements that the integer program finds for it.  A configuration is settled where it was evaluated, where its estimate is exact
+(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least what `floor.py` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_planner.search.bounding import least_bytes
+from meshwright_planner.search.candidate import Candidate, human_seconds
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.floor import Floor
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.setting import SHARED
+
+TOLERANCE = 1e-4
+"""Relative gap at which the solver calls a placement the best; see program.py."""
+
+MORE = 16
+"""Configurations without a searched axis that are costed for the sake of the proof alone."""
+
+MOST = 4_000
+"""Configurations up to which they are told apart; where there are more, all that were not evaluated share one bound."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of everything that was not evaluated exactly.
+
+    Args:
+        least: seconds that it takes at least; infinite where there is nothing, None where nothing is known.
+        words: how that is known, in a line.
+    """
+
+    least: float | None
+    words: str
+
+    def gap(self, seconds: float) -> float | None:
+        """By what part of `seconds` something that was not evaluated may be faster."""
+        if self.least is None:
+            return None
+        return round(max(0.0, 1.0 - self.least / seconds), 6) if seconds else 0.0
+
+
+def prove(
+    search: Search,
+    exact: Sequence[Candidate],
+    every: Sequence[Mapping[str, int]],
+    known: Mapping[Point, Candidate | None] | None = None,
+) -> Proof:
+    """The proof for a search.
+
+    Args:
+        search: was done.
+        exact: candidates that were evaluated exactly, at least one.
+        every: legal combinations of degrees.
+        known: configuration -> its estimate, None where a strategy refuses it; None where not all combinations of degrees
+            were looked at, so that configurations are not worth telling apart.
+    """
+    setting = search.setting
+    least, why = _unsolved(exact)
+    cluster = setting.cluster if setting.cost_model is None else setting.cost_model.figures
+    floor = None if cluster is None else Floor(search.basis, cluster, exact[0])
+    best = min((c.step_seconds for c in exact if not c.excess_bytes), default=math.inf)
+    widths = {_stages(search, tuple(d.items())) for d in every}
+    floors = {n: floor.seconds(n) if floor is not None else 0.0 for n in widths}
+    left = None if known is None else _open(search, exact, known, every)
+    if known is not None and left is not None:
+        estimates = dict(known)
+        left = _costed(search, left, floors, best, estimates)
+        # what is settled and was not evaluated takes what its estimate says
+        others = set(estimates) - {c.point for c in exact}
+        found = (estimates[p] for p in others)
+        least = min(
+            [
+                least,
+                *(c.step_seconds for c in found if c is not None and not c.searched and not c.excess_bytes),
+            ]
+        )
+        widths = {_stages(search, point.degrees) for point in left}
+    if floor is None and widths:
+        assert setting.cost_model is not None
+        return Proof(
+            None, f"not proven: no bound is known of the cost model {setting.cost_model.name!r}{why}"
+        )
+    bound = min((floors[n] for n in widths), default=math.inf)
+    if min(bound, least) >= best:
+        return Proof(
+            min(bound, least),
+            f"exact: no configuration that was not evaluated can be faster, placements solved to {100 * TOLERANCE:g}%{why}",
+        )
+    return Proof(
+        min(bound, least),
+        f"bounded: {len(exact)} configurations evaluated exactly; all others take at least {human_seconds(min(bound, least))}: "
+        f"products with weights, calls and the update, divided over all ranks, and nothing else{why}",
+    )
+
+
+def _unsolved(exact: Sequence[Candidate]) -> tuple[float, str]:
+    """Seconds that evaluated candidates might yet take with other placements, and what to say of it."""
+    least, count = math.inf, 0
+    for candidate in exact:
+        placement = candidate.placement
+        if placement.bound is None or placement.objective <= 0:
+            continue
+        gap = 1.0 - placement.bound / placement.objective
+        if gap > TOLERANCE:
+            count += 1
+            least = min(least, candidate.step_seconds * max(0.0, 1.0 - gap))
+    return least, f"; {count} placement programs stopped early" if count else ""
+
+
+def _stages(search: Search, degrees: tuple[tuple[str, int], ...]) -> int:
+    """Ranks that share the modules of the model."""
+    strategies = search.setting.strategies
+    return math.prod(degree for axis, degree in degrees if strategies[axis].divides)
+
+
+def _points(search: Search, every: Sequence[Mapping[str, int]]) -> Iterator[Point]:
+    """Every configuration of these combinations."""
+    setting = search.setting
+    for degrees in every:
+        shares = degrees.get(SHARED, 1) > 1
+        stages = ((setting.stage,) if setting.stage else (2, 3)) if shares else (0,)
+        policies = [setting.recompute]
+        if setting.recompute is None:
+            policies += search.can_recompute(degrees)
+        for way in search.ways(degrees) or [{}]:
+            for stage in stages:
+                for policy in policies:
+                    yield Point.of(degrees, stage, way, policy)
+
+
+def _open(
+    search: Search,
+    exact: Sequence[Candidate],
+    known: Mapping[Point, Candidate | None],
+    every: Sequence[Mapping[str, int]],
+) -> list[Point] | None:
+    """Configurations that are not settled; None where they are too many to tell apart."""
+    evaluated, found = {c.point for c in exact}, []
+    for number, point in enumerate(_points(search, every)):
+        if number >= MOST:
+            return None
+        if point not in evaluated and not (point in known and _is_settled(search, known[point])):
+            found.append(point)
+    return found
+
+
+def _is_settled(search: Search, estimate: Candidate | None) -> bool:
+    if estimate is None or not estimate.searched:  # refused, or exact as it is
+        return True
+    return bool(estimate.excess_bytes) and least_bytes(estimate, search.basis.sizes) > search.setting.limit
+
+
+def _costed(
+    search: Search,
+    left: Sequence[Point],
+    floors: Mapping[int, float],
+    best: float,
+    known: dict[Point, Candidate | None],
+) -> list[Point]:
+    """What is left of these configurations once a few that might be faster than the best are costed."""
+    placed = {axis for axis, s in search.setting.strategies.items() if s.placement_search}
+    plain = [
+        point
+        for point in left
+        if floors[_stages(search, point.degrees)] < best
+        and all(degree == 1 or axis not in placed for axis, degree in point.degrees)
+    ]
+    if len(plain) > MORE:
+        return list(left)
+    for point in plain:
+        try:
+            known[point] = search.estimate(point)
+        except PlanError:
+            known[point] = None
+    return [p for p in left if p not in known or not _is_settled(search, known[p])]
