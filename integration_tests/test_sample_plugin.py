@@ -207,7 +207,7 @@ def test_the_command_line_takes_a_cost_model(capsys: pytest.CaptureFixture[str],
         said = capsys.readouterr()
         return exit_.value.code, said.out + said.err
 
-    code, _ = run("plan", *size, *where, "--cost-model", "host-tables", "-o", str(file), "--degree", "dp=2")
+    code, _ = run("plan", *size, *where, "--cost-model", "host-tables", "-o", str(file))
     plan = ParallelPlan.load(file)
     assert code == 0 and plan.provenance.cost_model == "host-tables" and plan.predicted is not None
     # why not: planned again with the cost model of the plan, unless another is named
