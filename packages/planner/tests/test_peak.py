@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +14,19 @@ from planner_models import LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
 from meshwright_planner.calibration.counting import Counting
-from meshwright_planner.costs.peak import Moment, at_peak
+from meshwright_planner.costs.keeping import kept_bytes
+from meshwright_planner.costs.peak import Moment, Replay, at_peak, moments
+from meshwright_planner.costs.prices import AxisCosts
+from meshwright_planner.placing.legal import Legality
+from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.quotient import quotient
+from meshwright_planner.profile.recording import record
+from meshwright_planner.recomputation.asked import recompute_rules
+from meshwright_planner.recomputation.effect import recomputed
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> int:
@@ -82,3 +95,61 @@ def test_the_moment_that_holds_most_counts() -> None:
         for b, c in ((0.0, True), (1.0, True), (1.0, False))
     ]
     assert found == [5, 12, 5]
+
+
+def kept_item_by_item(problem: PlacementProblem, placement: Placement) -> tuple[float, list[float]]:
+    """Bytes that autograd keeps, and those of each representative node, as they are defined."""
+    tape, quotient, costs = problem.tape, problem.quotient, problem.costs
+    parameter = [(value.name or "").startswith("param:") for value in tape.values]
+    kept: dict[object, float] = {}
+    first: dict[object, tuple[int, float]] = {}
+    for number, item in enumerate(tape.saved):
+        k = quotient.node(item.node)
+        option = placement.options[k]
+        part = costs.part(costs.split((*option.ins, *option.outs)))
+        if item.root is None or not parameter[item.root]:
+            first.setdefault(
+                ("inner", number) if item.root is None else item.root, (k, part * problem.kept_bytes(item))
+            )
+        if k != item.node:
+            continue
+        if item.root is None:
+            kept["inner", number] = problem.kept_bytes(item) * quotient.node_count[k] * part
+            continue
+        root, split = quotient.value(item.root), problem.kept_split(item, option)
+        if parameter[root] and costs.split((placement.stored.get(root, "I"),)) == split:
+            continue
+        roots = {other.root for other in tape.saved if other.root is not None}
+        copies = sum(quotient.value(other) == root for other in roots)
+        kept[root, split] = max(kept.get((root, split), 0.0), item.nbytes * copies * costs.part(split))
+    own = dict.fromkeys(quotient.nodes, 0.0)
+    for k, size in first.values():
+        own[k] += size
+    return sum(kept.values()), list(own.values())
+
+
+@pytest.mark.parametrize("policy", [None, "full", "selective"])
+def test_what_is_kept_is_what_each_saved_tensor_says(policy: str | None) -> None:
+    model, book, dice = Transformer(layers=4), RuleBook.first_party(), random.Random(policy)
+    tape = record(model, Batch.of(tokens()), book.composites)
+    costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 2), 2)
+    problem = PlacementProblem(Legality(tape, quotient(tape), book, costs, tape.rows))
+    placement = problem.replicated()
+    for _ in range(3):
+        options = {k: dice.choice(own) for k, own in problem.options.items()}
+        some = replace(placement, options=options)
+        left, found, _ = (
+            recomputed(problem, some, recompute_rules(model, policy)) if policy else (problem, some, 0)
+        )
+        whole, own = kept_item_by_item(left, found)
+        assert kept_bytes(left, found) == pytest.approx(whole, rel=1e-12)
+        assert Replay(left, found).kept == pytest.approx(own, rel=1e-12)
+
+
+def test_no_moment_that_may_hold_most_is_left_out() -> None:
+    dice = random.Random(0)
+    for _ in range(20):
+        every = [Moment(*(dice.randint(0, 5) for _ in range(4))) for _ in range(60)]
+        found = moments(SimpleNamespace(moments=lambda every=every: every[1:]), every[0])  # type: ignore[arg-type]
+        best = {one for one in every if not any(other.covers(one) and other != one for other in every)}
+        assert set(found) == best and len(found) == len(best)

@@ -129,16 +129,19 @@ class Ordered(NamedTuple):
         ranks: per rank.
         runs: (rank, place of its first action, of the first behind it): one after the other, every action in them is behind
             what it waits for.
-        split: (stage, microbatch) whose backward is.
         slots: per rank, for each action, its number as in `_slots`.
         waits: per rank, for each action, the number of what it waits for on another stage.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
     runs: list[tuple[int, int, int]]
-    split: set[tuple[int, int]]
     slots: list[list[int]]
     waits: list[list[int]]
+
+    @property
+    def split(self) -> set[tuple[int, int]]:
+        """(stage, microbatch) whose backward is."""
+        return _split(self.ranks)
 
     @property
     def order(self) -> tuple[tuple[int, Action], ...]:
@@ -155,9 +158,12 @@ def ordered(schedule: Schedule, shape: Shape) -> Ordered:
     require(schedule, shape)
     ranks = tuple(tuple(schedule.actions(rank, shape)) for rank in range(shape.ranks))
     slots = _slots(schedule, shape, ranks)
-    split = {(action.stage, action.microbatch) for own in ranks for action in own if action.kind == "I"}
     waits = [_waits(own, shape) for own in slots]
-    return Ordered(ranks, _runs(schedule, shape, ranks, slots, waits), split, slots, waits)
+    return Ordered(ranks, _runs(schedule, shape, ranks, slots, waits), slots, waits)
+
+
+def _split(ranks: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:
+    return {(action.stage, action.microbatch) for own in ranks for action in own if action.kind == "I"}
 
 
 def timetable(schedule: Schedule, shape: Shape) -> Timetable:
@@ -289,17 +295,18 @@ def _runs(
     slots: Sequence[Sequence[int]],
     waits: Sequence[Sequence[int]],
 ) -> list[tuple[int, int, int]]:
-    """As Ordered.runs. Ranks take turns, and each goes on until it would wait."""
+    """As Ordered.runs. Ranks take turns, there as forwards pass by and back as backwards do, each until it would wait."""
     every = shape.stages * shape.microbatches
     found: list[tuple[int, int, int]] = []
     done = bytearray(3 * every) + b"\1\0"  # nothing is done, and nobody gets past the end
     same = [[slot - every for slot in own] for own in slots]  # on its own stage; of forwards, below 0
     waiting = [[*own, 3 * every + 1] for own in waits]
     place = [0] * shape.ranks
-    moved = True
+    moved, turns = True, range(shape.ranks)
     while moved:
         moved = False
-        for rank, here in enumerate(place):
+        for rank in turns:
+            here = place[rank]
             own, comes, before = slots[rank], waiting[rank], same[rank]
             begin = here
             while done[comes[here]] and (before[here] < 0 or done[before[here]]):
@@ -309,9 +316,10 @@ def _runs(
                 moved = True
                 place[rank] = here
                 found.append((rank, begin, here))
+        turns = turns[::-1]
     stuck = [(rank, actions[place[rank]]) for rank, actions in enumerate(ranks) if place[rank] < len(actions)]
     if stuck:
-        split = {(action.stage, action.microbatch) for own in ranks for action in own if action.kind == "I"}
+        split = _split(ranks)
         past = {action for own, end in zip(ranks, place, strict=True) for action in own[:end]}
         missing = {
             rank: next(one for one in needs(action, shape, split) if one not in past)

@@ -235,15 +235,17 @@ def _steps(schedule: Schedule, shape: Shape) -> _Steps:
     cuts += [stage if waits else -1 for _ in "BI" for stage, waits in enumerate(behind)]
     cuts += [-1] * shape.stages
     ranks = tuple(tuple([first[kind] + stage for kind, stage, _ in own]) for own in found.ranks)
-    doers: list[int] = []
-    numbers: list[int] = []
-    slots: list[int] = []
-    waits: list[int] = []
+    offsets = [0, *itertools.accumulate(map(len, ranks))]
+    order: list[int] = []  # places among the actions of all ranks, one rank behind the other
     for rank, begin, end in found.runs:
-        doers += (rank,) * (end - begin)
-        numbers += ranks[rank][begin:end]
-        slots += found.slots[rank][begin:end]
-        waits += found.waits[rank][begin:end]
-    places = dict(zip(slots, itertools.count(1)))
+        order += range(offsets[rank] + begin, offsets[rank] + end)
+    doers, numbers, slots, waits = (
+        [one for own in every for one in own]
+        for every in ([[n] * len(own) for n, own in enumerate(ranks)], ranks, found.slots, found.waits)
+    )
+    places = [0] * (3 * shape.stages * shape.microbatches + 1)
+    for place, at in enumerate(order, 1):
+        places[slots[at]] = place
     after = [places[other] if cuts[number] >= 0 else 0 for number, other in zip(numbers, waits, strict=True)]
-    return _Steps(tuple(zip(doers, numbers, after, strict=True)), tuple(cuts), ranks)
+    every = list(zip(doers, numbers, after, strict=True))
+    return _Steps(tuple(map(every.__getitem__, order)), tuple(cuts), ranks)

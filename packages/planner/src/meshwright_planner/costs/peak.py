@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright_dtensor.trace import Node
+from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.kinds import VIEWS, base_name
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Tape
@@ -51,12 +52,16 @@ def updating(replay: Replay, together: bool) -> Moment:
 
 def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
     """The moments at which a step may hold most; `update`: that of the optimizer."""
-    found = [*replay.moments(), update]
     best: list[Moment] = []
-    for one in found:
-        if not any(o.covers(one) for o in best):
+    fuller: Moment | None = None  # one of the best: what covered the last one mostly covers the next
+    for one in (*replay.moments(), update):
+        if fuller is not None and fuller.covers(one):
+            continue
+        fuller = next((o for o in best if o.covers(one)), None)
+        if fuller is None:
             best = [o for o in best if not one.covers(o)]
             best.append(one)
+            fuller = one
     return tuple(best)
 
 
@@ -138,19 +143,12 @@ class Replay:
 
     def _kept(self) -> list[float]:
         """Bytes that each keeps, of all copies; a storage belongs to the first that keeps it."""
-        tape, quotient = self.problem.tape, self.problem.quotient
+        problem, costs = self.problem, self.problem.costs
+        saved, options = problem.tape.saved, self.placement.options
+        parts = {k: costs.part(costs.split((*options[k].ins, *options[k].outs))) for k in self.nodes}
         found = [0.0] * len(self.nodes)
-        seen: set[int] = set()
-        for item in tape.saved:
-            n = self.place.get(quotient.node(item.node))
-            name = "" if item.root is None else tape.values[item.root].name or ""
-            if n is None or name.startswith("param:") or (item.root is not None and item.root in seen):
-                continue
-            if item.root is not None:
-                seen.add(item.root)
-            option = self.placement.options[self.nodes[n]]
-            costs = self.problem.costs
-            found[n] += self.problem.kept_bytes(item) * costs.part(costs.split((*option.ins, *option.outs)))
+        for place, k in SavedPlaces.of(problem).owned:
+            found[self.place[k]] += problem.kept_bytes(saved[place]) * parts[k]
         return found
 
     def moments(self) -> Iterable[Moment]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
-from meshwright_dtensor.units import parameter_units
 from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.costs.owing import Keepers
 from meshwright_planner.costs.peak import Replay
@@ -139,9 +137,12 @@ def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
 
 
 def parameter_sizes(
-    model: nn.Module, used: torch.dtype | None, problem: PlacementProblem, placement: Placement
+    units: Iterable[Iterable[tuple[str, torch.Tensor]]],
+    used: torch.dtype | None,
+    problem: PlacementProblem,
+    placement: Placement,
 ) -> tuple[dict[str, ParameterSize], ...]:
-    """The parameters of each unit (see units.parameter_units) by name, as a placement leaves them to one rank.
+    """The parameters of each unit by name, as a placement leaves them to one rank.
 
     `used`: dtype that they are computed in, None for their own.
     """
@@ -158,7 +159,7 @@ def parameter_sizes(
         cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
         return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
 
-    return tuple({name: size(name, p) for name, p in own} for _, _, own in parameter_units(model))
+    return tuple({name: size(name, p) for name, p in own} for own in units)
 
 
 def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], int]) -> SearchRequest:

@@ -65,7 +65,8 @@ class Placed:
     @cached_property
     def attention(self) -> tuple[AttentionUse, ...]:
         """The attention calls."""
-        return attention_uses(self.problem.tape, self.problem.costs, self.rules.composites.values())
+        problem = self.problem
+        return attention_uses(problem.tape, problem.quotient, problem.costs, self.rules.composites.values())
 
     def own(self, names: frozenset[str]) -> tuple[float, float]:
         """Bytes of these parameters on one rank, of all and of those that are trained."""
@@ -146,7 +147,7 @@ class _States:
     def units(self) -> tuple[dict[str, ParameterSize], ...]:
         """Per unit, its parameters."""
         setting, placed = self._placed.basis.setting, self._placed
-        return parameter_sizes(setting.model, setting.dtype, placed.problem, placed.placement)
+        return parameter_sizes(placed.basis.units, setting.dtype, placed.problem, placed.placement)
 
 
 def repeated(placement: Placement, times: int) -> Placement:

@@ -10,15 +10,21 @@ from meshwright_dtensor.rules import Composite, NodeView
 from meshwright_dtensor.strategy import AttentionUse
 from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.prices import AxisCosts, work_of
+from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.tape import Tape
 
 
-def attention_uses(tape: Tape, costs: AxisCosts, composites: Iterable[Composite]) -> tuple[AttentionUse, ...]:
+def attention_uses(
+    tape: Tape, quotient: Quotient, costs: AxisCosts, composites: Iterable[Composite]
+) -> tuple[AttentionUse, ...]:
     """Equal calls counted together; the searched axis divides heads where it can, as placements do."""
     attention = {composite.name: composite for composite in composites}.get("sdpa")
     if attention is None:
         return ()
-    found = Counter(_use(node, tape, costs, attention) for node in tape.nodes if node.name == attention.name)
+    found: Counter[AttentionUse] = Counter()
+    for k in quotient.nodes:
+        if tape.nodes[k].name == attention.name:
+            found[_use(tape.nodes[k], tape, costs, attention)] += quotient.node_count[k]
     return tuple(replace(use, count=count) for use, count in found.items())
 
 

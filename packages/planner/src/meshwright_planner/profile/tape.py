@@ -6,7 +6,7 @@ How it is made is in `recording.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -59,6 +59,7 @@ class Tape:
         parameters: name -> value of every distinct parameter.
         rows: size of the batch.
         copied: module that did what another did, and was not run -> that one.
+        recompute: rules by which what is saved has been changed.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
     """
 
@@ -76,6 +77,7 @@ class Tape:
     rows: int = 1
     origin: Tape | None = None
     copied: dict[str, str] = field(default_factory=dict)
+    recompute: Hashable = ()
 
     @cached_property
     def flops(self) -> float:
@@ -85,6 +87,8 @@ class Tape:
     @cached_property
     def _inside(self) -> dict[str, list[int]]:
         """Module -> the nodes that it and the modules in it run, in order; not for nodes of the model itself."""
+        if self.origin is not None:  # the same operations
+            return self.origin._inside
         found: dict[str, list[int]] = defaultdict(list)
         above: dict[str, list[str]] = {}
         for index, node in enumerate(self.nodes):

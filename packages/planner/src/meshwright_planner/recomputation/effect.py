@@ -26,7 +26,7 @@ def recomputed(
     values, policy = problem.tape.values, region.policy
     kept = [item for item in problem.tape.saved if item[0] not in policy]
     kept += [Saved(*item, values[item[2]].nbytes) for item in region.kept]
-    tape = replace(problem.tape, saved=kept)
+    tape = replace(problem.tape, saved=kept, recompute=tuple(rules))
     other = problem.on(tape)
     whole, left = kept_bytes(problem, placement), kept_bytes(other, placement)
     again = region.again

@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 
+from torch import nn
+
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.strategy import Link, SearchRequest
+from meshwright_dtensor.units import parameter_units
 from meshwright_planner.costs.memory import Sizes
 from meshwright_planner.costs.models import priced
 from meshwright_planner.search.setting import Setting
@@ -32,6 +35,11 @@ class Basis:
     def sizes(self) -> Sizes:
         """Of the model."""
         return Sizes.of(self.setting.model)
+
+    @cached_property
+    def units(self) -> tuple[tuple[tuple[str, nn.Parameter], ...], ...]:
+        """The named parameters of each unit of the model (see units.parameter_units)."""
+        return tuple(tuple(own) for _, _, own in parameter_units(self.setting.model))
 
     def request(self, axis: str | None = None) -> SearchRequest:
         """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
+from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.search.points import Point
 
@@ -28,7 +29,7 @@ class Candidate:
         memory: bytes by part on one rank.
         limit: bytes that may be predicted of one rank.
         allowed: bytes that one rank has.
-        collectives: those that strategies add to the placement's.
+        uses: collectives that strategies add to the placement's, each with the axes that it is along.
         fields: what strategies add to the plan.
         placements: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
         apart: names of modules that strategies run themselves.
@@ -50,7 +51,7 @@ class Candidate:
     memory: dict[str, int]
     limit: int
     allowed: int
-    collectives: list[PlannedCollective] = field(default_factory=list)
+    uses: list[tuple[str, CollectiveUse]] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
     stage: int = 0
     placements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -60,6 +61,22 @@ class Candidate:
     stages: tuple[tuple[float, float], ...] = ()
     point: Point = field(default_factory=Point)
     recompute: tuple[RecomputeRule, ...] = ()
+
+    @property
+    def collectives(self) -> list[PlannedCollective]:
+        """The collectives that strategies add, as a plan names them."""
+        return [
+            PlannedCollective(
+                axis=axes,
+                kind=u.kind,
+                nbytes=u.nbytes,
+                count=u.count,
+                phase=u.phase,
+                module=u.module,
+                why=u.why,
+            )
+            for axes, u in self.uses
+        ]
 
     @property
     def exposed_seconds(self) -> float:

@@ -58,6 +58,8 @@ def _rows_divide(basis: Basis, degrees: Mapping[str, int]) -> bool:
 
 def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
     """Whether a searched axis can split the sequence between blocks, where that is asked for."""
+    if not basis.setting.sequence_parallel:  # nothing to look at
+        return True
     strategies, batch = basis.setting.strategies, basis.setting.batch
     degree = max((degrees[a] for a, s in strategies.items() if s.placement_search), default=1)
     lengths = {

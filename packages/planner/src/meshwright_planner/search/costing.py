@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright_dtensor.plan import PlannedCollective
-from meshwright_dtensor.strategy import ParameterSize, StrategyCost
+from meshwright_dtensor.strategy import CollectiveUse, ParameterSize, StrategyCost
 from meshwright_planner.costs.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.costs.peak import BUCKET_BYTES, Moment, at_peak
 from meshwright_planner.costs.work import inside_of
@@ -38,7 +37,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     stepped = memory["gradients"]
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
-    collectives: list[PlannedCollective] = []
+    uses: list[tuple[str, CollectiveUse]] = []
     shards = degrees.get(SHARED, 1)
     if setting.dtype is not None and shards == 1:  # the copies that are computed with
         memory["parameters"] += math.ceil(memory["parameters"] * setting.dtype.itemsize / 4)
@@ -130,18 +129,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
             lasting = max(0.0, 1.0 - found.optimizer / found.gradients) if found.gradients else 0.0
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))
-        collectives += [
-            PlannedCollective(
-                axis=axes,
-                kind=u.kind,
-                nbytes=u.nbytes,
-                count=u.count,
-                phase=u.phase,
-                module=u.module,
-                why=u.why,
-            )
-            for u in found.collectives
-        ]
+        uses += ((axes, use) for use in found.collectives)
     busy = divided.compute - divided.idle
     if axis is not None:
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
@@ -174,7 +162,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
         memory=memory,
         limit=setting.limit,
         allowed=setting.allowed,
-        collectives=collectives,
+        uses=uses,
         fields=fields,
         placements=placements(setting.strategies, basis.surveys, degrees),
         apart=tuple(m for a, survey in basis.surveys.items() if degrees[a] > 1 for m in survey.modules),
