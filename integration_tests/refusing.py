@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo import Plain, causal, llama, plain_batch
+from zoo import Plain, llama, plain_batch
 
 
 def wrong_keys() -> tuple[nn.Module, dict[str, Any]]:
@@ -25,9 +26,10 @@ def raising() -> tuple[nn.Module, dict[str, Any]]:
     raise KeyError("the data set")
 
 
-def small_llama() -> tuple[nn.Module, dict[str, Any]]:
+def small_llama(batch_size: int = 4, sequence_length: int = 24) -> tuple[nn.Module, dict[str, Any]]:
     """A model and a batch that are in order."""
-    return llama(), causal(128)
+    tokens = torch.randint(128, (batch_size, sequence_length))
+    return llama(), {"input_ids": tokens, "labels": tokens}
 
 
 class Rankish(Plain):
@@ -35,6 +37,20 @@ class Rankish(Plain):
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         return super().forward(x * (1.0 + int(os.environ.get("RANK", "0"))), labels)
+
+
+def slow_to_say() -> tuple[nn.Module, dict[str, Any]]:
+    """The same, where the rank that reports takes long about it."""
+    from meshwright_parallel.report import VerificationReport
+
+    render = VerificationReport.render
+
+    def slowly(report: VerificationReport) -> str:
+        time.sleep(3)
+        return render(report)
+
+    VerificationReport.render = slowly  # type: ignore[method-assign, assignment]
+    return rankish()
 
 
 def rankish() -> tuple[nn.Module, dict[str, Any]]:

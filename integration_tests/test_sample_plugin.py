@@ -213,7 +213,7 @@ def test_the_command_line_takes_a_cost_model(capsys: pytest.CaptureFixture[str],
     # why not: planned again with the cost model of the plan, unless another is named
     seconds = []
     for more in ([], ["--cost-model", "roofline"]):
-        code, text = run("explain", str(file), *size, "--why-not", "tp=2", "--json", *more)
+        code, text = run("explain", str(file), *size, "--why-not", "tp=2,dp=1", "--json", *more)
         assert code == 0
         seconds.append(json.loads(text)["step_seconds"])
     assert seconds[0] > 1.05 * seconds[1]

@@ -58,3 +58,9 @@ def test_a_model_that_is_not_the_same_everywhere_is_caught() -> None:
     assert done.returncode == 4, done.stderr
     report = json.loads(done.stdout)
     assert not report["ok"] and report["failures"] > 0
+
+
+def test_what_differs_is_said_before_anyone_leaves() -> None:
+    arguments = ["verify", "--model", "refusing.py:slow_to_say", "--world-size", "2", "--tp", "2"]
+    done = run_ranks(arguments, launcher=False)
+    assert done.returncode == 4 and "DIFFERENT" in done.stdout, done.stdout + done.stderr

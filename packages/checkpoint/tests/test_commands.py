@@ -13,7 +13,9 @@ from models import adam, build, differences, everything, train
 
 from meshwright_checkpoint import load, save
 from meshwright_checkpoint.commands import command
-from meshwright_dtensor.errors import UsageError
+from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.places import place_of_path
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 
 
@@ -47,6 +49,34 @@ def test_inspect(saved: Path) -> None:
     assert "|  0  |" in run("inspect", saved, "--tensor", "first.weight")[1].replace("| 0 |", "|  0  |")
     with pytest.raises(UsageError, match="--tensor nothing"):
         run("inspect", saved, "--tensor", "nothing")
+    with pytest.raises(UsageError, match=r"did you mean 'first.weight'"):
+        run("inspect", saved, "--tensor", "first.wieght")
+    # a tied weight by any of its names
+    drawn = [
+        run("inspect", saved, "--tensor", name)[1]
+        for name in ("head.weight", "again.weight", "model/again.weight")
+    ]
+    assert drawn[0] == drawn[1] == drawn[2] and drawn[0].startswith("model/head.weight")
+    with pytest.raises(CheckpointError, match="does not exist; did you mean 'step-4'"):
+        run("inspect", saved.parent / "step-44")
+
+
+def test_reshard_for_a_plan_of_tied_names_and_of_another_model(saved: Path, tmp_path: Path) -> None:
+    def plan(pattern: str) -> Path:
+        rules = (ParameterRule(pattern=pattern, placement={"tp": "S(0)"}),)
+        ParallelPlan(world_size=2, degrees={"tp": 2}, parameters=rules).save(tmp_path / "plan.json")
+        return tmp_path / "plan.json"
+
+    for name in ("head.weight", "again.weight"):
+        run("reshard", saved, tmp_path / name, "--plan", plan(name))
+        manifest = place_of_path(tmp_path / name).manifest()
+        assert len(manifest.tensors["model/head.weight"].parts) == 2
+        assert {part.file for part in manifest.tensors["model/head.weight"].parts} == {0, 1}
+    with pytest.raises(
+        PlanError, match=r"parameters\[0\].pattern is 'first.wieght'.*nearest legal: first.weight"
+    ):
+        run("reshard", saved, tmp_path / "none", "--plan", plan("first.wieght"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_verify_diff_and_reshard(saved: Path, tmp_path: Path) -> None:

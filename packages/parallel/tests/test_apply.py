@@ -230,7 +230,10 @@ def refused(rank: int, world_size: int) -> None:
         r"parameters\[0\].pattern is 'embed.wieght'.*nearest legal: embed.weight",
         **place("embed.wieght", "S(0)"),
     )
-    refuse(PlanError, r"nearest legal: S\(1\)", **place("embed.weight", "S(2)"))
+    both = r"'embed.weight' \(tied to 'head.weight'\) has shape.*nearest legal: S\(1\)"
+    refuse(PlanError, both, **place("embed.weight", "S(2)"))
+    both = r"'head.weight' \(tied to 'embed.weight'\) has shape"
+    refuse(PlanError, both, **place("head.weight", "S(2)"))
     refuse(PlanError, "leaves some of the 2 ranks empty", model=nn.Linear(5, 1), **place("weight", "S(0)"))
     refuse(
         PlanError,
@@ -260,6 +263,9 @@ def refused(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         empty = Language()
     refuse(UnsupportedError, "deferred_init", model=empty)
+    with deferred_init(values=False, min_bytes=64):
+        hollow = Language()
+    refuse(UnsupportedError, r"was never given values.*deferred_init\(values=False\)", model=hollow)
     with pytest.raises(TypeError):
         parallelize(make(), plan_of(), btach=None)  # type: ignore[call-arg]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,9 +53,10 @@ def test_a_right_run_passes(rank_pool: RankPool, world_size: int, degrees: dict[
     assert [c for c in report.comparisons if c.step == -1]  # initial values, bit for bit
     text = report.render()
     assert "the same as one device" in text
-    assert report.worst(1)[0].name in text
+    shown = replace(report, comparisons=tuple(c for c in report.comparisons if "embed.weight" in c.name))
+    assert "embed.weight = head.weight" in shown.render(width=200)  # a tied weight by all its names
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert data["ok"] is True
+    assert data["ok"] is True and data["tied"] == {"embed.weight": ["head.weight"]}
     assert data["tensors"] == len(report.comparisons)
 
 

@@ -60,3 +60,11 @@ def test_marks_that_cannot_be_had() -> None:
     mark_sharding(odd.up.weight, {"tp": Shard(0)})
     with pytest.raises(UsageError, match="cannot"):
         placed(odd, batch)
+
+
+def test_a_tied_parameter_is_said_by_all_its_names() -> None:
+    model = Transformer(layers=2, hidden=128)
+    model.head.weight = model.embed.weight
+    mark_sharding(model.head.weight, {"dp": Shard(0)})
+    with pytest.raises(UsageError, match=r"'embed.weight' \(tied to 'head.weight'\) is marked"):
+        placed(model, tokens(rows=4))

@@ -23,6 +23,7 @@ from meshwright_checkpoint.around import ALIGN, Around
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_checkpoint.streaming import Writer
+from meshwright_dtensor._names import did_you_mean
 
 PARTIAL, DELETED, LOCK = ".partial-", ".deleted-", ".lock"
 
@@ -270,6 +271,10 @@ class LocalPlace:
     def manifest(self) -> Manifest:
         """Read and check the manifest. Raises CheckpointError where there is none, CorruptError where it is damaged."""
         path = self.path / NAME
+        if not self.path.exists():
+            near = did_you_mean(self.name, [place.name for place in self.parent().inside()])
+            hint = f"; did you mean {near!r}?" if near else "; give the path of a checkpoint"
+            raise CheckpointError(f"{self.where} does not exist{hint}")
         if not path.exists():
             raise CheckpointError(f"{self.where} is no checkpoint: it has no {NAME}{self._hint()}")
         reader = Reader(path)

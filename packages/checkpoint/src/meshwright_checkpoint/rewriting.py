@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
@@ -21,7 +21,9 @@ from meshwright_checkpoint.places import Place
 from meshwright_checkpoint.reading import Source, Wanted, read
 from meshwright_checkpoint.shares import Catalogued, share
 from meshwright_checkpoint.state import MODEL, OPTIMIZER
+from meshwright_dtensor._names import did_you_mean, listing
 from meshwright_dtensor.boxes import Box, box_numel, box_shape, whole_box
+from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.regions import region_boxes, region_of
 
@@ -43,8 +45,14 @@ def rewrite(
     Raises:
         CheckpointError: the path is taken.
         CorruptError: the checkpoint is damaged.
+        PlanError: a rule of the plan speaks of no parameter of the checkpoint.
     """
-    tensors = {key: _catalogued(key, source, ranks, plan) for key, source in checkpoint.tensors.items()}
+    named = _names(checkpoint)
+    if plan is not None:
+        _check_patterns(plan, [name for names in named.values() for name in names])
+    tensors = {
+        key: _catalogued(key, source, ranks, plan, named) for key, source in checkpoint.tensors.items()
+    }
     shapes = {key: (source.shape, source.dtype) for key, source in checkpoint.tensors.items()}
     save_id = uuid.uuid4().hex
     old = checkpoint.manifest
@@ -88,7 +96,30 @@ def rewrite(
         place.finish()
 
 
-def _catalogued(key: str, source: Source, ranks: int, plan: ParallelPlan | None) -> Catalogued:
+def _names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """Name of every tensor of the model -> all names that it has there."""
+    names: dict[str, tuple[str, ...]] = {
+        key.removeprefix(MODEL): (key.removeprefix(MODEL),)
+        for key in checkpoint.tensors
+        if key.startswith(MODEL)
+    }
+    for alias, name in checkpoint.manifest.model.aliases.items():
+        names[name] = (*names.get(name, (name,)), alias)
+    return names
+
+
+def _check_patterns(plan: ParallelPlan, names: list[str]) -> None:
+    for index, rule in enumerate(plan.parameters):
+        if not any(rule.matches(name) for name in names):
+            text = f"no parameter of the checkpoint matches; they are {listing(names, 4)}; give the plan of its model"
+            raise PlanError(
+                f"parameters[{index}].pattern", rule.pattern, text, did_you_mean(rule.pattern, names)
+            )
+
+
+def _catalogued(
+    key: str, source: Source, ranks: int, plan: ParallelPlan | None, named: Mapping[str, tuple[str, ...]]
+) -> Catalogued:
     boxes: list[tuple[Box, ...]] = [(whole_box(source.shape),) if 0 not in source.shape else ()] * ranks
     if plan is not None and key.startswith((MODEL, OPTIMIZER)) and source.shape:
         name = (
@@ -96,7 +127,8 @@ def _catalogued(key: str, source: Source, ranks: int, plan: ParallelPlan | None)
             if key.startswith(MODEL)
             else key.removeprefix(OPTIMIZER).rpartition("/")[0]
         )
-        states = tuple(plan.parameter_states(name).values())
+        ruled = next((one for one in named.get(name, ()) if plan.parameter_rule(one) is not None), name)
+        states = tuple(plan.parameter_states(ruled).values())
         if all(not isinstance(s, int) or int(s) < len(source.shape) for s in states):
             sizes = tuple(plan.degrees.values())
             regions = [region_of(source.shape, sizes, at, states) for at in product(*map(range, sizes))]

@@ -20,6 +20,7 @@ from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, format_state
 from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.tied import with_ties
 from meshwright_parallel._torch import gradient_hooks, map_tensors
 from meshwright_parallel.composition import check_composition
 from meshwright_parallel.inputs import input_states, placed_of, size_of
@@ -147,7 +148,7 @@ def stored_states(
                     f"but {first!r} is {_show(by_name[first])}"
                 )
                 raise PlanError("parameters", f"{name}: {_show(states)}", rule)
-        _check_shape(first, shape, plan, by_name[first])
+        _check_shape(aliases, first, shape, plan, by_name[first])
         found.update(dict.fromkeys(aliases, by_name[first]))
     return found
 
@@ -227,8 +228,11 @@ def _states(
     return tuple(found[axis] for axis in plan.degrees)
 
 
-def _check_shape(fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: tuple[State, ...]) -> None:
+def _check_shape(
+    aliases: Sequence[str], fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: tuple[State, ...]
+) -> None:
     """A shard needs a dim that exists and at least one row for every rank (chunks as torch.chunk cuts them)."""
+    shown = with_ties(fqn, {aliases[0]: aliases[1:]})
     rule = plan.parameter_rule(fqn)
     where = "parameters" if rule is None else f"parameters[{plan.parameters.index(rule)}].placement"
     left = list(shape)
@@ -236,14 +240,14 @@ def _check_shape(fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: t
         if not isinstance(state, int):
             continue
         if state >= len(shape):
-            text = f"{fqn!r} has shape {shape}, so its dims are 0..{len(shape) - 1}"
+            text = f"{shown} has shape {shape}, so its dims are 0..{len(shape) - 1}"
             raise PlanError(
                 f"{where}.{axis}", format_state(state), text, f"S({len(shape) - 1})" if shape else "I"
             )
         if isinstance(state, Runs):
             if state.total != left[state] or len(state.intervals) != degree:
                 text = (
-                    f"its runs cover {state.total} rows on {len(state.intervals)} ranks, dim {int(state)} of {fqn!r} has "
+                    f"its runs cover {state.total} rows on {len(state.intervals)} ranks, dim {int(state)} of {shown} has "
                     f"{left[state]} on {degree}"
                 )
                 raise PlanError(f"{where}.{axis}", format_state(state), text, f"S({int(state)})")
@@ -251,7 +255,7 @@ def _check_shape(fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: t
             continue
         step = -(-left[state] // degree)
         if degree > 1 and -(-left[state] // step) != degree:
-            text = f"dim {state} of {fqn!r} has {left[state]} rows, which leaves some of the {degree} ranks empty"
+            text = f"dim {state} of {shown} has {left[state]} rows, which leaves some of the {degree} ranks empty"
             raise PlanError(f"{where}.{axis}", format_state(state), text, "I")
         left[state] = step
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from meshwright_dtensor.errors import VerificationError
@@ -99,6 +100,7 @@ class VerificationReport:
         losses: per step (one device, parallel).
         comparisons: every tensor of every step.
         fault: where something differs, the first call of the first step whose value or gradient does, if one was found.
+        tied: first name -> other names of every tied parameter; comparisons go by the first.
     """
 
     model: str
@@ -107,6 +109,7 @@ class VerificationReport:
     losses: tuple[tuple[float, float], ...]
     comparisons: tuple[Comparison, ...]
     fault: Fault | None = None
+    tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -129,7 +132,7 @@ class VerificationReport:
         if bad:
             first = bad[0]
             raise VerificationError(
-                f"{len(bad)} of {len(self.comparisons)} tensors differ from one device; worst: {first.kind} {first.name!r} "
+                f"{len(bad)} of {len(self.comparisons)} tensors differ from one device; worst: {first.kind} {self._named(first)!r} "
                 f"in step {first.step}, {first.note or f'relative difference {first.relative:.1e}'} "
                 f"(tolerance {first.tolerance:.0e})" + (f"; {self.fault}" if self.fault else "")
             )
@@ -146,6 +149,7 @@ class VerificationReport:
             "no_measure": sum(not c.measured for c in self.comparisons),
             "failures": len(self.failures),
             "fault": None if self.fault is None else {k: _plain(v) for k, v in asdict(self.fault).items()},
+            "tied": {name: list(others) for name, others in self.tied.items()},
             "worst": {kind: self._entry(kind) for kind in dict.fromkeys(c.kind for c in self.comparisons)},
             "comparisons": [_entry(c) for c in self.comparisons],
         }
@@ -177,7 +181,9 @@ class VerificationReport:
             table.add_column(column, overflow="fold")
         for c in self.worst(count):
             mark = ("ok" if c.ok else "DIFFERS") + (f": {c.note}" if c.note else "")
-            table.add_row(str(c.step), c.kind, c.name or "-", f"{c.relative:.1e}", f"{c.tolerance:.0e}", mark)
+            table.add_row(
+                str(c.step), c.kind, self._named(c) or "-", f"{c.relative:.1e}", f"{c.tolerance:.0e}", mark
+            )
         text = io.StringIO()
         console = Console(file=text, width=width, no_color=True)
         console.print(f"{self.model} on {mesh} against one device, {self.steps} steps", highlight=False)
@@ -195,6 +201,11 @@ class VerificationReport:
         if self.fault is not None:
             console.print(str(self.fault), highlight=False, markup=False)
         return text.getvalue()
+
+    def _named(self, comparison: Comparison) -> str:
+        """Its name for people, with every name of a tied parameter: "embed.weight = head.weight/exp_avg"."""
+        name, slash, key = comparison.name.partition("/")
+        return " = ".join((name, *self.tied.get(name, ()))) + slash + key
 
     def _entry(self, kind: Kind) -> dict[str, Any]:
         return _entry(self.worst(1, kind)[0])

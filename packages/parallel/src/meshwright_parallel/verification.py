@@ -27,6 +27,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.stages import stages_of
+from meshwright_dtensor.tied import tied_names
 from meshwright_parallel.agreement import generator_kept
 from meshwright_parallel.apply import parallelize
 from meshwright_parallel.comparison import (
@@ -162,6 +163,7 @@ def verify(
             steps=steps,
             losses=tuple(losses),
             comparisons=tuple(every),
+            tied=tied_names(reference),
         )
         if report.ok or divided or not any(c.step >= 0 for c in report.failures):
             return report

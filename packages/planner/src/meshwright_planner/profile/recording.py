@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from meshwright_dtensor.deferred import has_values
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
 from meshwright_dtensor.precision import cast_buffers
+from meshwright_dtensor.tied import tied_names
 from meshwright_dtensor.trace import Recorder
 from meshwright_planner import _torch
 from meshwright_planner.profile.batch import Batch, check_signature
@@ -225,6 +226,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         parameters=parameters,
         rows=batch.size,
         copied=watcher.copied,
+        tied=tied_names(model),
     )
     kept = finish(tape)
     tape.saved = list(_saved(watcher, kept, tape))

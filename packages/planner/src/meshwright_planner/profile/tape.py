@@ -60,6 +60,7 @@ class Tape:
         rows: size of the batch.
         copied: module that did what another did, and was not run -> that one.
         recompute: rules by which what is saved has been changed.
+        tied: first name -> other names of every parameter that has several.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
     """
 
@@ -78,6 +79,7 @@ class Tape:
     origin: Tape | None = None
     copied: dict[str, str] = field(default_factory=dict)
     recompute: Hashable = ()
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def flops(self) -> float:
