@@ -165,3 +165,17 @@ def test_a_write_through_data_is_seen(rank_pool: RankPool):
 
 def test_views_of_gathered_views_and_inplace_flags(rank_pool: RankPool):
     assert all(rank_pool.run(2, gathered_views))
+
+
+def formatted(rank, world):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    x = distribute(torch.arange(4), mesh, [0])
+    loss = distribute(torch.ones(6, requires_grad=True), mesh, [0]).square().mean()
+    names = [f"expert_{i}" for i in x] + [f"expert_{i[0]}" for i in (x > 1).nonzero()]
+    return names, f"{loss} {loss:.2f} {x[1]:03d}", f"{x}" == repr(x)
+
+
+def test_numbers_are_formatted_as_on_one_device(rank_pool: RankPool):
+    for names, numbers, whole in rank_pool.run(2, formatted):
+        assert names == [f"expert_{i}" for i in (0, 1, 2, 3, 2, 3)]
+        assert numbers == "1.0 1.00 001" and whole

@@ -153,7 +153,8 @@ class GlobalTensor(torch.Tensor):
         return f"GlobalTensor(local={self._local.detach()!r}, {self._layout!r})"
 
     def __format__(self, spec: str) -> str:
-        return self.item().__format__(spec) if self._layout.ndim == 0 and spec else repr(self)
+        # a number is formatted as on one device: models look modules up by f"expert_{index}"
+        return self.detach().item().__format__(spec) if self._layout.ndim == 0 else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
         if not self._local.is_leaf:
