@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from captures import FIRST, Captured, refused
 from planner_models import Transformer, eager, tokens
 from torch import nn
 
+from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.machines.known import LAPTOP_CPU
 from meshwright_planner.profile.batch import Batch
@@ -19,40 +22,62 @@ from meshwright_planner.profile.tape import Tape
 
 BOOK = RuleBook.first_party()
 
-CAPTURES = (
-    "torch.fx.symbolic_trace",
-    "torch.fx.Tracer.trace",
-    "torch.fx.experimental.proxy_tensor.make_fx",
-    "torch.compile",
-    "torch._dynamo.optimize",
-    "torch._dynamo.export",
-    "torch._dynamo.convert_frame.convert_frame_assert",
-    "torch.export.export",
-    "torch.jit.trace",
-    "torch.jit.script",
-)
+
+def test_every_way_to_capture_a_graph_is_found_and_raises() -> None:
+    x, linear = torch.ones(2), nn.Linear(2, 2)
+    ways: dict[str, Callable[[], Any]] = {
+        "torch.compile": lambda: torch.compile(linear),
+        "dynamo": lambda: torch._dynamo.optimize("eager")(linear),
+        "export": lambda: torch.export.export(linear, (x,)),
+        "fx": lambda: torch.fx.symbolic_trace(linear),
+        "tracer": lambda: torch.fx.Tracer().trace(linear),
+        "make_fx": lambda: torch.fx.experimental.proxy_tensor.make_fx(linear)(x),
+        "aot": lambda: torch._functorch.aot_autograd.aot_function(linear, lambda g, _: g)(x),
+        "trace": lambda: torch.jit.trace(linear, x),
+        "script": lambda: torch.jit.script(linear),
+        "graph": lambda: torch.fx.Graph(),
+    }
+    with refused() as found:
+        assert set(FIRST) <= set(found) and len(found) > 60
+        for name, way in ways.items():
+            with pytest.raises(Captured):
+                way()
+                raise AssertionError(f"{name} did not raise")
+    assert torch.fx.symbolic_trace(linear)(x).shape == (2,)  # all is as it was
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a graph was captured")
+MODELS = {
+    "transformer": lambda: (Transformer(layers=4), tokens(rows=4)),
+    "experts": lambda: (Experts(), torch.randn(4, 16)),
+    "convolutions": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)),
+        torch.randn(4, 3, 8, 8),
+    ),
+    "looking at data": lambda: (Looks(), torch.randn(4, 16)),
+}
 
 
-def test_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._dynamo
-    import torch._dynamo.convert_frame
-    import torch.export
-    import torch.fx.experimental.proxy_tensor
+@pytest.mark.parametrize("name", MODELS)
+def test_no_graph_is_captured(name: str) -> None:
+    model, batch = MODELS[name]()
+    with refused():
+        for pins in ({}, {"tp": 2}):
+            request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, top_k=2, **pins)  # type: ignore[arg-type]
+            for plan in eager().plan(model, batch, request):
+                assert plan.world_size == 4
 
-    for name in CAPTURES:
-        monkeypatch.setattr(name, _refuse)
-    with pytest.raises(AssertionError):
-        torch.compile(nn.Linear(2, 2))
-    from meshwright_dtensor.planning import PlanRequest
 
-    (plan,) = eager().plan(
-        Transformer(layers=4), tokens(rows=4), PlanRequest(cluster=LAPTOP_CPU, world_size=4)
-    )
-    assert plan.world_size == 4
+class Experts(nn.Module):
+    """Two experts, each row to one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.gate(x).softmax(-1)
+        return sum(expert(x) * share[:, i : i + 1] for i, expert in enumerate(self.experts)).sum()  # type: ignore[union-attr]
 
 
 class Looks(nn.Module):
