@@ -52,6 +52,13 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
         },
         "leave zero out of that parameter's rule",
     ),
+    "a parameter sharded on one dim by two tensor axes (tp_outer, tp) that do not divide it together": (
+        {
+            "degrees": {"tp_outer": 2, "tp": 2},
+            "parameters": [{"pattern": "embed.weight", "placement": {"tp_outer": "S(0)", "tp": "S(0)"}}],
+        },
+        "shard another dim on one of the axes",
+    ),
     "an axis zero without a stage": ({"degrees": {"zero": 4}}, "set the field zero"),
     "a stage without an axis zero": ({"degrees": {"dp": 4}, "zero": ZERO}, 'give the mesh an axis "zero"'),
     "a field context without an axis cp": (

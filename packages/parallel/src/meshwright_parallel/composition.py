@@ -7,6 +7,7 @@ docs/composition.md shows the same table to people, and the order in which a pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,6 +87,27 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
     return None
 
 
+def _unequal_nesting(here: Situation) -> Found | None:
+    searched = [
+        (place, s.axis)
+        for place, s in enumerate(here.strategies)
+        if s.placement_search and here.degree(s.axis) > 1
+    ]
+    if len(searched) < 2:
+        return None
+    for name, parameter in here.model.named_parameters():
+        for dim, size in enumerate(parameter.shape):
+            own = [(place, axis) for place, axis in searched if _shards(here.states[name][place], dim)]
+            if len(own) > 1 and size % math.prod(here.degree(axis) for _, axis in own):
+                place, axis = own[-1]
+                return f"parameters ({name}).{axis}", format_state(here.states[name][place])
+    return None
+
+
+def _shards(state: State, dim: int) -> bool:
+    return isinstance(state, int) and int(state) == dim
+
+
 def _zero_without_stage(here: Situation) -> Found | None:
     return ("zero", None) if here.degree("zero") > 1 and here.plan.zero is None else None
 
@@ -136,6 +158,12 @@ RULES: tuple[Rule, ...] = (
         broken=_two_axes_on_one_dim,
         reason="zero gathers its shards into what the other axis computes with, which needs a dim of its own",
         fix="leave zero out of that parameter's rule, so that a free dim is chosen",
+    ),
+    Rule(
+        name="a parameter sharded on one dim by two tensor axes (tp_outer, tp) that do not divide it together",
+        broken=_unequal_nesting,
+        reason="the inner axis cuts what each rank of the outer one holds, which has to be equally long everywhere",
+        fix="shard another dim on one of the axes, or leave one of them out of that parameter's rule",
     ),
     Rule(
         name="an axis zero without a stage",

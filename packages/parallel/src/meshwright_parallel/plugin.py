@@ -35,6 +35,12 @@ def meshwright_strategies() -> Iterable[StrategySpec]:
         summary="ranks share weights and the work inside a layer; the planner's search finds the placements",
     )
     yield StrategySpec(
+        name="tensor-outer",
+        axis="tp_outer",
+        target="meshwright_parallel.strategies.tensor_outer:TensorOuter",
+        summary="a second tensor axis outside of tp, over the slower link; both are placed together, where it is pinned",
+    )
+    yield StrategySpec(
         name="expert",
         axis="ep",
         target="meshwright_parallel.strategies.expert:Expert",

@@ -13,14 +13,14 @@ from meshwright_dtensor.tied import tied_names, with_ties
 from meshwright_planner.placing.legal import Legality
 
 
-def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, State]:
-    """Parameter name -> state that it is marked with on the axis whose placements are searched.
+def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, dict[str, State]]:
+    """Axis whose placements are searched -> parameter name -> state that it is marked with there.
 
     Raises:
         UsageError: a mark on another axis, which does not place parameters.
     """
     axes = tuple(searched)
-    found: dict[str, State] = {}
+    found: dict[str, dict[str, State]] = {axis: {} for axis in axes}
     for name, parameter in model.named_parameters():
         for axis, state in marks_of(parameter).items():
             if axis not in axes:
@@ -29,7 +29,7 @@ def marked(model: nn.Module, searched: Iterable[str]) -> dict[str, State]:
                     f"parameter {shown} is marked {format_state(state)} on axis {axis!r}, where placements are not searched; "
                     f"mark it on {' or '.join(map(repr, axes)) or 'no axis'}, or write the rule into the plan"
                 )
-            found[name] = state
+            found[axis][name] = state
     return found
 
 

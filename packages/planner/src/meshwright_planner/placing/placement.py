@@ -94,6 +94,14 @@ class PlacementProblem:
         """The same collective of a value of so many bytes."""
         return Collective(collective.kind, nbytes)
 
+    def axis_of(self, collective: Collective) -> int:
+        """The number of the searched axis that a collective goes along."""
+        return 0
+
+    def shares(self, placement: Placement) -> tuple[float, ...]:
+        """The parts of the communication of a placement (of one microbatch) that the searched axes have."""
+        return (1.0,)
+
     def solve(
         self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float = 60.0
     ) -> Placement | None:

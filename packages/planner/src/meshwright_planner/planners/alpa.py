@@ -101,7 +101,7 @@ def latency(candidate: Candidate) -> float:
     Compute and the communication inside of operators are those of the slowest stage for all microbatches.
     """
     count = candidate.point.microbatches
-    inside = sum(s for axis, s in candidate.exposed.items() if axis == candidate.searched)
+    inside = sum(s for axis, s in candidate.exposed.items() if axis in candidate.searched)
     slowest = (candidate.compute_seconds + inside) / count
     shares = [sum(pair) for pair in candidate.stages] or [1.0]
     every = slowest * sum(shares) / max(shares)

@@ -32,11 +32,11 @@ def _replicas(basis: Basis, axis: str) -> bool:
 
 
 def least_bytes(candidate: Candidate, sizes: Sizes) -> float:
-    """Bytes below which no other placement on its searched axis brings a candidate: with everything divided there."""
-    axis, problem, placement = candidate.searched, candidate.problem, candidate.placement
-    if axis is None:
+    """Bytes below which no other placement on its searched axes brings a candidate: with everything divided there."""
+    axes, problem, placement = candidate.searched, candidate.problem, candidate.placement
+    if not axes:
         return float(candidate.total_bytes)
-    degree = candidate.point.degree(axis)
+    degree = math.prod(candidate.point.degree(axis) for axis in axes)
     stored = kept = 1 / degree
     if (
         candidate.fields.get("pipeline") is None

@@ -19,8 +19,8 @@ class Candidate:
     Args:
         degrees: mesh axis -> degree, outermost first.
         stage: what ranks along the axis zero share, 0 where they share nothing.
-        searched: the axis whose placements were searched, None when there is none.
-        problem, placement: the search on that axis and its answer; None when no placement fits the memory.
+        searched: the axes whose placements were searched, outermost first.
+        problem, placement: the search on those axes and its answer; None when no placement fits the memory.
         compute_seconds: of one step on one rank.
         bubble_seconds: a pipeline's rank waiting for others.
         exposed: mesh axes -> seconds of communication that add to the step.
@@ -41,7 +41,7 @@ class Candidate:
     """
 
     degrees: Mapping[str, int]
-    searched: str | None
+    searched: tuple[str, ...]
     problem: PlacementProblem
     placement: Placement
     compute_seconds: float

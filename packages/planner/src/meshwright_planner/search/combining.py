@@ -71,8 +71,10 @@ def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
 
 
 def _one_search(basis: Basis, degrees: Mapping[str, int]) -> bool:
-    searched = [a for a, d in degrees.items() if d > 1 and basis.setting.strategies[a].placement_search]
-    return len(searched) <= 1
+    """Whether placements are searched on one axis at most, or on two of which the user pins one at least."""
+    setting = basis.setting
+    searched = [a for a, d in degrees.items() if d > 1 and setting.strategies[a].placement_search]
+    return len(searched) <= (2 if any(a in setting.pins for a in searched) else 1)
 
 
 def _products(legal: Mapping[str, Sequence[int]], total: int) -> Iterator[dict[str, int]]:

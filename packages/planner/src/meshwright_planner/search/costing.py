@@ -23,8 +23,8 @@ SUMS = "dp"
 """The axis whose strategy costs the sum of gradients, over every axis that defers it."""
 
 
-def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
-    """The candidate with the degrees of `point` (of every axis) and these placements on the searched `axis`.
+def cost(point: Point, placed: Placed, searched: tuple[str, ...]) -> Candidate:
+    """The candidate with the degrees of `point` (of every axis) and these placements on the axes that were `searched`.
 
     Raises:
         PlanError: a strategy cannot have it so.
@@ -131,8 +131,8 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
             memory[part] = math.ceil(memory[part] * getattr(found, part))
         uses += ((axes, use) for use in found.collectives)
     busy = divided.compute - divided.idle
-    if axis is not None:
-        exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * busy
+    for axis, own_share in zip(searched, problem.shares(placed.placement)):
+        exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * own_share * busy
     placed_apart = sum(trained / degrees[a] for a, (_, trained) in own.items())
     bucket = min(BUCKET_BYTES, max(0.0, memory["gradients"] - placed_apart)) if summed else 0.0
     if shards > 1:  # whole until all of a unit are there, but for those in buffers that stay
@@ -149,7 +149,7 @@ def cost(point: Point, placed: Placed, axis: str | None) -> Candidate:
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
         stage=point.stage if shards > 1 else 0,
-        searched=axis,
+        searched=searched,
         problem=problem,
         placement=placement,
         compute_seconds=placement.compute_seconds * busy,

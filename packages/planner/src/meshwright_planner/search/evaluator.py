@@ -1,18 +1,21 @@
-"""The search's evaluator: what a configuration costs, with the best placements on its searched axis."""
+"""The search's evaluator: what a configuration costs, with the best placements on its searched axes."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Link
 from meshwright_planner.costs.memory import parameter_factor
 from meshwright_planner.costs.prices import AxisCosts
+from meshwright_planner.placing.joint.legal import JointLegality
+from meshwright_planner.placing.joint.pricing import JointCosts
+from meshwright_planner.placing.joint.problem import JointProblem
 from meshwright_planner.placing.legal import Legality, Rules
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.placing.placement import Placement, PlacementProblem
@@ -33,6 +36,9 @@ from meshwright_planner.search.surveys import Surveys
 
 PRICE = 1e-15
 """Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
+
+Axes: TypeAlias = tuple[str, ...]
+"""Names of searched axes, outermost first."""
 
 
 class Search:
@@ -99,21 +105,21 @@ class Search:
         if not isinstance(point, Point):
             point = self.point(point, stage)
         self.evaluated += 1
-        axis, degree = self._searched(point)
-        placed = self._exact(point, axis, degree)
-        candidate = self._costed(point, placed, axis)
-        if candidate.excess_bytes and degree > 1:
+        axes = self._searched(point)
+        placed = self._exact(point, axes)
+        candidate = self._costed(point, placed, axes)
+        if candidate.excess_bytes and axes:
             hopeless = least_bytes(candidate, self.basis.sizes) > self.setting.limit
             factor = parameter_factor(self.setting.optimizer)
             own = placed.with_recompute(self.recompute(point))
             problem = own.problem
             tight = None if hopeless else problem.solve(self._tight(candidate, own))
             if tight is not None:
-                return self._costed(point, self._new(placed.problem, tight), axis)
+                return self._costed(point, self._new(placed.problem, tight), axes)
             # nothing fits: show the placement that comes closest
             least = problem.solve(MemoryTerms(1e-6, factor))
             if least is not None:
-                closest = self._costed(point, self._new(placed.problem, least), axis)
+                closest = self._costed(point, self._new(placed.problem, least), axes)
                 return min(candidate, closest, key=lambda c: c.total_bytes)
         return candidate
 
@@ -124,31 +130,28 @@ class Search:
         Raises:
             PlanError: a strategy cannot have it so.
         """
-        axis, degree = self._searched(point)
+        axes = self._searched(point)
         tape = self._tape(point)
-        exact = self._placed.get(self._key(point, tape, degree, axis))
+        exact = self._placed.get(self._key(point, tape, axes))
         if exact is not None:
-            return self._costed(point, exact, axis)
+            return self._costed(point, exact, axes)
         family = (
             self.setting.dtype,
-            degree,
-            self.basis.link(dict(point.degrees), axis),
+            *self._joined(point, axes),
             self._meshed(point),
             tuple(self._present(point)),
             len(tape.nodes),
         )
         model = self._models.get(family)
         if model is None or len(model.problem.tape.values) != len(tape.values):
-            model = self._models[family] = self._model(family, point, tape, axis, degree)
-        return self._costed(point, model if model.problem.tape is tape else model.at(tape), axis)
+            model = self._models[family] = self._model(family, point, tape, axes)
+        return self._costed(point, model if model.problem.tape is tape else model.at(tape), axes)
 
-    def _model(
-        self, family: tuple[object, ...], point: Point, tape: Tape, axis: str | None, degree: int
-    ) -> Placed:
+    def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
         known = self.shared.models.get(family)
         if known is not None and len(known[0].tape.values) == len(tape.values):
             return self._new(*known)
-        found = self._exact(point, axis, degree)
+        found = self._exact(point, axes)
         self.shared.models[family] = found.problem, found.placement
         return found
 
@@ -171,10 +174,17 @@ class Search:
         return tuple(reversed(POLICIES))
 
     # ---- parts
-    def _searched(self, point: Point) -> tuple[str | None, int]:
+    def _searched(self, point: Point) -> Axes:
+        """The axes whose placements are searched, outermost first: none, one or two."""
         strategies = self.setting.strategies
-        axis = next((a for a, d in point.degrees if d > 1 and strategies[a].placement_search), None)
-        return axis, point.degree(axis) if axis is not None else 1
+        return tuple(a for a, d in point.degrees if d > 1 and strategies[a].placement_search)
+
+    def _joined(self, point: Point, axes: Axes) -> tuple[object, ...]:
+        """Per searched axis its name, degree and link; of none, what joins one rank to itself."""
+        degrees = dict(point.degrees)
+        if not axes:
+            return (("", 1, self.basis.link(degrees, None)),)
+        return tuple((axis, degrees[axis], self.basis.link(degrees, axis)) for axis in axes)
 
     def _present(self, point: Point) -> list[str]:
         return [axis for axis in self.surveys if point.degree(axis) > 1 and self.surveys[axis].parameters]
@@ -188,15 +198,14 @@ class Search:
     def _tape(self, point: Point) -> Tape:
         return self.shared.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
 
-    def _key(self, point: Point, tape: Tape, degree: int, axis: str | None) -> tuple[object, ...]:
-        link = self.basis.link(dict(point.degrees), axis)
-        return (id(tape), degree, link, self._meshed(point), *self._present(point))
+    def _key(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
+        return (id(tape), *self._joined(point, axes), self._meshed(point), *self._present(point))
 
-    def _exact(self, point: Point, axis: str | None, degree: int) -> Placed:
+    def _exact(self, point: Point, axes: Axes) -> Placed:
         tape = self._tape(point)
-        key = self._key(point, tape, degree, axis)
+        key = self._key(point, tape, axes)
         if key not in self._placed:
-            problem = self._problem(point, tape, degree, self.basis.link(dict(point.degrees), axis))
+            problem = self._problem(point, tape, axes)
             solved, placements = (*key, self.setting.optimizer), self.shared.placements
             if solved not in placements:
                 placements[solved] = self._place(problem)
@@ -206,34 +215,47 @@ class Search:
     def _new(self, problem: PlacementProblem, placement: Placement) -> Placed:
         return Placed(self.basis, self.rules, problem, placement)
 
-    def _costed(self, point: Point, placed: Placed, axis: str | None) -> Candidate:
-        return cost(point, placed.with_recompute(self.recompute(point)), axis)
+    def _costed(self, point: Point, placed: Placed, axes: Axes) -> Candidate:
+        return cost(point, placed.with_recompute(self.recompute(point)), axes)
 
-    def _problem(self, point: Point, tape: Tape, degree: int, link: Link) -> PlacementProblem:
-        surveyed = self._present(point) if degree > 1 else []
-        meshed = self._meshed(point)
-        costs = AxisCosts(self.setting.cluster, link, degree, meshed, self.setting.cost_model)
-        stored: Mapping[str, State] = self.setting.stored if degree > 1 else {}
-        like: tuple[object, ...] = (id(tape), degree, meshed)
-        linked, problems = (link, *like), self.shared.problems
+    def _problem(self, point: Point, tape: Tape, axes: Axes) -> PlacementProblem:
+        surveyed, meshed = self._present(point) if axes else [], self._meshed(point)
+        degrees = dict(point.degrees)
+        named = axes or (None,)
+        links = [self.basis.link(degrees, axis) for axis in named]
+        shape = [(axis, 1 if axis is None else degrees[axis]) for axis in named]
+        costs = [
+            AxisCosts(self.setting.cluster, link, degree, meshed, self.setting.cost_model)
+            for link, (_, degree) in zip(links, shape, strict=True)
+        ]
+        stored = [self.setting.stored.get(axis, {}) for axis in axes]
+        like: tuple[object, ...] = (id(tape), *shape, meshed)
+        linked, problems = (*links, *like), self.shared.problems
         if like not in problems:
-            legality = Legality(
-                tape,
-                self._quotient(tape),
-                self.rules,
-                costs,
-                tape.rows,
-                stored,
-                self.setting.sequence_parallel,
-            )
-            problems[like] = problems[linked] = PlacementProblem(legality, stored)
+            problems[like] = problems[linked] = self._made(tape, costs, stored)
         if linked not in problems:  # what is legal is so whatever joins the ranks
-            problems[linked] = problems[like].across(costs)
+            problems[linked] = problems[like].across(JointCosts.of(costs) if len(axes) > 1 else costs[0])
         key = (*linked, *surveyed)
         if key not in problems:  # what a strategy places itself is not for the search to place
             held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
-            problems[key] = problems[linked].pinning({**held, **stored})
+            problems[key] = problems[linked].pinning(_pins([{**held, **own} for own in stored]))
         return problems[key]
+
+    def _made(
+        self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Mapping[str, State]]
+    ) -> PlacementProblem:
+        """The problem on one axis, or on two; `stored`: how the user stores parameters on each."""
+        repeats, sequence, pins = self._quotient(tape), self.setting.sequence_parallel, _pins(stored)
+        if len(costs) == 1:
+            return PlacementProblem(
+                Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, sequence), pins
+            )
+        each = [
+            # which of the two splits the sequence, where one has to, is for both together to say
+            Legality(tape, repeats, self.rules, own, tape.rows, some, None if sequence else sequence)
+            for own, some in zip(costs, stored, strict=True)
+        ]
+        return JointProblem(JointLegality(each, sequence), pins)
 
     def _quotient(self, tape: Tape) -> Quotient:
         like = tape if tape.origin is None else tape.origin
@@ -275,3 +297,11 @@ class Search:
         )
         room = candidate.limit - fixed - outside * training
         return MemoryTerms(PRICE, min(factor, training) / kept, max(1.0, room / kept))
+
+
+def _pins(stored: Sequence[Mapping[str, State]]) -> dict[str, Any]:
+    """Parameter name -> state, or where two axes are searched the state on each, None where it is free."""
+    if len(stored) < 2:
+        return dict(stored[0]) if stored else {}
+    names = dict.fromkeys(name for some in stored for name in some)
+    return {name: tuple(some.get(name) for some in stored) for name in names}

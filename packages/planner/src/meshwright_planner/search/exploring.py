@@ -352,7 +352,10 @@ def _of_the_sequence(search: Search) -> list[str]:
 def _starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
     """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts."""
     strategies = search.setting.strategies
-    searched = next((a for a, s in strategies.items() if s.placement_search), None)
+    searched = next(
+        (a for a, s in strategies.items() if s.placement_search and len({d.get(a, 1) for d in legal}) > 1),
+        None,
+    )
     dividing = next((a for a, s in strategies.items() if s.divides), None)
     plain = [a for a in strategies if a not in (searched, dividing, "dp", SHARED)]
     found: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}

@@ -47,7 +47,7 @@ class Setting:
         world_size: number of ranks.
         limit: bytes that may be predicted of one rank.
         allowed: bytes that one rank has; the difference is what predictions may be wrong by.
-        stored: parameter name -> state on the searched axis, fixed by the user.
+        stored: searched axis -> parameter name -> state, fixed by the user.
         options: keywords that strategies know by name.
         data: data ranks (the product of the axes dp and zero), fixed by the user.
         stage: what ranks along zero share, fixed by the user; 0 where it is searched.
@@ -68,7 +68,7 @@ class Setting:
     world_size: int
     limit: int
     allowed: int
-    stored: Mapping[str, State]
+    stored: Mapping[str, Mapping[str, State]]
     options: Mapping[str, Any] = field(default_factory=dict)
     data: int | None = None
     stage: int = 0

@@ -18,8 +18,8 @@ class Shared:
     Args:
         surveys: what strategies find in the model.
         tapes: by the shapes of a batch.
-        problems: by link, tape, degree, whether there is a mesh to pay for, and the axes that place parameters themselves; without
-            the link and those axes, the first of them.
+        problems: by links, tape, searched axes with their degrees, whether there is a mesh to pay for, and the axes that place
+            parameters themselves; without the links and those axes, the first of them.
         placements: by problem and optimizer.
         models: by all but the sizes: a problem, and a placement that others start from.
         quotients: by tape.

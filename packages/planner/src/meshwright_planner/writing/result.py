@@ -31,10 +31,10 @@ def plan_of(
     """The plan that says what a candidate is, and how good that is."""
     activations, collectives = [], list(candidate.collectives)
     sequence = False
-    axis = candidate.searched or ""
-    writer = Writer(candidate.problem, candidate.placement, axis, candidate.placements, candidate.apart)
-    parameters = writer.parameters(setting.model) if axis or candidate.placements else []
-    if axis:
+    axes = candidate.searched
+    writer = Writer(candidate.problem, candidate.placement, axes, candidate.placements, candidate.apart)
+    parameters = writer.parameters(setting.model) if axes or candidate.placements else []
+    if axes:
         activations = writer.activations()
         collectives = [*writer.collectives(), *collectives]
         sequence = writer.splits_sequence()
@@ -109,7 +109,13 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
     ]
     if own.problem.tape.real:
         notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
-    if own.placement.status not in ("optimal", "replicated"):
+    if own.placement.bound is not None:
+        above = own.placement.objective / own.placement.bound - 1 if own.placement.bound else 0.0
+        notes.append(
+            f"placements on {' and '.join(own.searched)} were found in turns: too many for one program, and what is found "
+            f"takes at most {100 * above:.1f}% more than the least"
+        )
+    elif own.placement.status not in ("optimal", "replicated"):
         notes.append(f"the placement search stopped early: {own.placement.status}")
     after = ranked[place + 1] if place + 1 < len(ranked) else None
     if after is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +11,8 @@ from torch import nn
 from meshwright_dtensor.plan import ActivationRule, ParameterRule, PlannedCollective
 from meshwright_dtensor.states import State, States, format_state
 from meshwright_dtensor.trace import Call, Node
+from meshwright_planner.placing.answer import along
+from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.placement import RESULT, Placement, PlacementProblem
 from meshwright_planner.placing.program import Conversion
 from meshwright_planner.profile.quotient import carried
@@ -28,11 +30,11 @@ class _Wanted:
 
 
 class Writer:
-    """Writes one placement on one axis.
+    """Writes one placement on the searched axes.
 
     Args:
         problem, placement: the search and its answer.
-        axis: the searched axis; with degree 1 nothing is said of it.
+        axes: the searched axes, outermost first; without any, nothing is said of them.
         placed: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
         apart: names of modules that strategies run themselves: nothing is said of the calls in them.
     """
@@ -41,11 +43,11 @@ class Writer:
         self,
         problem: PlacementProblem,
         placement: Placement,
-        axis: str,
+        axes: Sequence[str],
         placed: Mapping[str, Mapping[str, str]] | None = None,
         apart: Iterable[str] = (),
     ) -> None:
-        self.problem, self.placement, self.axis = problem, placement, axis
+        self.problem, self.placement, self.axes = problem, placement, tuple(axes)
         self.placed, self.apart = dict(placed or {}), tuple(f"{name}." for name in apart)
         self.tape, self.quotient = problem.tape, problem.quotient
         self.collapser = Collapser(self.quotient.groups)
@@ -62,7 +64,7 @@ class Writer:
         """The state in which its producer leaves a value."""
         if value in self._left:
             return self._left[value]
-        return self.placement.stored.get(self.quotient.value(value), "I")
+        return self.placement.stored.get(self.quotient.value(value), self.problem.whole)
 
     def splits_sequence(self) -> bool:
         """Whether what flows from block to block is split along the sequence."""
@@ -72,7 +74,8 @@ class Writer:
     def parameter_state(self, name: str) -> State:
         """How parameter `name` is stored."""
         value = self.tape.parameters.get(name)
-        return "I" if value is None else self.placement.stored.get(self.quotient.value(value), "I")
+        whole = self.problem.whole
+        return whole if value is None else self.placement.stored.get(self.quotient.value(value), whole)
 
     def parameters(self, model: nn.Module) -> list[ParameterRule]:
         """Rules for every sharded parameter; tied names are all named."""
@@ -80,7 +83,7 @@ class Writer:
         wanted: dict[str, tuple[tuple[str, str], ...]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             state = self.parameter_state(first[id(p)])
-            states = {} if state == "I" else {self.axis: format_state(state)}
+            states = {a: format_state(s) for a, s in zip(self.axes, along(state)) if s != "I"}
             wanted[name] = tuple(sorted((states | dict(self.placed.get(first[id(p)], {}))).items()))
         return [
             ParameterRule(pattern=pattern, placement=dict(states))
@@ -117,7 +120,12 @@ class Writer:
         return rules
 
     def _texts(self, row: Row) -> tuple[dict[str, str] | None, ...]:
-        return tuple(None if state is None else {self.axis: format_state(state)} for state in row)
+        return tuple(
+            None
+            if state is None
+            else {axis: format_state(s) for axis, s in zip(self.axes, along(state), strict=True)}
+            for state in row
+        )
 
     def _calls(self) -> Iterable[tuple[Call, list[tuple[int, Node]]]]:
         found: dict[tuple[Call, tuple[int | None, ...]], list[tuple[int, Node]]] = {}
@@ -141,32 +149,32 @@ class Writer:
         last = nodes[-1][0]
         option = self._option(last)
         others = self.problem.options[self.quotient.node(last)]
-        # of several results that these inputs allow, the first is what the runtime derives by itself
-        if next(o.outs for o in others if o.ins == option.ins) != option.outs:
+        if _derived(others, option.ins) != option.outs:
             outputs, necessary = option.outs, True
         return _Wanted(tuple(inputs), outputs), necessary
 
     def collectives(self) -> list[PlannedCollective]:
         """What the placement makes one step communicate, equal ones counted together."""
-        counted: dict[tuple[str, int, str, str, str], int] = defaultdict(int)
+        counted: dict[tuple[str, str, int, str, str, str], int] = defaultdict(int)
         for conversion in self.placement.conversions:
             c = conversion.collective
             readers = [n for n, _ in conversion.consumers]
             if readers and all(n != RESULT and self._is_apart(self.tape.nodes[n].module) for n in readers):
                 continue
             module, why = self._where(conversion)
-            counted[c.kind, c.nbytes, conversion.phase, module, why] += conversion.count
+            axis = self.axes[self.problem.axis_of(c)]
+            counted[axis, c.kind, c.nbytes, conversion.phase, module, why] += conversion.count
         for index, option in self.placement.options.items():
-            if option.inner is not None and not self._is_apart(self.tape.nodes[index].module):
-                node = self.tape.nodes[index]
-                module = self.collapser.pattern(node.module)
-                key = (option.inner.kind, option.inner.nbytes, "forward", module, f"inside {node.name}")
+            node = self.tape.nodes[index]
+            for made in option.collectives if not self._is_apart(node.module) else ():
+                axis, module = self.axes[self.problem.axis_of(made)], self.collapser.pattern(node.module)
+                key = (axis, made.kind, made.nbytes, "forward", module, f"inside {node.name}")
                 counted[key] += self.quotient.node_count[index] * self.placement.times
         return [
             PlannedCollective(
-                axis=self.axis, kind=kind, nbytes=nbytes, count=count, phase=phase, module=module, why=why
+                axis=axis, kind=kind, nbytes=nbytes, count=count, phase=phase, module=module, why=why
             )  # type: ignore[arg-type]
-            for (kind, nbytes, phase, module, why), count in counted.items()
+            for (axis, kind, nbytes, phase, module, why), count in counted.items()
         ]
 
     def _is_apart(self, module: str) -> bool:
@@ -184,6 +192,16 @@ class Writer:
         more = len(conversion.consumers) - 1
         others = f" and {more} more" if more else ""
         return self.collapser.pattern(reader.module), f"{source}->{target}{what} for {function}{others}"
+
+
+def _derived(options: Sequence[Option], ins: States) -> States:
+    """The results that the runtime derives from these inputs by itself: on one axis after the other, those of the first row."""
+    alike = [o for o in options if o.ins == ins]
+    if alike and all(isinstance(s, tuple) for s in (*ins, *alike[0].outs)):
+        outer = [tuple(along(s)[0] for s in o.ins) == tuple(along(s)[0] for s in ins) for o in options]
+        first = next(o for o, same in zip(options, outer, strict=True) if same)
+        alike = [o for o in alike if all(along(a)[0] == along(b)[0] for a, b in zip(o.outs, first.outs))]
+    return alike[0].outs if alike else ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright_dtensor.states import State, States
+from meshwright_dtensor.states import State
 from meshwright_planner.placing.answer import RESULT, along
 from meshwright_planner.placing.building import TIE, Build
 from meshwright_planner.placing.joint.pricing import Stage, stages
@@ -29,7 +29,6 @@ class _Made:
 
     column: int
     value: int
-    source: States
     stage: Stage
     count: int
     users: list[tuple[int, int, int]] = field(default_factory=list)
@@ -51,7 +50,9 @@ class JointBuild(Build):
         program, whole = self.program, self.problem.whole
         produced = self.producers[value]
         shared: dict[Any, _Made] = {}
-        weight = self.problem.is_parameter(value)
+        alone = len(consumers) == 1 or self.problem.is_parameter(
+            value
+        )  # a weight is converted at each of its uses
         for node, position, flows in consumers:
             count = len(flows)
             fixed = self.problem.inside_one_call(value, node)
@@ -60,8 +61,8 @@ class JointBuild(Build):
             )
             if set(wanted) == {whole} and set(produced) == {whole}:
                 continue
-            leaving: dict[State, list[tuple[int, float]]] = {source: [] for source in produced}
-            arriving: dict[State, list[tuple[int, float]]] = {target: [] for target in wanted}
+            leaving: dict[State, list[int]] = {source: [] for source in produced}
+            arriving: dict[State, list[int]] = {target: [] for target in wanted}
             for source in produced:
                 for target in wanted:
                     if source != target and (fixed or not self.problem.may_move(value, source, target)):
@@ -70,36 +71,35 @@ class JointBuild(Build):
                     if way is None:
                         continue
                     e = program.variable(TIE * count if source != target else 0.0)
-                    leaving[source].append((e, 1.0))
-                    arriving[target].append((e, 1.0))
+                    leaving[source].append(e)
+                    arriving[target].append(e)
                     at = along(source)
                     for stage in way:
-                        # what is not kept with the tensor, each consumer makes for itself
-                        alone = (node, position) if weight or not stage.kept else None
-                        key = (source, at, stage.target, flows, alone)
+                        here, at = at, stage.target
+                        seconds = self.problem.seconds(value, here, stage) * count
+                        if not seconds:
+                            continue
+                        if alone or not stage.kept:  # what nobody shares is a price of the edge itself
+                            program.cost[e] += seconds
+                            user = (node, position, e)
+                            self.made.append(_Made(e, value, stage, count, [user]))
+                            continue
+                        key = (source, here, stage.target, flows)
                         if key not in shared:
-                            seconds = self.problem.seconds(value, stage)
-                            if not seconds:
-                                at = stage.target
-                                continue
-                            column = program.variable(seconds * count)
-                            shared[key] = _Made(column, value, at, stage, count)
+                            column = program.variable(seconds)
+                            shared[key] = _Made(column, value, stage, count)
                         shared[key].users.append((node, position, e))
-                        at = stage.target
             for source, columns in produced.items():
-                program.constrain([*leaving[source], *((x, -1.0) for x in columns)], 0.0, 0.0)
+                program.compare(leaving[source], columns, 0.0, 0.0)
             for target, columns in wanted.items():
-                if node == RESULT:
-                    program.constrain(arriving[target], 1.0, 1.0)
-                else:
-                    program.constrain([*arriving[target], *((x, -1.0) for x in columns)], 0.0, 0.0)
+                program.compare(arriving[target], columns, *((1.0, 1.0) if node == RESULT else (0.0, 0.0)))
         for made in shared.values():
             self.made.append(made)
             edges: dict[tuple[int, int], list[int]] = defaultdict(list)
             for node, position, edge in made.users:
                 edges[node, position].append(edge)
             for asked in edges.values():
-                program.constrain([(made.column, 1.0), *((e, -1.0) for e in asked)], 0.0, np.inf)
+                program.compare((made.column,), asked, 0.0, np.inf)
 
     def _chosen(self, x: Any) -> list[Conversion]:
         return [c for made in self.made if x[made.column] > 0.5 for c in self._collectives(made, x)]

@@ -18,6 +18,9 @@ from meshwright_planner.placing.placement import NOTICEABLE, PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.tape import Tape
 
+PATIENCE = 600.0
+"""Seconds for one program: those of two axes take about 20 at most where nothing else runs."""
+
 
 class JointProblem(PlacementProblem):
     """As PlacementProblem, with one state per axis wherever that has a state.
@@ -33,15 +36,10 @@ class JointProblem(PlacementProblem):
     def __init__(self, legality: JointLegality, pins: Pins | None = None) -> None:
         """`pins`: how parameters are stored on each axis, None where that is free."""
         super().__init__(legality)
-        by_axis = [
-            pinned(own, {name: s for name, some in (pins or {}).items() if (s := some[axis]) is not None})
-            for axis, own in enumerate(legality.axes)
-        ]
-        self.held: dict[int, tuple[State | None, ...]] = {
-            value: tuple(own.get(value) for own in by_axis) for value in {**by_axis[0], **by_axis[1]}
-        }
+        self.held = _held(legality, pins or {})
         self.fixed: tuple[int, Placement | None] | None = None
         self._storable: dict[tuple[int, bool], list[State]] = {}
+        self._seconds: dict[tuple[int, bool, States, States], float] = {}
 
     # ---- what is legal
     def storable(self, value: int, divided: bool) -> list[State]:
@@ -138,29 +136,41 @@ class JointProblem(PlacementProblem):
             if move.phase == "forward" or grad:
                 yield move, sized(move, nbytes, self.costs.degrees)
 
-    def seconds(self, value: int, stage: Stage) -> float:
-        """Seconds of a stage, both passes."""
-        return sum(self.costs.collective(made) for _, made in self.moves(value, stage))
+    def seconds(self, value: int, source: States, stage: Stage) -> float:
+        """Seconds of a stage from some states, both passes."""
+        key = (self.tape.values[value].nbytes, self.tape.grad[value], source, stage.target)
+        if key not in self._seconds:
+            self._seconds[key] = sum(self.costs.collective(made) for _, made in self.moves(value, stage))
+        return self._seconds[key]
 
     def resized(self, collective: Collective, nbytes: int) -> Collective:
         """The same collective of a value of so many bytes, as far as the other axis leaves them."""
         assert isinstance(collective, Along)
         return replace(collective, nbytes=nbytes // collective.parts)
 
+    def axis_of(self, collective: Collective) -> int:
+        """The number of the searched axis that a collective goes along."""
+        assert isinstance(collective, Along)
+        return collective.axis
+
     def shares(self, placement: Placement) -> tuple[float, ...]:
-        """The parts of its communication that each axis has."""
+        """See PlacementProblem.shares."""
         seconds = [0.0] * len(self.costs.axes)
         for c in placement.conversions:
-            assert isinstance(c.collective, Along)
-            seconds[c.collective.axis] += self.costs.collective(c.collective) * c.count / placement.times
+            seconds[self.axis_of(c.collective)] += self.costs.collective(c.collective) * c.count
         for k, option in placement.options.items():
             for made in option.collectives:
-                assert isinstance(made, Along)
-                seconds[made.axis] += self.costs.collective(made) * self.quotient.node_count[k]
+                seconds[self.axis_of(made)] += self.costs.collective(made) * self.quotient.node_count[k]
         total = sum(seconds)
         return tuple(s / total if total else 1.0 / len(seconds) for s in seconds)
 
     # ---- others like it
+    def pinning(self, pins: Pins) -> JointProblem:  # type: ignore[override]
+        """See PlacementProblem.pinning; `pins` as the problem is made with."""
+        other = copy.copy(self)
+        other.held, other._storable = _held(self.legality, pins), {}
+        return other
+
     def on(self, tape: Tape) -> JointProblem:
         """See PlacementProblem.on."""
         found = super().on(tape)
@@ -171,7 +181,7 @@ class JointProblem(PlacementProblem):
         """The same problem with ranks that other links join."""
         assert isinstance(costs, JointCosts)
         other = copy.copy(self)
-        other.costs, other.legality = costs, self.legality.across(costs)
+        other.costs, other.legality, other._seconds = costs, self.legality.across(costs), {}
         other.options = {k: [priced(o, costs) for o in some] for k, some in self.options.items()}
         return other
 
@@ -195,7 +205,16 @@ class JointProblem(PlacementProblem):
         return other
 
     def solve(
-        self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float = 60.0
+        self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float = PATIENCE
     ) -> Placement | None:
         """See PlacementProblem.solve, and `solving.py`."""
         return solve(self, memory, divided, time_limit)
+
+
+def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
+    """Value -> the states on each axis in which the user, or a strategy, stores it."""
+    by_axis = [
+        pinned(own, {name: s for name, some in pins.items() if (s := some[axis]) is not None})
+        for axis, own in enumerate(legality.axes)
+    ]
+    return {value: tuple(own.get(value) for own in by_axis) for value in {**by_axis[0], **by_axis[1]}}

@@ -35,12 +35,12 @@ def solve(
     memory: MemoryTerms,
     divided: frozenset[int],
     time_limit: float,
-    exact: int = EXACT,
+    exact: int | None = None,
 ) -> Placement | None:
-    """The best placement, or None when there is none; `exact`: pairs of states up to which one program is solved."""
+    """The best placement, or None when there is none; `exact`: pairs up to which one program is solved, None for EXACT."""
     start = time.perf_counter()
     found = None
-    if count_pairs(problem) <= exact:
+    if count_pairs(problem) <= (EXACT if exact is None else exact):
         found = _whole(problem, memory, divided, time_limit)
         if found is None or found.status == "optimal":
             return found
