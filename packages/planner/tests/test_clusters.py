@@ -7,15 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner_models import HOST
+from planner_models import HOST, Transformer, eager, manual, tokens
 
-from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork
+from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork, SlowNode
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.links import MeasuredCollective
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_planner import explain
 from meshwright_planner.machines.file import read, write
 from meshwright_planner.machines.known import DGX_H100, FOLDER, LAPTOP_CPU, PROFILES, cluster_of, named
+from meshwright_planner.simulation import parse_straggler
 
 CROWDED = replace(LAPTOP_CPU, cores=2, crowding=((1, 1.0), (2, 1.2), (4, 2.4)))
+
+NVLINK = {"name": "nvlink", "size": 8, "latency_s": 2e-6, "bandwidth_Bps": 450e9}
+INFINIBAND = {"name": "infiniband", "size": 0, "latency_s": 5e-6, "bandwidth_Bps": 50e9}
 
 
 def test_every_profile_says_its_source_and_survives_a_round_trip(tmp_path: Path) -> None:
@@ -43,6 +50,16 @@ def test_a_measured_machine_survives_a_round_trip_and_is_found_by_its_path(tmp_p
         ({"bandwidth": 1}, "bandwidth"),
         ({"links": []}, "links"),
         ({"flops": {"bfloat16": 1e12}}, "float32"),
+        ({"slow_nodes": [{"node": 1, "link": "nvlnk", "share": 0.5}]}, "nvlnk.*there are nvlink, infiniband"),
+        ({"slow_nodes": [{"node": 1, "share": 0.5}]}, "share 0.5 of no link"),
+        ({"slow_nodes": [{"node": -1}]}, "slow_nodes.0.node"),
+        ({"slow_nodes": [{"node": 1, "compute": 0.5}]}, "slow_nodes.0.compute"),
+        ({"links": [{**NVLINK, "sizes": [4, 2]}, INFINIBAND]}, "up to 4 ranks.*devices_per_node is 8"),
+        ({"links": [NVLINK, {**INFINIBAND, "name": "nvlink"}]}, "two levels have one name"),
+        (
+            {"links": [NVLINK, {**INFINIBAND, "size": 12}, {**INFINIBAND, "name": "spine"}]},
+            "begins at rank 12",
+        ),
         ({"work": [{"kind": "matmul", "dtype": "float32", "forward": [[2, 1], [1, 1]]}]}, "ascend"),
     ],
 )
@@ -110,3 +127,77 @@ def test_who_waits_leaves_its_core_to_the_others() -> None:
     assert CROWDED.running(4).company(4) == pytest.approx((1 / 2.4, 0.5, 0.75, 1.0))
     assert CROWDED.running(4).company(2) == pytest.approx((0.5, 1.0))  # two ranks each
     assert CROWDED.running(2 * CROWDED.devices_per_node).company(2) == ()  # a machine each
+
+
+def planned(cluster: Cluster | str, ranks: int, planner: str = "eager", **pins: int) -> ParallelPlan:
+    request = PlanRequest(cluster=cluster, world_size=ranks, **pins)  # type: ignore[arg-type]
+    found = (eager() if planner == "eager" else manual()).plan(
+        Transformer(layers=2), tokens(rows=48), request
+    )
+    return found[0]
+
+
+def test_reports_name_the_links_that_are_crossed() -> None:
+    plan = planned(DGX_H100, 16, tp=8)
+    report = explain(plan, cluster=DGX_H100.running(16))
+    assert report.to_dict()["plans"][0]["links"] == {"dp": ["infiniband"], "tp": ["nvlink"]}
+    text = str(report)
+    assert "in all, over nvlink" in text and "in all, over infiniband" in text
+    whole = planned(DGX_H100, 16, dp=16)
+    assert "in all, over nvlink and infiniband" in str(explain(whole, cluster=DGX_H100.running(16)))
+    assert "over nvlink" not in str(explain(plan)) and explain(plan).to_dict()["plans"][0]["links"] == {}
+
+
+def test_nodes_of_uneven_size_are_planned_for(tmp_path: Path) -> None:
+    """Two nodes of eight and two of four: an axis of eight straddles them and pays the network, one of four does not."""
+    data = json.loads((FOLDER / "dgx-h100.json").read_text())
+    data |= {"name": "mixed", "links": [{**NVLINK, "size": 8, "sizes": [8, 4]}, INFINIBAND]}
+    (tmp_path / "mixed.json").write_text(json.dumps(data))
+    mixed = read(tmp_path / "mixed.json")
+    assert mixed.nodes(24) == [0, 8, 12, 16, 20, 24]
+    wide, narrow = (planned(str(tmp_path / "mixed.json"), 24, tp=degree) for degree in (8, 4))
+    crossed = [explain(plan, cluster=mixed.running(24)).plans[0].links["tp"] for plan in (wide, narrow)]
+    assert crossed == [("nvlink", "infiniband"), ("nvlink",)]
+    even = planned(DGX_H100, 24, tp=8)
+    assert wide.predicted is not None and even.predicted is not None
+    assert wide.predicted.split is not None and even.predicted.split is not None
+    assert wide.predicted.split.exposed["tp"] > 1.2 * even.predicted.split.exposed["tp"]
+    faults = parse_straggler("node2=1.2", mixed.running(24), 24)
+    assert [fault.rank for fault in faults] == [12, 13, 14, 15]
+    with pytest.raises(UsageError, match="no such node among 24 ranks; give 0 to 4"):
+        parse_straggler("node5=1.2", mixed.running(24), 24)
+    free = planned(str(tmp_path / "mixed.json"), 24)
+    assert free.degree("tp") <= 4
+
+
+def test_a_slow_node_holds_up_those_that_work_with_it(tmp_path: Path) -> None:
+    slow = (SlowNode(1, 1.5), SlowNode(2, link="infiniband", share=0.25))
+    cluster = replace(DGX_H100, slow_nodes=slow)
+    write(cluster, tmp_path / "slow.json")
+    assert read(tmp_path / "slow.json") == cluster
+    assert cluster.running(8) == replace(DGX_H100.running(8), slow_nodes=slow)  # on the first node alone
+    two, three = cluster.running(16), cluster.running(24)
+    assert two.rate("bfloat16") == pytest.approx(DGX_H100.rate("bfloat16") / 1.5)
+    assert two.link(8, 2).bandwidth_Bps == 50e9 and three.link(8, 3).bandwidth_Bps == 12.5e9
+    assert three.link(1, 8).bandwidth_Bps == DGX_H100.link(1, 8).bandwidth_Bps
+    for ranks in (8, 16, 24):
+        again, once = cluster.running(24).running(ranks), cluster.running(ranks)
+        assert again.streams == pytest.approx(once.streams) and again.link(8, 2) == once.link(8, 2)
+    sound, held = planned(DGX_H100, 16, dp=16), planned(str(tmp_path / "slow.json"), 16, dp=16)
+    assert sound.predicted is not None and held.predicted is not None
+    assert held.predicted.compute_seconds == pytest.approx(1.5 * sound.predicted.compute_seconds)
+    notes = "\n".join(held.provenance.notes)
+    assert "node 1 computes 1.5 times as long: all ranks" in notes and "node 2" not in notes
+    assert "node 1" not in "\n".join(planned(str(tmp_path / "slow.json"), 8).provenance.notes)
+    weak = planned(str(tmp_path / "slow.json"), 24, dp=24)
+    assert "node 2 has 25% of infiniband" in "\n".join(weak.provenance.notes)
+
+
+def test_measured_links_are_not_made_slow_once_more(tmp_path: Path) -> None:
+    measured = MeasuredCollective("all_reduce", 2, ((1e3, 1e-4), (1e6, 1e-3)), 2)
+    cluster = replace(
+        LAPTOP_CPU, collectives=(measured,), slow_nodes=(SlowNode(0, link="loopback", share=0.5),)
+    )
+    write(cluster, tmp_path / "twice.json")
+    with pytest.raises(UsageError, match="were measured, slow node and all"):
+        read(tmp_path / "twice.json")

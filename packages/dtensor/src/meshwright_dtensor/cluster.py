@@ -65,6 +65,23 @@ class LinkLevel:
 
 
 @dataclass(frozen=True)
+class SlowNode:
+    """A node that is worse than the others.
+
+    Args:
+        node: its number, from 0.
+        compute: how many times as long its ranks compute.
+        link: a level of links that reaches only `share` of its bandwidth there; None for none.
+        share: of that level's bandwidth.
+    """
+
+    node: int
+    compute: float = 1.0
+    link: str | None = None
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
 class MeasuredWork:
     """How long one kind of work took on one rank, launch included: (size, seconds) of forward and of backward.
 
@@ -114,6 +131,7 @@ class Cluster:
         crowding: (ranks on one machine, how many times longer each computes), ascending.
         work: what was measured of operations, on a machine with one rank.
         collectives: what was measured of collectives.
+        slow_nodes: nodes that are worse than what the rest says. A plan gives all ranks as much, so it goes at their pace.
     """
 
     name: str
@@ -140,6 +158,7 @@ class Cluster:
     crowding: tuple[tuple[int, float], ...] = ()
     work: tuple[MeasuredWork, ...] = ()
     collectives: tuple[MeasuredCollective, ...] = ()
+    slow_nodes: tuple[SlowNode, ...] = ()
     ranks: int = 0
 
     @property
@@ -186,8 +205,20 @@ class Cluster:
         """The same cluster with `ranks` ranks in all: where ranks share the cores of a machine, each is slower."""
         here = min(ranks, self.devices_per_node)
         slower = self._slower(here) / self._slower(min(max(self.ranks, 1), self.devices_per_node))
+        slower *= self._slowest(ranks) / self._slowest(self.ranks)
+        links = self.links
+        if self.slow_nodes:
+            links = tuple(
+                replace(
+                    level,
+                    bandwidth_Bps=level.bandwidth_Bps
+                    * self._narrowest(level.name, ranks)
+                    / self._narrowest(level.name, self.ranks),
+                )
+                for level in links
+            )
         if slower == 1.0:
-            return replace(self, ranks=ranks)
+            return replace(self, ranks=ranks, links=links)
 
         def longer(points: Points) -> Points:
             return tuple((size, seconds * slower) for size, seconds in points)
@@ -196,6 +227,7 @@ class Cluster:
         return replace(
             self,
             ranks=ranks,
+            links=links,
             flops={dtype: rate / slower for dtype, rate in self.flops.items()},
             memory_bandwidth=self.memory_bandwidth / slower,
             launch_s=self.launch_s * slower,
@@ -205,6 +237,24 @@ class Cluster:
             update_s=self.update_s * slower,
             work=tuple(replace(m, forward=longer(m.forward), backward=longer(m.backward)) for m in self.work),
         )
+
+    def nodes(self, ranks: int) -> list[int]:
+        """The first rank of each node that `ranks` ranks take up, and `ranks` itself."""
+        inner = self.links[0] if self.links else None
+        if inner is not None and inner.sizes:
+            return inner.groups(ranks)
+        return [*range(0, ranks, self.devices_per_node), ranks]
+
+    def slow_among(self, ranks: int) -> list[SlowNode]:
+        """The slow nodes that `ranks` ranks take up: they fill nodes in order."""
+        used = len(self.nodes(ranks)) - 1 if self.slow_nodes and ranks else 0
+        return [slow for slow in self.slow_nodes if slow.node < used]
+
+    def _slowest(self, ranks: int) -> float:
+        return max((slow.compute for slow in self.slow_among(ranks)), default=1.0)
+
+    def _narrowest(self, level: str, ranks: int) -> float:
+        return min((slow.share for slow in self.slow_among(ranks) if slow.link == level), default=1.0)
 
     def _slower(self, ranks: int) -> float:
         """How many times longer a rank computes beside `ranks - 1` others, by what was measured; else by cores."""

@@ -7,14 +7,15 @@ measured curves are [size, seconds] pairs, sizes ascending.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork
+from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork, SlowNode
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.links import CollectiveKind, MeasuredCollective, Points
 
@@ -61,6 +62,13 @@ class _Collective(_Part):
     points: Annotated[Curve, Field(min_length=1)]
 
 
+class _Slow(_Part):
+    node: Annotated[int, Field(ge=0)]
+    compute: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    link: str | None = None
+    share: Share = 1.0
+
+
 class ClusterFile(_Part):
     """What a file of a cluster holds; see `Cluster` for what the fields mean."""
 
@@ -89,14 +97,66 @@ class ClusterFile(_Part):
     crowding: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
     work: tuple[_Work, ...] = ()
     collectives: tuple[_Collective, ...] = ()
+    slow_nodes: tuple[_Slow, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> ClusterFile:
+        """Nodes and levels fit each other."""
+        names = [level.name for level in self.links]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"links: two levels have one name ({', '.join(names)}); reports tell them apart by it"
+            )
+        for slow in self.slow_nodes:
+            if slow.link is not None and slow.link not in names:
+                raise ValueError(
+                    f"slow_nodes: node {slow.node} names the link {slow.link!r}; there are {', '.join(names)}"
+                )
+            if slow.link is None and slow.share != 1:
+                raise ValueError(
+                    f"slow_nodes: node {slow.node} has a share {slow.share:g} of no link; name it"
+                )
+            if slow.link == names[0] and self.collectives:
+                raise ValueError(
+                    f"slow_nodes: node {slow.node} has a share of {slow.link!r}, whose collectives were measured, slow node and "
+                    "all; leave the share out, or the measurements"
+                )
+        inner = self.links[0]
+        if inner.sizes and max(inner.sizes) != self.devices_per_node:
+            raise ValueError(
+                f"links: the nodes of {inner.name!r} have up to {max(inner.sizes)} ranks (sizes), and devices_per_node is "
+                f"{self.devices_per_node}; make that the largest"
+            )
+        _check_nested([LinkLevel(**level.model_dump()) for level in self.links])
+        return self
 
     def cluster(self) -> Cluster:
         """The cluster that it describes."""
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "format"}
         own["links"] = tuple(LinkLevel(**level.model_dump()) for level in self.links)
         own["work"] = tuple(MeasuredWork(**m.model_dump()) for m in self.work)
+        own["slow_nodes"] = tuple(SlowNode(**slow.model_dump()) for slow in self.slow_nodes)
         own["collectives"] = tuple(MeasuredCollective(**m.model_dump()) for m in self.collectives)
         return Cluster(**own)
+
+
+def _check_nested(levels: Sequence[LinkLevel]) -> None:
+    """That a group of an outer level is made of whole groups of the level inside of it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for inner, outer in pairwise(levels):
+        if not (outer.size or outer.sizes):
+            continue
+        # sizes repeat their last, so that a few of the outer groups show all there is to see
+        until = sum(outer.sizes) + 2 * (outer.sizes[-1] if outer.sizes else outer.size)
+        cut = sorted(set(outer.groups(until)[:-1]) - set(inner.groups(until)))
+        if cut:
+            raise ValueError(
+                f"links: a group of {outer.name!r} begins at rank {cut[0]}, inside of a group of {inner.name!r} (those begin at "
+                f"{', '.join(map(str, inner.groups(until)[:4]))}, ...); a level must hold whole groups of the one inside of it"
+            )
 
 
 def read(path: str | Path) -> Cluster:
@@ -139,7 +199,7 @@ def write(cluster: Cluster, path: str | Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (LinkLevel, MeasuredWork, MeasuredCollective)):
+    if isinstance(value, (LinkLevel, MeasuredWork, MeasuredCollective, SlowNode)):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]

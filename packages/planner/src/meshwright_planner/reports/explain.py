@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.links import Link
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.reports.buying import Upgrade, memory_is_full, upgrades
@@ -33,6 +35,8 @@ class Explained:
         bound: what bounds it, as the planner says.
         upgrades: what a better cluster would save, best first; empty where the cluster is not known.
         memory_full: more memory may allow a faster plan.
+        links: mesh axes that communicate -> names of the links that they cross, innermost first; empty where the cluster is not
+            known.
     """
 
     plan: ParallelPlan
@@ -42,6 +46,7 @@ class Explained:
     bound: str
     upgrades: tuple[Upgrade, ...] = ()
     memory_full: bool = False
+    links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def next_to_buy(self) -> str | None:
@@ -67,6 +72,7 @@ class Explained:
             "gap": None if predicted is None else predicted.gap,
             "proof": None if predicted is None else predicted.proof,
             "bound": self.bound,
+            "links": {axes: list(names) for axes, names in self.links.items()},
             "upgrades": [u.to_dict() for u in self.upgrades],
             "next_to_buy": self.next_to_buy,
             "notes": list(self.plan.provenance.notes),
@@ -143,7 +149,21 @@ def _explained(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | N
         bound=bound.removeprefix("bound by ").partition(";")[0],
         upgrades=better,
         memory_full=full,
+        links={} if cluster is None else {c.axis: crossed(plan, c.axis, cluster) for c in plan.collectives},
     )
+
+
+def crossed(plan: ParallelPlan, axes: str, cluster: Cluster) -> tuple[str, ...]:
+    """Names of the links that collectives along these axes ("dp", "dp+zero") cross, innermost first."""
+    found: set[str] = set()
+    for axis in axes.split("+"):
+        inner = list(plan.degrees)[list(plan.degrees).index(axis) + 1 :] if axis in plan.degrees else []
+        stride = math.prod(plan.degree(other) for other in inner)
+        link: Link | None = cluster.link(stride, plan.degree(axis))
+        while link is not None:
+            found.add(link.name)
+            link = link.inside
+    return tuple(level.name for level in cluster.links if level.name in found)
 
 
 def how_good(predicted: Prediction) -> str:
@@ -240,13 +260,13 @@ def _details(explained: Explained, alone: bool) -> list[str]:
         by_size = sorted(memory.items(), key=lambda item: (-item[1], item[0]))
         if by_size:
             lines.append("memory: " + ", ".join(f"{part} {human_bytes(n)}" for part, n in by_size if n))
-    lines += _communication(plan)
+    lines += _communication(plan, explained.links)
     if explained.next_to_buy is not None:
         lines.append(f"next to buy: {explained.next_to_buy}")
     return lines
 
 
-def _communication(plan: ParallelPlan) -> list[str]:
+def _communication(plan: ParallelPlan, links: Mapping[str, tuple[str, ...]]) -> list[str]:
     totals: dict[tuple[str, str, str], list[int]] = {}
     for c in plan.collectives:
         entry = totals.setdefault((c.axis, c.phase, c.kind), [0, 0])
@@ -254,5 +274,6 @@ def _communication(plan: ParallelPlan) -> list[str]:
         entry[1] += c.count * c.nbytes
     return [
         f"{axis} {phase}: {count} x {kind}, {human_bytes(size)} in all"
+        + (f", over {' and '.join(links[axis])}" if links.get(axis) else "")
         for (axis, phase, kind), (count, size) in totals.items()
     ]

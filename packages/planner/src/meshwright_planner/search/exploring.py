@@ -331,7 +331,8 @@ def _primes(number: int) -> list[int]:
 def _narrow(search: Search, every: Sequence[dict[str, int]]) -> list[dict[str, int]]:
     """Without combinations whose searched axis is wider than the innermost links, where there are others."""
     setting = search.setting
-    inner = setting.cluster.links[0].size or setting.world_size
+    level = setting.cluster.links[0]
+    inner = min(level.sizes) if level.sizes else level.size or setting.world_size
     axes = [a for a, s in setting.strategies.items() if s.placement_search and a not in setting.pins]
     kept = [d for d in every if all(d[a] <= inner for a in axes)] or list(every)
     if (setting.batch.sequence_length or 0) >= LONG or len(kept) <= EXACT:

@@ -77,14 +77,19 @@ def _number(text: str) -> float | None:
 
 
 def _ranks(found: re.Match[str], cluster: Cluster, world_size: int, what: str) -> range:
-    first, count, name = int(found["rank"] or 0), 1, "rank"
     if found["node"] is not None:
-        name, count = "node", cluster.devices_per_node
-        first = int(found["node"]) * count
+        bounds, number = cluster.nodes(world_size), int(found["node"])
+        if number + 1 >= len(bounds):
+            raise UsageError(
+                f"{what}: there is no such node among {world_size} ranks; give 0 to {len(bounds) - 2}"
+            )
+        return range(bounds[number], bounds[number + 1])
+    first = int(found["rank"])
     if first >= world_size:
-        most = (world_size - 1) // (1 if name == "rank" else count)
-        raise UsageError(f"{what}: there is no such {name} among {world_size} ranks; give 0 to {most}")
-    return range(first, min(first + count, world_size))
+        raise UsageError(
+            f"{what}: there is no such rank among {world_size} ranks; give 0 to {world_size - 1}"
+        )
+    return range(first, first + 1)
 
 
 def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 
+from meshwright_dtensor.cluster import SlowNode
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.fingerprint import fingerprint
 from meshwright_dtensor.plan import (
@@ -116,6 +117,9 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
             f"takes at most {100 * above:.1f}% more than the least"
         )
     elif own.placement.status not in ("optimal", "replicated"):
+    for slow in setting.cluster.slow_among(setting.world_size):
+        notes.append(_slow(slow))
+    if own.placement.status not in ("optimal", "replicated"):
         notes.append(f"the placement search stopped early: {own.placement.status}")
     after = ranked[place + 1] if place + 1 < len(ranked) else None
     if after is not None:
@@ -126,6 +130,16 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
         if other is not own:
             notes.append(f"also considered: {summary(other)}")
     return notes
+
+
+def _slow(slow: SlowNode) -> str:
+    """What a slow node means for a plan."""
+    what = [f"computes {slow.compute:g} times as long"] if slow.compute > 1 else []
+    what += [f"has {100 * slow.share:g}% of {slow.link}"] if slow.link is not None else []
+    return (
+        f"node {slow.node} {' and '.join(what) or 'is like the others'}: all ranks have as much to do, so all are predicted "
+        "at its pace"
+    )
 
 
 def comparison(better: Candidate, other: Candidate) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,10 +36,10 @@ class MeshDrawing:
     left_out: int
 
 
-def mesh_drawing(plan: ParallelPlan, node: int | None) -> MeshDrawing:
+def mesh_drawing(plan: ParallelPlan, nodes: Sequence[int] = ()) -> MeshDrawing:
     """The mesh of a plan, outermost axis outside, at most MOST_RANKS ranks: the first along each axis.
 
-    node: ranks of one node, to name where a rank stands.
+    nodes: the first rank of each node, to name where a rank stands; () where that is not known.
     """
     axes = [(axis, degree) for axis, degree in plan.degrees.items() if degree > 1]
     shown = _shown([degree for _, degree in axes])
@@ -47,7 +48,7 @@ def mesh_drawing(plan: ParallelPlan, node: int | None) -> MeshDrawing:
 
     def draw(level: int, x: float, y: float, first: int, stride: int) -> tuple[float, float]:
         if level == len(axes):
-            where = f", node {first // node}" if node else ""
+            where = f", node {bisect.bisect_right(nodes, first) - 1}" if nodes else ""
             boxes.append(Box(x, y, cell, cell, str(first), level, f"rank {first}{where}"))
             return cell, cell
         axis, degree = axes[level]
