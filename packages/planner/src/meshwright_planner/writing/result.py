@@ -110,16 +110,16 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
     ]
     if own.problem.tape.real:
         notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
-    if own.placement.bound is not None:
-        above = own.placement.objective / own.placement.bound - 1 if own.placement.bound else 0.0
+    for slow in setting.cluster.slow_among(setting.world_size):
+        notes.append(_slow(slow))
+    if own.placement.status == "in turns":
+        bound = own.placement.bound
+        above = own.placement.objective / bound - 1 if bound else 0.0
         notes.append(
             f"placements on {' and '.join(own.searched)} were found in turns: too many for one program, and what is found "
             f"takes at most {100 * above:.1f}% more than the least"
         )
     elif own.placement.status not in ("optimal", "replicated"):
-    for slow in setting.cluster.slow_among(setting.world_size):
-        notes.append(_slow(slow))
-    if own.placement.status not in ("optimal", "replicated"):
         notes.append(f"the placement search stopped early: {own.placement.status}")
     after = ranked[place + 1] if place + 1 < len(ranked) else None
     if after is not None:
