@@ -14,6 +14,7 @@ import pytest
 
 from meshwright import cli
 from meshwright.commands import options, plan
+from meshwright.sources import resolve
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.api import plan as plan_function
 
@@ -245,6 +246,31 @@ def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path
     assert code == 2 and "made for {'rows': 8}" in error and "has 4 rows" in error
     code, _, error = run(*why, "schedul=gpipe")
     assert code == 2 and "did you mean 'schedule'" in error
+
+
+def test_why_not_takes_the_batch_of_the_plan(run: Run, file: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    model = ("--model", f"{file}:sized")
+    assert run("plan", *model, "--batch-size", "24", "--world-size", "2", "-o", path)[0] == 0
+    code, out, error = run("explain", path, *model, "--why-not", "zero=3", "--json")
+    assert code == 0 and json.loads(out)["verdict"] in ("chosen", "slower"), error
+    code, out, _ = run("explain", path, *model)
+    assert code == 0 and "a batch of 24 rows" in out
+
+
+def test_a_strategy_that_is_not_there(run: Run, file: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked(run, file, "--world-size", "2", "--tp", "2", "-o", str(path))
+    path.write_text(path.read_text().replace('"tp": "tensor"', '"tp": "tensro"'))
+    code, _, error = run("explain", str(path))
+    assert code == 2 and "there is no strategy named 'tensro'; did you mean 'tensor'?" in error
+
+
+def test_a_model_without_values_is_planned_as_one_with_them(run: Run, file: str) -> None:
+    found = asked(run, file, "--world-size", "4")
+    model, batch = resolve(f"{file}:make").build()
+    best = plan_function(model, batch, cluster="dgx-h100", world_size=4, top_k=plan.COMPARED)
+    assert isinstance(best, list) and found == best[0]
 
 
 def test_planning_takes_no_memory_for_parameters(file: str) -> None:

@@ -100,6 +100,10 @@ def test_sizes_reach_the_function(file: Path) -> None:
     assert shape("sized", None, None) == (8, 7, 5)
     assert shape("sized", 3, 4) == (3, 4, 5)
     assert shape("anything", 6, 4) == (6, 5)
+    usual = {"batch_size": 3, "sequence_length": 4}
+    assert resolve(f"{file}:sized", usual=usual).batch.shape == (3, 4, 5)
+    assert resolve(f"{file}:sized", batch_size=2, usual=usual).batch.shape == (2, 4, 5)
+    assert resolve(f"{file}:build", usual=usual).batch.shape == (2, 5)
 
 
 @pytest.mark.parametrize("option", ["batch_size", "sequence_length"])
@@ -109,6 +113,11 @@ def test_a_size_that_would_be_ignored_is_refused(file: Path, option: str) -> Non
         resolve(f"{file}:build", **{option: 16})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="wants an argument 'path'"):
         resolve(f"{file}:wants")
+
+
+def test_a_file_without_its_function(file: Path) -> None:
+    with pytest.raises(UsageError, match=r"mine\.py is a file; name a function of it .*mine\.py:make"):
+        resolve(str(file))
 
 
 def test_a_demo_of_one_size_takes_no_other() -> None:

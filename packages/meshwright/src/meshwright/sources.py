@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from meshwright.demo.text import read_text
 from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.deferred import deferred_init
 from meshwright_dtensor.errors import MeshwrightError, UsageError
+
+NONE: Mapping[str, int] = MappingProxyType({})
 
 _OPTIONS: Mapping[str, str] = {"batch_size": "--batch-size", "sequence_length": "--sequence-length"}
 
@@ -70,7 +73,12 @@ class Source:
 
 
 def resolve(
-    name: str, *, batch_size: int | None = None, sequence_length: int | None = None, seed: int = 0
+    name: str,
+    *,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    usual: Mapping[str, int] = NONE,
 ) -> Source:
     """The model and batch that `--model NAME` means.
 
@@ -78,6 +86,7 @@ def resolve(
         name: see the top of this module.
         batch_size, sequence_length: rows and tokens of the batch; None leaves it to the function, else is ROWS and TOKENS.
         seed: of the default generator whenever a model is made.
+        usual: sizes to take in place of ROWS, TOKENS and a function's defaults, by the name of the argument.
 
     Raises:
         UsageError: there is no such model, it does not return what it should, or it would ignore a size that was given.
@@ -85,12 +94,19 @@ def resolve(
     for option, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value} is less than 1; give a whole number of at least 1")
+    rows = batch_size or usual.get("batch_size", ROWS)
+    tokens = sequence_length or usual.get("sequence_length", TOKENS)
     if name in RECIPES:
-        return _demo(name, batch_size, sequence_length, seed)
+        check_tokens(name, sequence_length)
+        return _demo(name, rows, tokens, seed)
     if name.endswith(".json"):
-        return _config(Path(name), batch_size or ROWS, sequence_length or TOKENS, seed)
+        return _config(Path(name), rows, tokens, seed)
     if ":" in name:
-        return _function(name, {"batch_size": batch_size, "sequence_length": sequence_length}, seed)
+        return _function(name, {"batch_size": batch_size, "sequence_length": sequence_length}, seed, usual)
+    if name.endswith(".py"):
+        raise UsageError(
+            f"--model {name} is a file; name a function of it that returns (model, batch), as {name}:make"
+        )
     close = did_you_mean(name, RECIPES)
     raise UsageError(
         f"--model {name} is not known; give one of {', '.join(RECIPES)}, a transformers config.json, "
@@ -98,23 +114,16 @@ def resolve(
     )
 
 
-def takes_tokens(name: str) -> bool:
-    """Whether --sequence-length says something of a demo model or a config."""
-    return name not in RECIPES or not RECIPES[name].rows.fixed
-
-
 def check_tokens(name: str, sequence_length: int | None) -> None:
     """Refuse a number of tokens that a demo model would ignore. Raises UsageError."""
-    if sequence_length is not None and not takes_tokens(name):
+    if sequence_length is not None and RECIPES[name].rows.fixed:
         raise UsageError(
             f"--sequence-length {sequence_length} says nothing of {name}, whose rows are of one size; leave it out"
         )
 
 
-def _demo(name: str, batch_size: int | None, sequence_length: int | None, seed: int) -> Source:
+def _demo(name: str, rows: int, tokens: int, seed: int) -> Source:
     recipe = RECIPES[name]
-    rows, tokens = batch_size or ROWS, sequence_length or TOKENS
-    check_tokens(name, sequence_length)
     text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
     batch = next(batches(recipe.data(text, tokens, rows, seed), rows))
 
@@ -148,7 +157,7 @@ def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Sou
     return Source(path.stem, build, batch)
 
 
-def _function(name: str, sizes: Mapping[str, int | None], seed: int) -> Source:
+def _function(name: str, sizes: Mapping[str, int | None], seed: int, usual: Mapping[str, int]) -> Source:
     where, _, attribute = name.rpartition(":")
     module = _module(name, where)
     function = getattr(module, attribute, None)
@@ -159,7 +168,7 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int) -> Source:
         raise UsageError(
             f"--model {name}: {where} has no function {attribute!r}; name one that returns (model, batch){hint}"
         )
-    keywords = _keywords(name, function, sizes)
+    keywords = _keywords(name, function, sizes, usual)
 
     def build() -> tuple[nn.Module, Any]:
         torch.manual_seed(seed)
@@ -180,7 +189,9 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int) -> Source:
     return Source(attribute, build)
 
 
-def _keywords(name: str, function: Callable[..., Any], sizes: Mapping[str, int | None]) -> dict[str, int]:
+def _keywords(
+    name: str, function: Callable[..., Any], sizes: Mapping[str, int | None], usual: Mapping[str, int]
+) -> dict[str, int]:
     """What of the sizes the function is called with.
 
     Raises:
@@ -203,6 +214,8 @@ def _keywords(name: str, function: Callable[..., Any], sizes: Mapping[str, int |
             )
         if value is not None:
             found[key] = value
+        elif takes and key in usual:
+            found[key] = usual[key]
         elif known is not None and takes and known.default is known.empty:
             found[key] = ROWS if key == "batch_size" else TOKENS
     for key, known in parameters.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -20,6 +19,7 @@ from meshwright.commands.options import (
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import StrategySpec
 
 NOT_CHECKED = "not checked against a model: give --model to check names, shapes and the batch too"
 
@@ -98,24 +98,29 @@ def command(
     check_folder("--png", png)
     loaded = ParallelPlan.load(plan)
     loaded.validate_for(world_size, axes={found.record.axis for found in state.host.strategies().values()})
+    for name in loaded.strategies.values():
+        state.host.get(StrategySpec, name)
     if other is not None:
         changes = loaded.diff(ParallelPlan.load(other))
         click.echo(json.dumps(changes, indent=2) if as_json else "\n".join(changes) or "the plans are equal")
         return
+    made_for = loaded.provenance.batch
+    names = {"batch_size": "rows", "sequence_length": "tokens"}
+    usual = {argument: made_for[name] for argument, name in names.items() if name in made_for}
+    chosen = None if model is None else ModelChoice(model, batch_size, sequence_length, usual=usual)
     if why_not is not None:
-        if model is None:
+        if chosen is None:
             raise UsageError(
                 f"--why-not {why_not} plans again, and a plan does not hold its model; give --model, and the batch"
             )
-        chosen = _batch_of(loaded, ModelChoice(model, batch_size, sequence_length))
         _why_not(state, loaded, why_not, chosen, {"cluster": cluster, **again}, as_json)
         return
     if schedule:
         _timeline(loaded, png, as_json)
         return
     checked = None
-    if model is not None:
-        checked = _check(state, loaded, _batch_of(loaded, ModelChoice(model, batch_size, sequence_length)))
+    if chosen is not None:
+        checked = _check(state, loaded, chosen)
     said = f"checked: the plan fits {checked}" if checked else NOT_CHECKED
     machine = _machine(state, loaded, cluster)
     if png is not None:
@@ -153,21 +158,6 @@ def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | No
         if name is not None:
             raise
         return None
-
-
-def _batch_of(plan: ParallelPlan, chosen: ModelChoice) -> ModelChoice:
-    """The choice, of the batch that the plan was made for where nobody names another; functions bring their own."""
-    if ":" in chosen.model:
-        return chosen
-    from meshwright.sources import takes_tokens
-
-    sizes = plan.provenance.batch
-    return replace(
-        chosen,
-        batch_size=chosen.batch_size or sizes.get("rows"),
-        sequence_length=chosen.sequence_length
-        or (sizes.get("tokens") if takes_tokens(chosen.model) else None),
-    )
 
 
 def _check(state: State, plan: ParallelPlan, chosen: ModelChoice) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -96,19 +96,24 @@ def batch_options(function: F) -> F:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What --model and the options beside it say."""
+    """What --model and the options beside it say; `usual` are sizes of which they say nothing (see `resolve`)."""
 
     model: str
     batch_size: int | None = None
     sequence_length: int | None = None
     seed: int = 0
+    usual: Mapping[str, int] = field(default_factory=dict)
 
     def source(self) -> Source:
         """Where the model and its batch come from. Raises UsageError."""
         from meshwright.sources import resolve
 
         return resolve(
-            self.model, batch_size=self.batch_size, sequence_length=self.sequence_length, seed=self.seed
+            self.model,
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            usual=self.usual,
         )
 
     def arguments(self) -> list[str]:

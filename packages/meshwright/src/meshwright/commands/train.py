@@ -8,13 +8,13 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import TOKENS, sharing_options
+from meshwright.commands.options import TOKENS, Named, sharing_options
 
 MODELS = ("gpt2", "llama", "bert", "vit")
 
 
 @click.command("train")
-@click.option("--model", type=click.Choice(MODELS), default="gpt2", show_default=True, help="Architecture.")
+@click.option("--model", type=Named(*MODELS), default="gpt2", show_default=True, help="Architecture.")
 @click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps.")
 @click.option(
     "--world-size",
@@ -37,7 +37,7 @@ MODELS = ("gpt2", "llama", "bert", "vit")
 )
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Rows of the global batch.")
 @click.option("--sequence-length", type=int, default=None, help=f"Tokens of a row. [default: {TOKENS}]")
-@click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
+@click.option("--optimizer", type=Named("adamw", "sgd"), default="adamw", show_default=True)
 @click.option("--learning-rate", type=float, default=None, help="Peak rate. [default: the optimizer's]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
