@@ -90,6 +90,41 @@ def test_what_was_called_feasible_fits(rank_pool: RankPool, case: str) -> None:
     assert counted >= 0.9 * limit  # the limit was no empty one
 
 
+def step_of(rank: int, size: int, text: str) -> tuple[int, list[str]]:
+    """The same, and what differs from one device in a step: losses, gradients, parameters."""
+    report = mw.verify(build, batch(), ParallelPlan.from_json(text))
+    return peak(rank, size, text), [f"{f.kind} {f.name} {f.difference}" for f in report.failures]
+
+
+def again(plan: ParallelPlan) -> list[set[int]]:
+    """Per stage, the numbers of the layers that run again."""
+    assert plan.pipeline is not None
+    return [
+        {int(name[13:]) for name in stage if any(rule.matches(name) for rule in plan.recompute)}
+        for stage in plan.pipeline.stages
+    ]
+
+
+@pytest.mark.parametrize(("part", "layers"), [(0.95, [{0}, set()]), (0.75, [{0, 1}, {2}])])
+def test_each_stage_runs_again_what_its_memory_asks_for(
+    rank_pool: RankPool, part: float, layers: list[set[int]]
+) -> None:
+    """The first stage holds two microbatches where the last holds one: it runs layers again first, and alone."""
+    free = planned("pp", None)
+    assert free.predicted is not None and not free.recompute
+    limit = allowing(int(part * free.predicted.total_bytes))
+    tight = planned("pp", limit)
+    assert tight.predicted is not None and again(tight) == layers
+    uniform = mw.plan(
+        build(), batch(), world_size=2, cluster="laptop-cpu", **{**OTHERS, **CASES["pp"], "recompute": "full"}
+    )
+    assert isinstance(uniform, ParallelPlan) and uniform.predicted is not None
+    assert free.predicted.step_seconds < tight.predicted.step_seconds < uniform.predicted.step_seconds
+    for counted, failures in rank_pool.run(2, step_of, tight.to_json()):
+        assert not failures
+        assert 0.75 * tight.predicted.total_bytes <= counted <= limit
+
+
 def test_what_does_not_fit_is_counted_and_refused(rank_pool: RankPool) -> None:
     """The negative control: replicas do hold more than sharing takes; planned for that much they recompute, or are refused."""
     free, shared = planned("dp", None), planned("zero", None).predicted

@@ -154,6 +154,8 @@ class SearchRequest:
         company: for the strategy that divides the model, how many times as long a rank computes while only 1, 2, ..., all ranks of
             the axis do, against what is said here: ranks that wait leave the cores that they share to the others. () where ranks
             have a device of their own, and for other strategies.
+        again: for the same strategy, policy of plan.RecomputeRule -> `work` where all that can run again does, one for one.
+        relief: bytes that the fullest rank must hold less than if nothing ran again; the strategy chooses among `again` what does.
     """
 
     world_size: int
@@ -184,6 +186,8 @@ class SearchRequest:
     recompute: bool = False
     accelerated: bool = True
     company: tuple[float, ...] = ()
+    again: Mapping[str, tuple[ModuleWork, ...]] = field(default_factory=dict)
+    relief: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,7 @@ class StrategyCost:
         forwards: per stage, the part of its time that is the forward pass; () for a third of each.
         holds: names of the parameters that the fullest rank holds, None for all.
         peak: when the fullest rank holds most; None where that is when the whole model would.
+        recompute: module -> policy by which it runs again, for SearchRequest.relief; empty where nothing relieves enough.
     """
 
     exposed_seconds: float = 0.0
@@ -243,6 +248,7 @@ class StrategyCost:
     forwards: tuple[float, ...] = ()
     holds: frozenset[str] | None = None
     peak: Peak | None = None
+    recompute: Mapping[str, str] = field(default_factory=dict)
 
 
 class Division(ABC):

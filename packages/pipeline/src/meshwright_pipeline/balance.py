@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -18,9 +18,10 @@ from meshwright_dtensor.strategy import (
 )
 from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.choosing import microbatches
-from meshwright_pipeline.dividing import balanced
+from meshwright_pipeline.divided import Divided, divided, even_cuts, share_of
 from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
-from meshwright_pipeline.reading import Read, Run
+from meshwright_pipeline.reading import Read
+from meshwright_pipeline.relieving import relieve
 from meshwright_pipeline.surveying import Surveyed
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
@@ -31,9 +32,14 @@ MESSAGE_CALLS, STEP_CALLS = 200, 1700
 """The same of each end of a message (looking ahead, posting, waiting), and of a step: cutting the batch, giving stand-ins to
 parameters, agreeing on the loss and handing gradients over (measured; thread time of a step less that of its actions)."""
 
+TRIES = 3
+"""How often stages are chosen anew where they hold more than was reckoned."""
+
 
 def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     """One step of a pipeline over `degree` ranks, cut where the slowest stage is fastest.
+
+    Where relief is asked for, units run again stage by stage, as few as bring it.
 
     Raises:
         PlanError: there are not enough modules, rows cannot be shared equally, or the schedule does not fit.
@@ -45,17 +51,27 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, microbatches(request, degree))
     found = known.read(request.work)
-    parts = found.once(("divided", shape.stages), lambda: _divided(found, known, schedule, shape))
-    costs = _stage_costs(parts, link, request, shape)
-    owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
-    costs = _with_host(costs, parts.sizes, owners, request, shape)
-    company = request.company
-    step = found.once(
-        (schedule.name, shape, costs, company),
-        functools.partial(_predicted, schedule, shape, costs, company),
+    parts = found.once(
+        ("divided", shape.stages),
+        lambda: divided(found, known, even_cuts(found, known, shape.ranks, shape.stages)),
     )
-    owned = found.once(("owned", schedule.name, shape), lambda: _owned(schedule, shape, parts.held, known))
-    fullest = max(_ranks(step, owned, parts.messages), key=lambda one: one.total(request))
+    case = _Case(request, link, found, known, schedule, shape)
+    now = case.run(parts, not request.recompute)
+    policies: Mapping[str, str] = {}
+    if request.relief and request.again:
+        room = now.fullest.total(request)[0] - request.relief
+        asked = room
+        for _ in range(TRIES):  # what several units keep is only known when all is chosen
+            relieved = relieve(request, found, known, schedule, shape, parts, asked)
+            if relieved is None:
+                break
+            other = case.run(relieved.parts, not relieved.policies and not request.recompute)
+            more = other.fullest.total(request)[0] - room
+            if more <= 0:
+                now, policies = other, relieved.policies
+                break
+            asked -= more
+    parts, step, fullest = now.parts, now.step, now.fullest
     whole, around = found.whole * shape.microbatches, STEP_CALLS * request.call_seconds
     return StrategyCost(
         exposed_seconds=max(0.0, step.seconds - step.silent),
@@ -70,6 +86,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in parts.loads),
         holds=fullest.holds,
         peak=fullest.moment(request),
+        recompute=policies,
         fields={
             "pipeline": {
                 "stages": parts.stages,
@@ -82,44 +99,42 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
 
 
 @dataclass(frozen=True)
-class _Divided:
-    """Stages: their units, their work on a microbatch, the names of the parameters that each holds and their part of all;
-    sizes as for `_with_host`; and bytes of the messages between them.
-    """
+class _Outcome:
+    """A step with these stages, and the rank that holds most in it."""
 
-    stages: list[list[str]]
-    loads: list[Run]
-    held: list[frozenset[str]]
-    shares: list[float]
-    sizes: list[tuple[int, int]]
-    messages: list[int]
+    parts: Divided
+    step: Prediction
+    fullest: _Rank
 
 
-def _divided(found: Read, known: Surveyed, schedule: Schedule, shape: Shape) -> _Divided:
-    """Cut where the slowest stage is fastest."""
-    shared, runs, blocks = found.shared, found.runs, found.blocks
-    here = len({run.unit for block in blocks for run in block} & known.holding)
-    if here < shape.stages:
-        text = (
-            f"{shape.stages} stages need as many modules that can be given to one, and the model has {here}"
+@dataclass(frozen=True)
+class _Case:
+    """A model under a schedule."""
+
+    request: SearchRequest
+    link: Link
+    found: Read
+    known: Surveyed
+    schedule: Schedule
+    shape: Shape
+
+    def run(self, parts: Divided, split: bool) -> _Outcome:
+        """A step with these stages; `split`: split backwards are run in halves."""
+        request, schedule, shape, found = self.request, self.schedule, self.shape, self.found
+        costs = _stage_costs(parts, self.link, request, shape)
+        owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
+        costs = replace(_with_host(costs, parts.sizes, owners, request, shape), split=split)
+        company = request.company
+        step = found.once(
+            (schedule.name, shape, costs, company),
+            functools.partial(_predicted, schedule, shape, costs, company),
         )
-        raise PlanError("degrees.pp", shape.ranks, text, str(max(1, here // schedule.stages_each)))
-    seconds = [sum(run.seconds for run in block) for block in blocks]
-    seconds[-1] += found.tail.seconds
-    cuts = [sum(map(len, blocks[:place])) for place in balanced(seconds, shape.stages)]
-    ends = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
-    stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], known, shared)
-    held = [_held(stage, known, shared) for stage in stages]
-    total = sum(known.sizes.values()) or 1
-    shares = [sum(known.sizes[name] for name in names) / total for names in held]
-    return _Divided(
-        stages,
-        [found.load(a, b) for a, b in ends],
-        held,
-        shares,
-        [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)],
-        [found.crossing[place] for place in cuts],
-    )
+        owned = found.once(
+            ("owned", schedule.name, shape, parts.cuts),
+            lambda: _owned(schedule, shape, parts.held, self.known),
+        )
+        fullest = max(_ranks(step, owned, parts.messages), key=lambda one: one.total(request))
+        return _Outcome(parts, step, fullest)
 
 
 @dataclass(frozen=True)
@@ -150,12 +165,8 @@ def _owned(schedule: Schedule, shape: Shape, held: Sequence[frozenset[str]], kno
     for stage in range(shape.stages):
         stages[schedule.owner(stage, shape)].append(stage)
     nothing: frozenset[str] = frozenset()
-    total = sum(known.sizes.values()) or 1
     holds = [nothing.union(*(held[stage] for stage in own)) for own in stages]
-    return [
-        (own, names, sum(known.sizes[name] for name in names) / total)
-        for own, names in zip(stages, holds, strict=True)
-    ]
+    return [(own, names, share_of(names, known)) for own, names in zip(stages, holds, strict=True)]
 
 
 def _ranks(step: Prediction, owned: Sequence[_Owned], messages: Sequence[int]) -> Iterator[_Rank]:
@@ -166,7 +177,7 @@ def _ranks(step: Prediction, owned: Sequence[_Owned], messages: Sequence[int]) -
         yield _Rank(holds, share, replace(peak, over=peak.over + passing))
 
 
-def _stage_costs(parts: _Divided, link: Link, request: SearchRequest, shape: Shape) -> StageCosts:
+def _stage_costs(parts: Divided, link: Link, request: SearchRequest, shape: Shape) -> StageCosts:
     """What a microbatch costs on each stage. What a stage sends it keeps until that has gone backward."""
     loads, sent = parts.loads, parts.messages
     return StageCosts(
@@ -206,7 +217,6 @@ def _with_host(
             s + added * nbytes + post
             for s, nbytes, post in zip(costs.backward, costs.gradients, mail, strict=True)
         ),
-        split=not request.recompute,
         halving=tuple(call * WEIGHT_CALLS * weights / 2 for _, weights in held),
     )
 
@@ -216,30 +226,6 @@ def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts, company: tup
         return predict(schedule, shape, costs, company)
     except UsageError as error:
         raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
-
-
-def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[str]) -> list[list[str]]:
-    """The units of each stage in the order of registration, with those that did nothing beside the one before them.
-
-    What has no parameters and did nothing (a dropout of 0) is left to every stage: it may be called anywhere.
-    """
-    holding = known.holding
-    stages: list[list[str]] = [list(dict.fromkeys(part)) for part in parts]
-    placed = {unit: index for index, stage in reversed(list(enumerate(stages))) for unit in stage}
-    current = 0
-    for unit in known.units:
-        if unit in placed:
-            current = placed[unit]
-        elif unit not in shared and unit in holding:
-            stages[current].append(unit)
-    place = {unit: index for index, unit in enumerate(known.units)}
-    return [sorted(stage, key=place.__getitem__) for stage in stages]
-
-
-def _held(stage: Sequence[str], known: Surveyed, shared: Sequence[str]) -> frozenset[str]:
-    """First names of the parameters that a stage holds."""
-    nothing: frozenset[str] = frozenset()
-    return nothing.union(*(known.inside.get(unit, nothing) for unit in {*stage, *shared, ""}))
 
 
 def _messages(sizes: Sequence[int], count: int) -> Iterator[CollectiveUse]:

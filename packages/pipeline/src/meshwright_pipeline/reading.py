@@ -51,12 +51,12 @@ class Run:
     @property
     def kept(self) -> float:
         """Bytes that autograd keeps."""
-        return self.saved_bytes + _bytes(self.shared)
+        return self.saved_bytes + shared_bytes(self.shared)
 
     def then(self, other: Run) -> Run:
         """This, and another behind it."""
         shared = self.shared | other.shared
-        later = other.saved_bytes + _bytes(shared) - _bytes(self.shared)
+        later = other.saved_bytes + shared_bytes(shared) - shared_bytes(self.shared)
         return Run(
             self.unit,
             self.seconds + other.seconds,
@@ -82,7 +82,7 @@ def joined(unit: str, parts: Iterable[ModuleWork], before: Run = NOTHING) -> Run
         later = part.saved_bytes
         if part.shared:
             both = shared | part.shared
-            later = part.saved_bytes + _bytes(both) - _bytes(shared)
+            later = part.saved_bytes + shared_bytes(both) - shared_bytes(shared)
             shared = both
         over = max(over - later, part.beside)
         saved += part.saved_bytes
@@ -147,6 +147,18 @@ class Read:
 def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) -> Read:
     """Read the work of a model; `holding`: the units with parameters."""
     shared = read_outside(work, known)
+    runs, between, tail = in_runs(work, known, shared)
+    every = (*runs, *between, tail)
+    kept = sum(run.saved_bytes for run in every) + shared_bytes(*(run.shared for run in every))
+    whole = sum(part.seconds for part in work) or 1.0
+    blocks = _blocks(runs, holding)
+    return Read(work, shared, runs, between, tail, blocks, whole, kept or 1.0, _crossing(runs, known))
+
+
+def in_runs(
+    work: Sequence[ModuleWork], known: Units, shared: Sequence[str]
+) -> tuple[list[Run], list[Run], Run]:
+    """Work as runs of units, what lies before each of them, and what is behind all; `shared`: units that are none."""
     runs: list[Run] = []
     between: list[Run] = []
     waiting: list[ModuleWork] = []
@@ -162,11 +174,7 @@ def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) ->
             runs.append(joined(unit, parts))
             waiting = []
     *both, tail = _folded([*runs, *between, joined("", waiting)])
-    runs, between = both[: len(runs)], both[len(runs) :]
-    kept = sum(run.saved_bytes for run in (*both, tail)) + _bytes(*(run.shared for run in (*both, tail)))
-    whole = sum(part.seconds for part in work) or 1.0
-    blocks = _blocks(runs, holding)
-    return Read(work, shared, runs, between, tail, blocks, whole, kept or 1.0, _crossing(runs, known))
+    return both[: len(runs)], both[len(runs) :], tail
 
 
 def read_outside(work: Sequence[ModuleWork], known: Units) -> list[str]:
@@ -196,7 +204,8 @@ def _crossing(runs: Sequence[Run], known: Units) -> list[int]:
     return list(itertools.accumulate(change))
 
 
-def _bytes(*shared: Shared) -> float:
+def shared_bytes(*shared: Shared) -> float:
+    """Bytes of what several keep, each tensor once."""
     nothing: Shared = frozenset()
     return sum(size for _, size in nothing.union(*shared))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
 from torch import nn
 
 from meshwright_dtensor._names import did_you_mean
@@ -38,6 +41,13 @@ def recompute_rules(model: nn.Module, wanted: str | None) -> tuple[RecomputeRule
     return (rule,)
 
 
+def in_words(rules: Iterable[RecomputeRule]) -> str:
+    """ "full", or "selective and full in part" where rules name some of the blocks."""
+    every = list(rules)
+    policies = [policy for policy in reversed(POLICIES) if any(rule.policy == policy for rule in every)]
+    return " and ".join(policies) + ("" if all(rule.pattern.endswith("*") for rule in every) else " in part")
+
+
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     """Patterns of the blocks that repeat: the children of outermost lists in which one class of module occurs again."""
     found: list[str] = []
@@ -50,3 +60,37 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
         if len(kinds) > len(set(kinds)):
             found.append(f"{name}.*")
     return tuple(found)
+
+
+def rules_of(
+    policies: Mapping[str, str], blocks: Sequence[str], patterns: Iterable[str]
+) -> tuple[RecomputeRule, ...]:
+    """Rules by which each of `blocks` named in `policies` runs again by its policy, and no other one.
+
+    `patterns`: what stands for all of `blocks`, taken where all of them run again alike.
+    """
+    if len(policies) == len(blocks) and len(set(policies.values())) == 1:
+        (policy,) = set(policies.values())
+        return tuple(RecomputeRule(pattern=pattern, policy=policy) for pattern in patterns)  # type: ignore[arg-type]
+    return tuple(
+        RecomputeRule(pattern=pattern, policy=policy)  # type: ignore[arg-type]
+        for policy in POLICIES
+        for pattern in spelt([name for name in blocks if policies.get(name) == policy])
+    )
+
+
+def spelt(names: Iterable[str]) -> list[str]:
+    """Patterns that match these names and no other ones: those that differ in a last digit are one, "layers.1[0-4]"."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        number = re.fullmatch(r"(.*?)(\d)(\D*)", name)
+        head, digit, tail = number.groups() if number else (name, "", "")
+        alike.setdefault((head, tail), []).append(digit)
+    return [f"{head}{_digits(sorted(digits))}{tail}" for (head, tail), digits in alike.items()]
+
+
+def _digits(digits: Sequence[str]) -> str:
+    if len(digits) == 1:
+        return digits[0]
+    row = "".join(digits)
+    return f"[{row[0]}-{row[-1]}]" if len(row) > 2 and row in "0123456789" else f"[{row}]"

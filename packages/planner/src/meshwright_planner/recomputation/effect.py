@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.costs.keeping import kept_bytes
 from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.placing.program import Conversion
 from meshwright_planner.profile.tape import Saved, Tape
 
 
@@ -22,7 +24,7 @@ def recomputed(
     again; with "alternate" those of attention and of every other product.  Its forward pass, and what it communicates in
     it, comes once more.
     """
-    region = problem.quotient.once(("recomputed", tuple(rules)), lambda: _Region(problem, rules))
+    region = _region(problem, rules)
     values, policy = problem.tape.values, region.policy
     kept = [item for item in problem.tape.saved if item[0] not in policy]
     kept += [Saved(*item, values[item[2]].nbytes) for item in region.kept]
@@ -37,15 +39,7 @@ def recomputed(
         )
         for k, o in placement.options.items()
     }
-    conversions = [
-        replace(
-            c,
-            count=c.count + round(c.count * max((again[n] for n, _ in c.consumers if n in again), default=0)),
-        )
-        if c.phase == "forward"
-        else c
-        for c in placement.conversions
-    ]
+    conversions = _communicated(placement, again)
     counts, costs = problem.quotient.node_count, problem.costs
     between = sum(costs.collective(c.collective) * c.count for c in conversions)
     inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
@@ -60,6 +54,30 @@ def recomputed(
         again_seconds=sum(o.seconds * again[k] * ahead * counts[k] for k, o in placement.options.items()),
     )
     return other, found, max(0.0, whole - left) / max(1, region.blocks)
+
+
+def communicated(
+    problem: PlacementProblem, placement: Placement, rules: Sequence[RecomputeRule]
+) -> list[Conversion]:
+    """What is communicated between the nodes where the modules that `rules` name run twice."""
+    return _communicated(placement, _region(problem, rules).again)
+
+
+def _communicated(placement: Placement, again: Mapping[int, float]) -> list[Conversion]:
+    return [
+        replace(
+            c,
+            count=c.count + round(c.count * max((again[n] for n, _ in c.consumers if n in again), default=0)),
+        )
+        if c.phase == "forward"
+        else c
+        for c in placement.conversions
+    ]
+
+
+def _region(problem: PlacementProblem, rules: Sequence[RecomputeRule]) -> _Region:
+    region: _Region = problem.quotient.once(("recomputed", tuple(rules)), lambda: _Region(problem, rules))
+    return region
 
 
 class _Region:
@@ -94,10 +112,18 @@ class _Region:
                 self.policy[index] = kept
                 self.block[index] = block
         self.blocks = len(set(self.block.values()))
-        self._root = {item.value: item.root for item in tape.saved if item.value is not None}
-        self.kept = [*self._inputs(tape), *self._results(tape)]
+        self._tape = tape
         twice = Counter(quotient.node(index) for index, kept in self.policy.items() if not kept)
         self.again = {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}
+
+    @cached_property
+    def kept(self) -> list[tuple[int, int, int, bool]]:
+        """What is kept of them, as said above."""
+        return [*self._inputs(self._tape), *self._results(self._tape)]
+
+    @cached_property
+    def _root(self) -> dict[int | None, int | None]:
+        return {item.value: item.root for item in self._tape.saved if item.value is not None}
 
     def _inputs(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
         """What goes into the blocks: it is kept."""
@@ -129,10 +155,10 @@ def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, R
     chosen: dict[str, RecomputeRule] = {}
     ordered = list(rules)
     for name in tape.modules:
-        rule = next((r for r in ordered if name and r.matches(name)), None)
-        if rule is None:
-            continue
         parts = name.split(".")
-        if not any(".".join(parts[:n]) in chosen for n in range(1, len(parts))):
+        if any(".".join(parts[:n]) in chosen for n in range(1, len(parts))):
+            continue
+        rule = next((r for r in ordered if name and r.matches(name)), None)
+        if rule is not None:
             chosen[name] = rule
     return chosen

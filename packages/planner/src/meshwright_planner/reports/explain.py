@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.links import Link
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.reports.buying import Upgrade, memory_is_full, upgrades
 from meshwright_planner.search.candidate import human_bytes, human_seconds
 
@@ -195,7 +197,7 @@ def name_of(plan: ParallelPlan) -> str:
     if plan.pipeline is not None:
         said["pp"] = f" ({plan.pipeline.schedule}, {plan.pipeline.microbatches} microbatches)"
     parts = (f"{axis} {degree}{said.get(axis, '')}" for axis, degree in plan.degrees.items())
-    again = f", recompute {plan.recompute[0].policy}" if plan.recompute else ""
+    again = f", recompute {in_words(plan.recompute)}" if plan.recompute else ""
     return (" x ".join(parts) or "one rank") + again
 
 
@@ -260,10 +262,24 @@ def _details(explained: Explained, alone: bool) -> list[str]:
         by_size = sorted(memory.items(), key=lambda item: (-item[1], item[0]))
         if by_size:
             lines.append("memory: " + ", ".join(f"{part} {human_bytes(n)}" for part, n in by_size if n))
+    lines += _by_stage(plan)
     lines += _communication(plan, explained.links)
     if explained.next_to_buy is not None:
         lines.append(f"next to buy: {explained.next_to_buy}")
     return lines
+
+
+def _by_stage(plan: ParallelPlan) -> list[str]:
+    """What each stage runs again, where that is not the same for all blocks."""
+    if plan.pipeline is None or all(rule.pattern.endswith("*") for rule in plan.recompute):
+        return []
+    found = []
+    for number, names in enumerate(plan.pipeline.stages):
+        rules = (next((r for r in plan.recompute if r.matches(name)), None) for name in names)
+        counts = Counter(rule.policy for rule in rules if rule is not None)
+        said = " and ".join(f"{count} {policy}" for policy, count in sorted(counts.items())) or "nothing"
+        found.append(f"stage {number} {said}" + (f" of {len(names)} modules" if counts else ""))
+    return ["run again: " + ", ".join(found)]
 
 
 def _communication(plan: ParallelPlan, links: Mapping[str, tuple[str, ...]]) -> list[str]:

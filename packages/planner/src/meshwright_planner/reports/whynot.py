@@ -13,6 +13,7 @@ from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanErro
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import DEGREES, PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
+from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.reports.explain import name_of, seconds_of
 from meshwright_planner.search.candidate import human_bytes, human_seconds
 
@@ -187,7 +188,8 @@ def _has(plan: ParallelPlan, name: str, value: object) -> bool:
     if name in ("microbatches", "schedule"):
         return plan.pipeline is not None and getattr(plan.pipeline, name) == value
     if name == "recompute":
-        return bool(plan.recompute) and value in (plan.recompute[0].policy, plan.recompute[0].pattern)
+        same = {rule.policy for rule in plan.recompute} == {value} and in_words(plan.recompute) == value
+        return same or [rule.pattern for rule in plan.recompute] == [value]
     if name == "sequence_parallel":
         return plan.sequence_parallel == value
     if name == "precision":

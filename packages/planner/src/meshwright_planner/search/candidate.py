@@ -9,6 +9,7 @@ from typing import Any
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
 from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_planner.placing.placement import Placement, PlacementProblem
+from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.search.points import Point
 
 
@@ -124,7 +125,7 @@ class Candidate:
         if rule is not None:
             said["pp"] = f" ({rule['schedule']}, {rule['microbatches']} microbatches)"
         parts = (f"{axis} {degree}{said.get(axis, '')}" for axis, degree in self.degrees.items())
-        again = f", recompute {self.recompute[0].policy}" if self.recompute else ""
+        again = f", recompute {in_words(self.recompute)}" if self.recompute else ""
         return (" x ".join(parts) or "one rank") + again
 
 

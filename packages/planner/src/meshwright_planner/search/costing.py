@@ -15,6 +15,7 @@ from meshwright_planner.costs.work import inside_of
 from meshwright_planner.placing.placed import Placed, repeated
 from meshwright_planner.placing.placement import Placement
 from meshwright_planner.search.candidate import Candidate
+from meshwright_planner.search.easing import Again, Easing
 from meshwright_planner.search.points import Point
 from meshwright_planner.search.setting import SHARED, Setting
 from meshwright_planner.search.surveys import placements
@@ -23,8 +24,14 @@ SUMS = "dp"
 """The axis whose strategy costs the sum of gradients, over every axis that defers it."""
 
 
-def cost(point: Point, placed: Placed, searched: tuple[str, ...]) -> Candidate:
+TRIES = 4
+"""How often relief is asked for, each time by what the last one lacked: a strategy does not know of all that a rank holds."""
+
+
+def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing | None = None) -> Candidate:
     """The candidate with the degrees of `point` (of every axis) and these placements on the axes that were `searched`.
+
+    `easing`: what stages may run again, and for how much memory.
 
     Raises:
         PlanError: a strategy cannot have it so.
@@ -66,11 +73,15 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...]) -> Candidate:
         accelerated=setting.cluster.accelerated,
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
-    divided = StrategyCost()
+    divided, again = StrategyCost(), placed.recompute
     if outer is not None:  # what it leaves to one rank is what all others see
         company = setting.cluster.company(degrees[outer])
         asked = replace(common, survey=basis.surveys.get(outer), work=placed.work, company=company)
+        if easing is not None:
+            asked = replace(asked, again=easing.again.work, relief=easing.relief)
         divided = setting.strategies[outer].cost(asked, degrees[outer], basis.link(degrees, outer))
+        if easing is not None and divided.recompute:
+            again = easing.again.rules(divided.recompute)
         common = inside_of(common, divided, math.ceil)
         own_part = 1 / degrees[outer]
         common = replace(
@@ -168,7 +179,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...]) -> Candidate:
         apart=tuple(m for a, survey in basis.surveys.items() if degrees[a] > 1 for m in survey.modules),
         notes=tuple(n for a, survey in basis.surveys.items() if degrees[a] > 1 for n in survey.notes),
         point=point,
-        recompute=placed.recompute,
+        recompute=again,
     )
 
 
@@ -177,6 +188,24 @@ def _updated(setting: Setting, nbytes: float, parameters: int) -> float:
     if setting.cost_model is None:
         return optimizer_seconds(setting.cluster, nbytes, OPTIMIZERS[setting.optimizer], parameters)
     return setting.cost_model.operation(update_of(setting.optimizer, nbytes, parameters))
+
+
+def eased(point: Point, placed: Placed, searched: tuple[str, ...], again: Again) -> Candidate:
+    """The candidate of which each stage runs as much again as its memory asks for; the nearest to it where that is not enough.
+
+    Raises:
+        PlanError: a strategy cannot have it so.
+    """
+    found, relief = cost(point, placed, searched), 0
+    for _ in range(TRIES):
+        if not found.excess_bytes:
+            break
+        relief += found.excess_bytes
+        other = cost(point, placed, searched, Easing(again, relief))
+        if other.total_bytes >= found.total_bytes:
+            break
+        found = other
+    return found
 
 
 def _largest_unit(units: Iterable[Iterable[ParameterSize]]) -> float:

@@ -23,12 +23,14 @@ from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.recomputation.asked import POLICIES, recompute_rules, repeated_blocks
+from meshwright_planner.recomputation.effect import recomputed_blocks
 from meshwright_planner.search import sequence
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.combining import combinations
-from meshwright_planner.search.costing import cost
+from meshwright_planner.search.costing import cost, eased
+from meshwright_planner.search.easing import BY_STAGE, Again
 from meshwright_planner.search.points import Point
 from meshwright_planner.search.setting import Setting
 from meshwright_planner.search.sharing import Shared
@@ -61,6 +63,7 @@ class Search:
         self.end = self.shared.end
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
+        self._eased: dict[int, tuple[Placed, Again]] = {}
 
     def variant(self, **changes: object) -> Search:
         """A search of a changed setting that shares what was recorded and solved: of the same model on the same cluster."""
@@ -108,7 +111,7 @@ class Search:
         axes = self._searched(point)
         placed = self._exact(point, axes)
         candidate = self._costed(point, placed, axes)
-        if candidate.excess_bytes and axes:
+        if candidate.excess_bytes and axes and point.recompute != BY_STAGE:
             hopeless = least_bytes(candidate, self.basis.sizes) > self.setting.limit
             factor = parameter_factor(self.setting.optimizer)
             own = placed.with_recompute(self.recompute(point))
@@ -158,8 +161,9 @@ class Search:
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
         """The modules that a configuration runs twice."""
         wanted = point.recompute
-        if wanted is None:
-            return ()
+        return () if wanted in (None, BY_STAGE) else self._named(wanted)
+
+    def _named(self, wanted: str) -> tuple[RecomputeRule, ...]:
         rules = self.shared.rules
         if wanted not in rules:
             rules[wanted] = recompute_rules(self.setting.model, wanted)
@@ -172,6 +176,12 @@ class Search:
         if not self.shared.blocks:
             return ()
         return tuple(reversed(POLICIES))
+
+    def can_ease(self, candidate: Candidate) -> bool:
+        """Whether what a candidate runs again may be chosen stage by stage."""
+        if self.setting.recompute is not None or candidate.point.recompute in (None, BY_STAGE):
+            return False
+        return any(d > 1 and self.setting.strategies[a].divides for a, d in candidate.point.degrees)
 
     # ---- parts
     def _searched(self, point: Point) -> Axes:
@@ -216,7 +226,19 @@ class Search:
         return Placed(self.basis, self.rules, problem, placement)
 
     def _costed(self, point: Point, placed: Placed, axes: Axes) -> Candidate:
+        if point.recompute == BY_STAGE:
+            return eased(point, placed, axes, self._again(point, placed))
         return cost(point, placed.with_recompute(self.recompute(point)), axes)
+
+    def _again(self, point: Point, placed: Placed) -> Again:
+        """What may run again of a placement, found once."""
+        if id(placed) not in self._eased:
+            policies = {policy: self._named(policy) for policy in self.can_recompute(dict(point.degrees))}
+            tape = placed.problem.tape
+            if self.shared.named is None:
+                self.shared.named = tuple(recomputed_blocks(tape, next(iter(policies.values()), ())))
+            self._eased[id(placed)] = placed, Again.of(placed, policies, self.shared.named)
+        return self._eased[id(placed)][1]
 
     def _problem(self, point: Point, tape: Tape, axes: Axes) -> PlacementProblem:
         surveyed, meshed = self._present(point) if axes else [], self._meshed(point)

@@ -20,6 +20,7 @@ from typing import Any
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, rank
+from meshwright_planner.search.easing import BY_STAGE
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
 from meshwright_planner.search.setting import SHARED
@@ -97,6 +98,7 @@ class _Explorer:
     steps: list[float] = field(default_factory=list)
     known: dict[Point, Candidate | None] = field(default_factory=dict)
     keeps: bool = True
+    free: dict[tuple[object, ...], float] = field(default_factory=dict)
     ended: bool = False
 
     @property
@@ -150,6 +152,7 @@ class _Explorer:
         first = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
         if first is None or not first.excess_bytes:
             return first
+        self.free[first.point.degrees, first.point.way] = first.step_seconds
         if first.step_seconds >= self.bound:  # whatever saves memory takes longer still
             return first
         policies = [setting.recompute]
@@ -164,6 +167,22 @@ class _Explorer:
         tried = (self._estimate(Point.of(degrees, stage, way, policy)) for stage, policy in chain[:-1])
         # what runs twice costs more than what is gathered twice, so the first that fits is the fastest
         return next((c for c in tried if c is not None and not c.excess_bytes), last)
+
+    def ease(self) -> None:
+        """Where all blocks of a pipeline run again, let stages choose: the fastest first, while that may be among the best."""
+        setting, easable = self.search.setting, self.search.can_ease
+        every = [(self.free[c.point.degrees, c.point.way], c) for c in self.ranked() if easable(c)]
+        for least, candidate in sorted(every, key=lambda entry: entry[0]):
+            place = min(self.wanted, len(self.steps)) - 1
+            if self.late or (place >= 0 and least >= self.steps[place]):
+                break
+            point = candidate.point.but(recompute=BY_STAGE)
+            for stage in (2, 3) if point.stage == 3 and not setting.stage else (point.stage,):
+                eased = self._estimate(point.but(stage=stage))
+                if eased is not None and not eased.excess_bytes:
+                    if eased.step_seconds < candidate.step_seconds:
+                        self.found[point.degrees].append(eased)
+                    break
 
     def _estimate(self, point: Point) -> Candidate | None:
         try:
@@ -247,6 +266,7 @@ def _explored(
     all_of_them = complete and bool(search.setting.cluster.company(2))
     for key in keys if all_of_them else keys[:REFINED]:
         explorer.refine(key)
+    explorer.ease()
     estimates = explorer.ranked()
     if not estimates:
         assert explorer.refused is not None

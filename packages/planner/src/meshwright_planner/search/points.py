@@ -15,7 +15,8 @@ class Point:
         degrees: mesh axis -> degree, of every axis, as sorted as the mesh.
         stage: what ranks along zero share, 0 where they share nothing.
         way: what a strategy lets one choose (Strategy.ways): schedule and microbatches of a pipeline.
-        recompute: a policy of plan.RecomputeRule for every repeated block, a pattern of module names, or None.
+        recompute: a policy of plan.RecomputeRule for every repeated block, a pattern of module names, or None; easing.BY_STAGE
+            where stages choose.
     """
 
     degrees: tuple[tuple[str, int], ...] = ()

@@ -2,7 +2,8 @@
 
 What is claimed is about configurations (degrees, what ranks share, schedule and microbatches, recomputation), each with the
 placements that the integer program finds for it.  A configuration is settled where it was evaluated, where its estimate is exact
-(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least what `floor.py` says.
+(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least what `floor.py` says; where
+stages choose what runs again, also at least what the same configuration would take if memory were enough.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate, human_seconds
+from meshwright_planner.search.easing import BY_STAGE
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.floor import Floor
 from meshwright_planner.search.points import Point
@@ -73,6 +75,7 @@ def prove(
     left = None if known is None else _open(search, exact, known, every)
     if known is not None and left is not None:
         estimates = dict(known)
+        left, freely = _roomy(left, estimates, best)
         left = _costed(search, left, floors, best, estimates)
         # what is settled and was not evaluated takes what its estimate says
         others = set(estimates) - {c.point for c in exact}
@@ -80,6 +83,7 @@ def prove(
         least = min(
             [
                 least,
+                *freely,
                 *(c.step_seconds for c in found if c is not None and not c.searched and not c.excess_bytes),
             ]
         )
@@ -131,6 +135,8 @@ def _points(search: Search, every: Sequence[Mapping[str, int]]) -> Iterator[Poin
         policies = [setting.recompute]
         if setting.recompute is None:
             policies += search.can_recompute(degrees)
+            if len(policies) > 1 and _stages(search, tuple(degrees.items())) > 1:
+                policies.append(BY_STAGE)
         for way in search.ways(degrees) or [{}]:
             for stage in stages:
                 for policy in policies:
@@ -151,6 +157,20 @@ def _open(
         if point not in evaluated and not (point in known and _is_settled(search, known[point])):
             found.append(point)
     return found
+
+
+def _roomy(
+    left: Sequence[Point], known: Mapping[Point, Candidate | None], best: float
+) -> tuple[list[Point], list[float]]:
+    """Without those whose stages choose and that would be no faster than the best with room for all; and what they take then."""
+    kept, seconds = [], []
+    for point in left:
+        free = known.get(point.but(recompute=None)) if point.recompute == BY_STAGE else None
+        if free is None or free.searched or (free.excess_bytes and free.step_seconds < best):
+            kept.append(point)
+        elif free.excess_bytes:  # else there is nothing to choose
+            seconds.append(free.step_seconds)
+    return kept, seconds
 
 
 def _is_settled(search: Search, estimate: Candidate | None) -> bool:

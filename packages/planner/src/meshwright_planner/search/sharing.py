@@ -25,6 +25,7 @@ class Shared:
         quotients: by tape.
         rules: request for recomputation -> its rules.
         blocks: patterns of the blocks that repeat, None before they are asked for.
+        named: names of those blocks, None before they are asked for.
         end: when the time of the search is over (time.monotonic), None before it has begun.
     """
 
@@ -36,4 +37,5 @@ class Shared:
     quotients: dict[int, Quotient] = field(default_factory=dict)
     rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
     blocks: tuple[str, ...] | None = None
+    named: tuple[str, ...] | None = None
     end: float | None = None

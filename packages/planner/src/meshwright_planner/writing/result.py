@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from meshwright_dtensor.cluster import SlowNode
 from meshwright_dtensor.errors import UsageError
@@ -18,6 +19,7 @@ from meshwright_dtensor.plan import (
     StepSplit,
     ZeroRule,
 )
+from meshwright_planner.recomputation.effect import communicated
 from meshwright_planner.search.candidate import Candidate, human_bytes, human_seconds
 from meshwright_planner.search.proving import Proof
 from meshwright_planner.search.setting import Setting
@@ -32,8 +34,11 @@ def plan_of(
     """The plan that says what a candidate is, and how good that is."""
     activations, collectives = [], list(candidate.collectives)
     sequence = False
-    axes = candidate.searched
-    writer = Writer(candidate.problem, candidate.placement, axes, candidate.placements, candidate.apart)
+    axes, placement = candidate.searched, candidate.placement
+    if candidate.recompute and not placement.again:  # chosen by stages: what is sent again is not in it
+        sent = communicated(candidate.problem, placement, candidate.recompute)
+        placement = replace(placement, conversions=sent)
+    writer = Writer(candidate.problem, placement, axes, candidate.placements, candidate.apart)
     parameters = writer.parameters(setting.model) if axes or candidate.placements else []
     if axes:
         activations = writer.activations()
