@@ -65,7 +65,7 @@ class PlanRequest:
         zero_degree: pins how many of the data ranks share one copy of the training state; by default all of them.
         precision: "bf16", "fp16" or "fp32": dtype that a float32 model is computed in; None is its own.
         recompute: "full", "alternate" or "selective" for every repeated block (see plan.RecomputeRule), or a pattern of module
-            names (recomputed in full); None takes it up where nothing else fits the memory.
+            names (recomputed in full); None takes it up where nothing else fits the memory, in a pipeline stage by stage.
         sequence_parallel: True has tp split the sequence between blocks (norms, dropout, residual), False forbids it,
             None takes what is cheaper.
         microbatches: equal parts that a pipeline cuts the batch into; None is searched.

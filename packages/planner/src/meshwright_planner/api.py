@@ -70,7 +70,7 @@ def plan(
         zero_degree: how many data ranks share one copy of the training state; all of them by default.
         precision: "bf16", "fp16" or "fp32": what a float32 model is computed in.
         recompute: "full", "alternate" or "selective" for every repeated block (see plan.RecomputeRule), or a pattern of module
-            names, recomputed in full; None takes it up where nothing else fits the memory.
+            names, recomputed in full; None takes it up where nothing else fits the memory, in a pipeline stage by stage.
         sequence_parallel: True has tp split the sequence between blocks, False forbids it, None takes what is cheaper.
         microbatches: equal parts that a pipeline (pp) cuts the batch into; None is searched.
         schedule: name of a registered pipeline schedule; None searches all that are installed.
