@@ -13,8 +13,12 @@ from meshwright_dtensor.plan import ParallelPlan, RecomputeRule, StageTime
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.strategy import Link, ModuleWork, Peak, SearchRequest, Strategy, StrategyCost
 from meshwright_planner import EagerPlanner, explain
+from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.recomputation.asked import in_words, rules_of
 from meshwright_planner.reports.whynot import _has
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.points import Point
+from meshwright_planner.search.proving import prove
 from meshwright_planner.search.setting import allowing
 
 CLUSTER = LAPTOP_CPU
@@ -126,6 +130,28 @@ def test_stages_run_again_as_much_as_the_memory_asks_for() -> None:
     assert "recompute selective in part" in text
     assert "run again: stage 0 2 selective of 3 modules, stage 1 nothing" in text
     assert not _has(one, "recompute", "selective") and _has(one, "recompute", "layers.[01]")
+
+
+def test_what_stages_might_choose_counts_in_the_proof() -> None:
+    """Where nobody let stages choose, the best that is left is as fast as that would be."""
+    free = divided(None).predicted
+    assert free is not None
+    limit = allowing(int(0.999 * free.total_bytes))
+    chosen = divided(limit).predicted
+    assert chosen is not None and chosen.proof is not None and chosen.proof.startswith("exact")
+    planner = EagerPlanner(host_of(Halves))
+    setting = planner.setting(
+        Transformer(layers=4, hidden=128),
+        tokens(rows=16),
+        PlanRequest(cluster=CLUSTER, world_size=2, memory_limit=limit),
+        host_of(Halves),
+    )
+    search = Search(setting, default_rules())
+    (degrees,) = search.combinations()
+    every = [Point.of(degrees, 0, {}, policy) for policy in (None, "selective", "alternate", "full")]
+    known = {point: search.estimate(point) for point in every}
+    proof = prove(search, [search.evaluate(every[1])], [degrees], known)
+    assert proof.least == pytest.approx(chosen.step_seconds) and proof.words.startswith("bounded")
 
 
 def test_all_of_them_cost_what_all_of_them_cost() -> None:
