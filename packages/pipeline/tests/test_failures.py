@@ -111,11 +111,11 @@ def test_a_peer_that_dies_between_actions_is_reported(
     stage: Any = SimpleNamespace(
         is_last=False,
         cut=SimpleNamespace(sent=lambda index: [0]),
-        run=lambda args, kwargs, received, microbatch: ({0: torch.ones(2, requires_grad=True)}, None),
+        run=lambda args, kwargs, received, *_: ({0: torch.ones(2, requires_grad=True)}, None),
     )
     transport = Transport(None, torch.device("cpu"))  # type: ignore[arg-type]
     runtime = Runtime({0: stage}, shape, schedule, table, transport, None)
-    running = Running(runtime, [((), {})] * 2, (lambda *_: []) if training else None, (), "ids", training)
+    running = Running(runtime, [((), {})] * 2, (lambda *_: []) if training else None, None, "ids", training)
     found = running.run("all" if training else "forward").failure
     assert found is not None and found.lost and found.action.stage == 1
     assert found.action == Action("B" if training else "F", 1, 0)

@@ -16,9 +16,10 @@ from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_dtensor.random import drawn_whole
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
-from meshwright_pipeline.actions import Schedule, Shape, Timetable
+from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
+from meshwright_pipeline.adding import Adding
 from meshwright_pipeline.batching import Call, described, microbatches
-from meshwright_pipeline.counting import divisors, may_differ
+from meshwright_pipeline.counting import Numbers, of_batch
 from meshwright_pipeline.drawing import Drawn, Replay, Streams
 from meshwright_pipeline.ending import Ending, Place
 from meshwright_pipeline.gradients import Sink, Sinks, connected, loss_only, returned
@@ -28,9 +29,10 @@ from meshwright_pipeline.mates import Mates
 from meshwright_pipeline.preparing import Prepared, Preparing
 from meshwright_pipeline.runtime import Running, Step
 from meshwright_pipeline.spreading import Lost
+from meshwright_pipeline.tail import Ran
 from meshwright_pipeline.tied import TiedSum
 from meshwright_pipeline.transport import Transport
-from meshwright_pipeline.trees import leaves_of, tensors_of
+from meshwright_pipeline.trees import leaves_of
 from meshwright_pipeline.units import Ownership
 
 Tensor = torch.Tensor
@@ -38,13 +40,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class _Work:
-    """One call: its microbatches, the batch in words, and what it is run with."""
+    """One call: its microbatches, the batch in words, and what it is run with.
+
+    `adding`: how the loss follows from those of microbatches, so that their backward passes may begin before the last forward has
+    ended; None where it does not. `numbers`: what those are given.
+    """
 
     calls: list[Call]
     whole: Call
     batch: str
     prepared: Prepared
-    divided_by: list[float]
+    numbers: Numbers | None
+    adding: Adding | None
 
 
 class PipelinedCall:
@@ -129,11 +136,7 @@ class PipelinedCall:
         apart = self.mates.apart(f"{work.batch}{'' if training else ' without gradients'}")
         if apart is not None:
             self._stand_by(UsageError(apart or "another rank of this stage cannot begin"), told=bool(apart))
-        if not training:
-            return self._evaluate(work)
-        if loss_of(work.prepared.profile.output) is None:
-            return self._outside(work)
-        return self._step(work)
+        return self._step(work, work.adding) if work.adding is not None else self._behind(work)
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> _Work:
         if any(hasattr(x, "get_seq_length") for x in leaves_of((args, kwargs))):
@@ -145,9 +148,13 @@ class PipelinedCall:
             args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: t.to_local(), (args, kwargs))
         calls = microbatches(args, kwargs, self.shape.microbatches)
         prepared = self.preparing.prepared(self.model, calls[0], (args, kwargs), training)
-        outside = training and loss_of(prepared.profile.output) is None
-        divided_by = [] if outside else self._divisors(prepared, calls)
-        return _Work(calls, (args, kwargs), described((args, kwargs)), prepared, divided_by)
+        adding = self.preparing.adding(prepared, (args, kwargs)) if training else None
+        if adding is not None and self.keep_outputs and not adding.whole:
+            adding = None
+        if adding is None:
+            self.preparing.tail(self.model, prepared, (args, kwargs))
+        numbers = None if adding is None else self._numbers(prepared, adding, calls)
+        return _Work(calls, (args, kwargs), described((args, kwargs)), prepared, numbers, adding)
 
     def _stand_by(self, error: Exception, told: bool = True) -> None:
         """This rank cannot begin: it only keeps messages in step, and tells the others, where they are to be `told` by it.
@@ -161,9 +168,9 @@ class PipelinedCall:
         self.preparing.forget()
         self.ending.agree(found if told else None)
 
-    def _step(self, work: _Work) -> Any:
+    def _step(self, work: _Work, adding: Adding) -> Any:
         """Forwards and backwards, in the order of the schedule; the loss hands the gradients over."""
-        output, weight = work.prepared.profile.output, 1.0 / len(work.calls)
+        output, weight = work.prepared.profile.output, adding.loss.weight(len(work.calls))
         losses: dict[int, Tensor] = {}
         results: dict[int, Any] = {}
 
@@ -174,7 +181,7 @@ class PipelinedCall:
                 results[microbatch] = result
             return [weighted]
 
-        running = Running(work.prepared.runtime, work.calls, ends, work.divided_by, work.batch)
+        running = Running(work.prepared.runtime, work.calls, ends, work.numbers, work.batch)
         with self.sinks.active(), self._drawing(work.prepared.streams):
             self.last = running.run("all")
         total = self._agree(losses, work.batch)
@@ -184,32 +191,40 @@ class PipelinedCall:
         loss = self.ending.shown(connected(total, held, self._settle_later))
         if not self.keep_outputs:
             return with_loss(output, loss, keep=False)
-        leaves, differentiable = self.ending.tell(output, lambda: self._joined(work, results))
+        leaves, differentiable = self.ending.tell(output, lambda: _joined(adding, results))
         shown = [
             self.ending.shown(loss_only(leaf) if has else leaf) if isinstance(leaf, Tensor) else leaf
             for leaf, has in zip(leaves, differentiable, strict=True)
         ]
         return with_loss(_like(output, shown), loss, keep=True)
 
-    def _outside(self, work: _Work) -> Any:
-        """All forwards; the backwards run when a loss that is made of what is returned is differentiated."""
-        output, count = work.prepared.profile.output, len(work.calls)
-        results: dict[int, Any] = {}
-        started: list[int] = []  # leaves of the result that backward passes start from
-
-        def ends(microbatch: int, result: Any) -> list[Tensor]:
-            leaves = [_whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(result)]
-            started[:] = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-            results[microbatch] = leaves
-            return [leaves[i] for i in started]
-
+    def _behind(self, work: _Work) -> Any:
+        """All forwards, and what is behind the units once for the whole batch; backwards run when that is differentiated."""
+        output, training = work.prepared.profile.output, torch.is_grad_enabled()
+        only = training and not self.keep_outputs and loss_of(output) is not None
+        like = loss_of(output) if only else output
         streams, sinks = work.prepared.streams, self.sinks.trainable()
-        running = Running(work.prepared.runtime, work.calls, ends, (), work.batch, backward=False)
-        with self.sinks.active(), self._drawing(streams) as drawn:
+        running = Running(work.prepared.runtime, work.calls, None, None, work.batch, backward=False)
+        ran: Ran | None = None
+        made: list[Any] = []
+        with self.sinks.active() if training else contextlib.nullcontext(), self._drawing(streams) as drawn:
             self.last = running.run("forward")
+            if self._ends and self.last.failure is None:
+                try:
+                    ran = self.preparing.tail(self.model, work.prepared, work.whole).run(
+                        work.whole, self.last
+                    )
+                    given = need_loss(ran.result) if only else ran.result
+                    made = [_whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(given)]
+                except (
+                    Exception
+                ) as error:  # of whatever kind, the other ranks must come to the end of the step
+                    self.last.failure = Failure(self._last_action("F"), error)
+        self.last.behind.clear()
         self._agree({}, work.batch)
-        leaves, differentiable = self.ending.tell(output, lambda: self._joined(work, results))
-        results.clear()
+        leaves, differentiable = self.ending.tell(like, lambda: made)
+        if not training:
+            return _like(output, [self.ending.shown(x) if isinstance(x, Tensor) else x for x in leaves])
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not places:
             raise UsageError(
@@ -218,49 +233,46 @@ class PipelinedCall:
             )
 
         def back(gradients: list[Tensor | None]) -> list[Tensor | None]:
-            by_leaf = dict(zip(places, gradients, strict=True))
-            ways = work.prepared.joints or []
-            shares = {
-                m: [
-                    ways[i].share(by_leaf[i], m, count) if by_leaf.get(i) is not None else None
-                    for i in started
-                ]
-                for m in range(count)
-            }
             with self.sinks.active(), self._drawing(streams, drawn):
+                shares: Mapping[int, Sequence[Tensor | None]] = {}
+                if ran is not None:
+                    try:
+                        shares = ran.back([made[i] for i in places], gradients)
+                    except Exception as error:  # as above
+                        running.fail(Failure(self._last_action("BI"), error))
                 self.last = running.run_back(shares)
             self._agree({})
             return self._summed(sinks)
 
-        given = returned(
+        handed = returned(
             [leaves[i] for i in places],
             [differentiable[i] for i in places],
             [sink for _, sink in sinks],
             back,
             self._settle_later,
         )
-        for place, value in zip(places, given, strict=True):
+        for place, value in zip(places, handed, strict=True):
             leaves[place] = self.ending.shown(value)
-        return _like(output, leaves)
+        return with_loss(output, leaves[0], keep=False) if only else _like(output, leaves)
 
-    def _evaluate(self, work: _Work) -> Any:
-        running = Running(
-            work.prepared.runtime, work.calls, None, work.divided_by, work.batch, backward=False
-        )
-        with self._drawing(work.prepared.streams):
-            self.last = running.run("forward")
-        self._agree({}, work.batch)
-        output, results = work.prepared.profile.output, self.last.results
-        leaves, _ = self.ending.tell(output, lambda: self._joined(work, results))
-        return _like(output, [self.ending.shown(x) if isinstance(x, Tensor) else x for x in leaves])
+    @property
+    def _ends(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.ending.source == self.rank
+
+    def _last_action(self, kinds: str) -> Action:
+        """The first of these actions on the last stage, which this rank holds."""
+        last = self.shape.stages - 1
+        return next(a for a in self.table.ranks[self.rank] if a.stage == last and a.kind in kinds)
 
     # ---- parts of a step
-    def _divisors(self, prepared: Prepared, calls: list[Call]) -> list[float]:
-        """Those of the averaging losses, on the rank of the last stage; none where microbatches count alike."""
-        ignored, last = prepared.profile.losses, prepared.runtime.stages.get(self.shape.stages - 1)
-        if last is None or not ignored or len(calls) == 1 or not may_differ(tensors_of(calls), ignored):
-            return []
-        return divisors([last.count(*call) for call in calls]) or []
+    def _numbers(self, prepared: Prepared, adding: Adding, calls: list[Call]) -> Numbers | None:
+        """What microbatches are given of the whole batch, on the rank of the last stage; None where they need nothing."""
+        last = prepared.runtime.stages.get(self.shape.stages - 1)
+        if last is None or len(calls) == 1 or not (adding.averaging or adding.fixed):
+            return None
+        parts = [last.count(*call, adding.fixed) for call in calls]
+        return of_batch(parts, adding.averaging, adding.fixed)
 
     @contextlib.contextmanager
     def _drawing(self, streams: Streams | None, drawn: Drawn | None = None) -> Iterator[Drawn | None]:
@@ -326,20 +338,21 @@ class PipelinedCall:
         # queued from inside a callback, so that it comes behind those that gradients have queued meanwhile
         at_end_of_backward(lambda: at_end_of_backward(settle))
 
-    def _joined(self, work: _Work, results: Mapping[int, Any]) -> list[Any]:
-        """The leaves of the result for the whole batch, from those of microbatches, on the rank of the last stage."""
-        parts = [leaves_of(results[m]) for m in sorted(results)]
-        ways = self.preparing.joints(work.prepared, work.whole)
-        if any(len(part) != len(ways) for part in parts):
-            return []
-        has = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in parts[0]]
-        with torch.no_grad():
-            whole = [[_whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part] for part in parts]
-            found = [way.join(column) for way, column in zip(ways, zip(*whole, strict=True), strict=True)]
-        return [
-            leaf.detach().requires_grad_() if one and isinstance(leaf, Tensor) else leaf
-            for leaf, one in zip(found, has, strict=True)
-        ]
+
+def _joined(adding: Adding, results: Mapping[int, Any]) -> list[Any]:
+    """The leaves of the result for the whole batch, from those of microbatches, on the rank of the last stage."""
+    parts = [leaves_of(results[m]) for m in sorted(results)]
+    if any(len(part) != len(adding.leaves) for part in parts):
+        return []
+    has = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in parts[0]]
+    with torch.no_grad():
+        whole = [[_whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part] for part in parts]
+        ways = [way for way in adding.leaves if way is not None]
+        found = [way.join(column) for way, column in zip(ways, zip(*whole, strict=True), strict=True)]
+    return [
+        leaf.detach().requires_grad_() if one and isinstance(leaf, Tensor) else leaf
+        for leaf, one in zip(found, has, strict=True)
+    ]
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -21,11 +21,13 @@ class Cut:
         last: per stage, the last call that it runs.
         crossing: per stage but the last, what it sends to the next, in order. What a later stage needs is passed on by those
             between.
+        final: what the code behind the last call takes.
     """
 
     stage: Mapping[Key, int]
     last: tuple[Key, ...]
     crossing: tuple[tuple[Label, ...], ...]
+    final: tuple[Label, ...] = ()
 
     def received(self, stage: int) -> tuple[Label, ...]:
         """What a stage gets from the one before it."""
@@ -59,7 +61,9 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
         if unit not in everywhere:
             text = f"code outside of module {unit!r} computes with its parameters; add it to pipeline.shared"
             raise PlanError("pipeline.shared", listing(owned.everywhere), text, unit)
-    return Cut(stage, tuple(last), crossing(profile, stage, len(owned.stages)))
+    count = len(owned.stages)
+    *between, final = crossing(profile, stage, count + 1)
+    return Cut(stage, tuple(last), tuple(between), final)
 
 
 def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
@@ -77,7 +81,7 @@ def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
 
 
 def crossing(profile: Profile, stage: Mapping[Key, int], count: int) -> tuple[tuple[Label, ...], ...]:
-    """Per cut, the labels made before it that something behind it consumes."""
+    """Per cut, the labels made before it that something behind it consumes; the last stage makes the result."""
     position = {key: index for index, key in enumerate(profile.order)}
     needs = [(stage[key], labels) for key, labels in profile.consumes.items()] + [(count - 1, profile.final)]
     found: list[tuple[Label, ...]] = []

@@ -1,71 +1,58 @@
-"""The results of microbatches as those of the whole batch, and gradients of the whole as those of microbatches."""
+"""What units return for microbatches, as what they return for the whole batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from meshwright_pipeline.trees import leaves_of
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_pipeline.interception import Label
+from meshwright_pipeline.profiling import Profile
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Joint:
-    """How one leaf of a result comes together.
+    """How one value comes together.
 
     Attributes:
-        rows: the dim along which microbatches lie one after the other; None where they do not.
-        means: the average over microbatches: a number.
+        rows: the dim along which microbatches lie one after the other; None where they have the same value.
     """
 
     rows: int | None = None
-    means: bool = False
 
-    @staticmethod
-    def of(part: Any, whole: Any, count: int) -> Joint:
-        """From the leaf of a microbatch, of which there are `count`, and that of the whole batch, both profiled."""
-        if not isinstance(part, Tensor) or not isinstance(whole, Tensor) or count == 1:
-            return Joint()
-        if part.dim() == 0:
-            return Joint(means=part.is_floating_point())
-        grown = [
-            dim
-            for dim, size in enumerate(part.shape)
-            if whole.dim() == part.dim() and whole.shape[dim] != size
-        ]
-        if len(grown) == 1 and whole.shape[grown[0]] == count * part.shape[grown[0]]:
-            return Joint(rows=grown[0])
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The value for the whole batch."""
+        if self.rows is None or len(parts) == 1:
+            return parts[-1].clone()  # code may change it in place, and autograd have kept it
+        return torch.cat(list(parts), self.rows)
+
+
+def joint(label: Label, part: Profile, whole: Profile, count: int) -> Joint:
+    """Of what a label stands for, from the profiles of a microbatch, of which there are `count`, and of the batch.
+
+    Raises:
+        UnsupportedError: the value of the whole batch does not follow from those of microbatches.
+    """
+    if count == 1:
         return Joint()
-
-    def join(self, parts: Sequence[Any]) -> Any:
-        """The leaf for the whole batch; None for a tensor that belongs to no rows, and differs between microbatches."""
-        first = parts[0]
-        if not isinstance(first, Tensor) or len(parts) == 1:
-            return parts[-1]
-        if self.rows is not None:
-            return torch.cat(list(parts), self.rows)
-        if self.means:
-            return sum(parts) / len(parts)
-        return parts[-1] if all(torch.equal(part, first) for part in parts[1:]) else None
-
-    def share(self, gradient: Tensor | None, index: int, count: int) -> Tensor | None:
-        """The gradient of the leaf of one of `count` microbatches, from that of the whole."""
-        if gradient is None or count == 1:
-            return gradient
-        if self.rows is not None:
-            return gradient.chunk(count, self.rows)[index]
-        if self.means:
-            return gradient / count
-        return gradient if index == count - 1 else None
-
-
-def joints(part: Any, whole: Any, count: int) -> list[Joint]:
-    """How the leaves of a result come together, from its profiles."""
-    parts, wholes = leaves_of(part), leaves_of(whole)
-    if len(parts) != len(wholes):
-        return [Joint(means=isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()) for x in parts]
-    return [Joint.of(one, all_, count) for one, all_ in zip(parts, wholes, strict=True)]
+    one, every = part.leaf(label), whole.leaf(label)
+    if isinstance(one, Tensor) and isinstance(every, Tensor) and one.dim() == every.dim():
+        grown = [dim for dim, size in enumerate(one.shape) if every.shape[dim] != size]
+        if len(grown) == 1 and every.shape[grown[0]] == count * one.shape[grown[0]]:
+            return Joint(rows=grown[0])
+        if not grown and label[:2] not in whole.of_batch:
+            return Joint()
+    unit, _, path, place = label
+    where = f"{unit}.{path}" if path else unit
+    what = (
+        f"{list(one.shape)} for {count} microbatches each" if isinstance(one, Tensor) else type(one).__name__
+    )
+    raise UnsupportedError(
+        f"module {where!r} returns a value without rows of the batch (element {place}: {what}), and the result of the model "
+        "takes it: what it is for the whole batch cannot be known from microbatches; set pipeline.microbatches to 1, or compute "
+        "it outside of the module, from values that have rows"
+    )

@@ -13,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.actions import Schedule, Shape, Timetable
+from meshwright_pipeline.adding import Adding, find, of_one
 from meshwright_pipeline.batching import Call, signature
-from meshwright_pipeline.cutting import cut
+from meshwright_pipeline.cutting import Cut, cut
 from meshwright_pipeline.drawing import Streams
-from meshwright_pipeline.joining import Joint, joints
+from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.runtime import Runtime
 from meshwright_pipeline.stage import Stage
+from meshwright_pipeline.tail import Tail, joints_of
 from meshwright_pipeline.transport import Transport
 from meshwright_pipeline.units import Ownership
 
@@ -32,7 +34,7 @@ class Prepared:
 
     Attributes:
         profile: that of a microbatch; `whole` that of the batch, where it is known.
-        joints: how the leaves of the results of microbatches come together, once that has been asked for.
+        tail, adding: the code behind the last unit, and how the loss adds up, once that has been asked for.
     """
 
     runtime: Runtime
@@ -40,7 +42,10 @@ class Prepared:
     streams: Streams | None
     profiler: Profiler
     whole: Profile | None
-    joints: list[Joint] | None = None
+    cut: Cut
+    tail: Tail | None = None
+    adding: Adding | None = None
+    asked: bool = False
 
 
 class Preparing:
@@ -108,18 +113,36 @@ class Preparing:
             index: Stage(model, self.owned.units, index, made, profile, self.ours, streams)
             for index in self.schedule.own(self.transport.rank, self.shape)
         }
-        return Prepared(self.runtime(stages), profile, streams, profiler, entire)
+        return Prepared(self.runtime(stages), profile, streams, profiler, entire, made)
 
-    def joints(self, prepared: Prepared, whole: Call) -> list[Joint]:
-        """How the leaves of the results of microbatches come together, `whole` being the batch."""
-        if prepared.joints is None:
-            count, part = self.shape.microbatches, prepared.profile
+    def adding(self, prepared: Prepared, whole: Call) -> Adding | None:
+        """How the loss of the batch `whole` follows from those of microbatches; None where it has none, or that is not proven."""
+        if not prepared.asked:
+            prepared.asked = True
+            output = prepared.profile.output
+            if loss_of(output) is not None and self.shape.microbatches == 1:
+                prepared.adding = of_one(output)
+            elif loss_of(output) is not None:
+                prepared.adding = find(prepared.profiler, self._whole(whole))
+        return prepared.adding
+
+    def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:
+        """What runs the code behind the last unit on the batch `whole`.
+
+        Raises:
+            UnsupportedError: what it takes is not known of the whole batch.
+        """
+        if prepared.tail is None:
+            count, made = self.shape.microbatches, prepared.cut
             if count == 1:
-                prepared.whole = part
+                prepared.whole = prepared.profile
             elif prepared.whole is None:
                 prepared.whole = prepared.profiler.run(*self._whole(whole))
-            prepared.joints = joints(part.output, prepared.whole.output, count)
-        return prepared.joints
+            ways = joints_of(made.final, prepared.profile, prepared.whole, count)
+            behind = len(self.owned.stages)
+            stage = Stage(model, self.owned.units, behind, made, prepared.whole, self.ours, prepared.streams)
+            prepared.tail = Tail(stage, ways, self.mesh)
+        return prepared.tail
 
     def _whole(self, call: Call) -> Call:
         """Global values as ordinary tensors, in the dtype that they are computed in."""

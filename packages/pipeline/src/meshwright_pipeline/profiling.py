@@ -27,16 +27,19 @@ from meshwright_pipeline._torch import (
     op_name,
     pytree,
 )
-from meshwright_pipeline.counting import Counting
+from meshwright_pipeline.batching import rows_of
 from meshwright_pipeline.drawing import BETWEEN, Draw, Draws
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
 from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
-from meshwright_pipeline.trees import map_leaves, nothing, tensors_of
+from meshwright_pipeline.trees import leaves_of, map_leaves, nothing, tensors_of
+from meshwright_pipeline.watching import Functions, Watch
 
 Labels = frozenset[Label]
 NOTHING: Labels = frozenset()
 READ = -1
 """The call of a label that stands for the parameters of a unit."""
+_BATCH: Label = ("", READ - 1, "", 0)
+"""Stands for the rows of the batch."""
 
 # results that take nothing but the shape of their input
 _SHAPE_ONLY = frozenset(
@@ -64,7 +67,7 @@ class Profile:
         output: what the model returned; its tensors mean nothing.
         read: units whose parameters code between units computes with.
         draws: the random operations, in order.
-        losses: per call of a loss that averages over targets, the index that it ignores.
+        of_batch: the calls whose results depend on the rows of the batch.
     """
 
     order: tuple[Key, ...]
@@ -74,14 +77,21 @@ class Profile:
     output: Any
     read: tuple[str, ...]
     draws: tuple[Draw, ...] = ()
-    losses: tuple[int, ...] = ()
+    of_batch: frozenset[Key] = frozenset()
+
+    def leaf(self, label: Label) -> Any:
+        """The leaf of a result that a label stands for."""
+        unit, call, path, place = label
+        result = self.results[unit, call]
+        return leaves_of(result.side[path] if path else result.output)[place]
 
 
 class _Taint(TorchDispatchMode):
     """Labels follow values; inside units nothing is followed."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None) -> None:
         super().__init__()
+        self.watch = watch
         self.labels = WeakTensorKeys()
         self.inside = 0
         self.key = BETWEEN
@@ -95,7 +105,10 @@ class _Taint(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if self.watch is None or self.inside:
+            result = func(*args, **kwargs)
+        else:
+            result = self.watch.run(func, args, kwargs)
         if draws(func, args, kwargs):
             self.draws.note(self.key, func, args, kwargs, result)
         if not self.inside:
@@ -118,8 +131,8 @@ class Profiler:
         self.model, self.units = model, units
         self.reads = False
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
-        """Profile one call with these arguments; no random number is consumed.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch | None = None) -> Profile:
+        """Profile one call with these arguments; no random number is consumed. `watch`: looks at the code between units.
 
         Raises:
             UnsupportedError: the model cannot be run with its units skipped.
@@ -129,28 +142,41 @@ class Profiler:
         with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return self._run(args, kwargs, device)
+                return self._run(args, kwargs, device, watch)
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
-                if self.reads:
+                if self.reads or watch is not None:
                     raise
             # code between units computes with the parameters of some: they become zeros
             self.reads = True
             for unit in self.units:
                 stand_in(self.model.get_submodule(unit), device)
-            return self._run(args, kwargs, device)
+            return self._run(args, kwargs, device, watch)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Profile:
-        taint = _Taint()
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, watch: Watch | None
+    ) -> Profile:
+        taint = _Taint(watch)
         order: list[Key] = []
         consumes: dict[Key, Labels] = {}
         results: dict[Key, Result] = {}
+        of_batch: set[Key] = set()
+        rows = rows_of(args, kwargs)
+        for tensor in tensors_of((args, kwargs)):
+            if tensor.dim() and tensor.shape[0] == rows:
+                taint.labels[tensor] = frozenset({_BATCH})
+                if watch is not None:
+                    watch.seed(tensor, 0, live=False)
 
         def one(key: Key, forward: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
             order.append(key)
-            consumes[key] = taint.of((a, k))
+            found = taint.of((a, k))
+            consumes[key] = found - {_BATCH}
+            if _BATCH in found or any(label[:2] in of_batch for label in found):
+                of_batch.add(key)
             taint.inside, taint.key = taint.inside + 1, key
             try:
-                result = _shape_run(self.model.get_submodule(key[0]), forward, a, k, device, taint.draws)
+                with glue.paused() if isinstance(glue, Functions) else glue:
+                    result = _shape_run(self.model.get_submodule(key[0]), forward, a, k, device, taint.draws)
             finally:
                 taint.inside, taint.key = taint.inside - 1, BETWEEN
             results[key] = result
@@ -158,7 +184,10 @@ class Profiler:
             def labelled(path: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
                 def mark(index: int, like: torch.Tensor) -> torch.Tensor:
                     zeros = nothing(like, device)
-                    taint.labels[zeros] = frozenset({(*key, path, index)})
+                    label = (*key, path, index)
+                    taint.labels[zeros] = frozenset({label})
+                    if watch is not None:
+                        watch.returned(zeros, label)
                     return zeros
 
                 return mark
@@ -176,10 +205,10 @@ class Profiler:
             for unit in self.units:
                 for tensor in stood_in(self.model.get_submodule(unit)):
                     taint.labels[tensor] = frozenset({(unit, READ, "", 0)})
-        counting = Counting()
-        with intercepted(self.model, self.units, one), counting, taint:
+        glue = contextlib.nullcontext() if watch is None else Functions(watch)
+        with intercepted(self.model, self.units, one), glue, taint:
             output = self.model(*args, **kwargs)
-        final = taint.of(output)
+        final = taint.of(output) - {_BATCH}
         read = {unit for labels in (*consumes.values(), final) for unit, call, _, _ in labels if call == READ}
         if not order:
             raise UnsupportedError(
@@ -194,7 +223,7 @@ class Profiler:
             output,
             tuple(sorted(read)),
             tuple(taint.draws.found),
-            tuple(counting.ignored),
+            frozenset(of_batch),
         )
 
 

@@ -6,7 +6,6 @@ neighbours, and theirs, come to the end of the step. There all ranks learn what 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
 from meshwright_pipeline.batching import Call
-from meshwright_pipeline.counting import Weighted
+from meshwright_pipeline.counting import Numbers, Weighted
 from meshwright_pipeline.interception import Label
 from meshwright_pipeline.mail import Failure, Letter, Mail
 from meshwright_pipeline.splitting import Halves
@@ -57,13 +56,15 @@ class Step:
     """What came of a step on this rank.
 
     Attributes:
-        results: microbatch -> result of the model, on the rank of the last stage, where nothing is differentiated.
+        behind: microbatch -> this rank's parts of what code behind the last unit takes, on a rank of the last stage where
+            forwards end there. `wire`: how they lie.
         failure: what went wrong here first.
         spans: what ran when.
         most_alive: the largest number of microbatches, over all stages of the rank, that were held at once.
     """
 
-    results: dict[int, Any] = field(default_factory=dict)
+    behind: dict[int, list[Tensor]] = field(default_factory=dict)
+    wire: Wire = ()
     failure: Failure | None = None
     spans: list[Span] = field(default_factory=list)
     most_alive: int = 0
@@ -115,8 +116,8 @@ class Running:
     Args:
         runtime: the stages.
         calls: the microbatches.
-        ends: where backward passes start; None runs forwards without gradients.
-        divisors: of averaging losses, see counting.
+        ends: where backward passes start; None: at what code behind the last unit takes, where forwards then end.
+        numbers: of the whole batch, see counting.
         batch: what this rank was given, in words.
         backward: whether backward passes follow at once.
         failure: what has gone wrong already: nothing is computed, and messages are kept in step.
@@ -127,14 +128,14 @@ class Running:
         runtime: Runtime,
         calls: Sequence[Call],
         ends: Ends | None,
-        divisors: Sequence[float] = (),
+        numbers: Numbers | None = None,
         batch: str | None = None,
         backward: bool = True,
         failure: Failure | None = None,
     ) -> None:
-        self.runtime, self.calls, self.ends, self.divisors = runtime, calls, ends, divisors
+        self.runtime, self.calls, self.ends, self.numbers = runtime, calls, ends, numbers
         self.step = Step(failure=failure)
-        self.mail = Mail(runtime, batch, backward, self._fail)
+        self.mail = Mail(runtime, batch, backward, self.fail)
         self.held: dict[tuple[int, int], _Held] = {}
         self.gradients: Mapping[int, Sequence[Tensor | None]] | None = None
         self.cut_off = False  # something did not come, since another rank has failed
@@ -142,14 +143,13 @@ class Running:
 
     def run(self, part: Literal["all", "forward"]) -> Step:
         """Run the step, or its forwards only; a rank that fails does what others wait for in any case."""
-        with contextlib.nullcontext() if self.ends is not None else torch.no_grad():
-            self._go(
-                lambda action: (
-                    action.kind == "F"
-                    or part == "all"
-                    or (self.step.failure is not None and self.mail.awaited(action))
-                )
+        self._go(
+            lambda action: (
+                action.kind == "F"
+                or part == "all"
+                or (self.step.failure is not None and self.mail.awaited(action))
             )
+        )
         return self.step
 
     def run_back(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> Step:
@@ -185,12 +185,13 @@ class Running:
             except (
                 Exception
             ) as error:  # whatever a stage raises, its neighbours must come to the end of the step
-                self._fail(Failure(action, error))
+                self.fail(Failure(action, error))
         self.mail.pass_on(action, made)
         end = time.perf_counter()
         self.step.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
 
-    def _fail(self, failure: Failure) -> None:
+    def fail(self, failure: Failure) -> None:
+        """Compute no more, since this has gone wrong."""
         if self.step.failure is None:
             self.step.failure = failure
             self.held.clear()
@@ -210,24 +211,26 @@ class Running:
             wire = self.mail.wires[action.stage - 1]
             for label, one, local in zip(stage.cut.received(action.stage), wire, given, strict=True):
                 leaf = local.detach()
-                if one.differentiable and self.ends is not None:
+                if one.differentiable and torch.is_grad_enabled():
                     inputs.append(leaf.requires_grad_())
-                received[label] = one.value(_arrived(leaf) if leaf.requires_grad else leaf, runtime.mesh)
-        with Weighted(self.divisors) if self.divisors and stage.is_last else contextlib.nullcontext():
-            values, result = stage.run(*self.calls[action.microbatch], received, action.microbatch)
+                received[label] = one.value(arrived(leaf) if leaf.requires_grad else leaf, runtime.mesh)
+        stop = self.ends is None and stage.is_last
+        glue = Weighted(self.numbers) if self.numbers is not None and stage.is_last else None
+        values, result = stage.run(*self.calls[action.microbatch], received, action.microbatch, stop, glue)
         outputs: list[Tensor] = []
         made: list[Tensor] = []
-        if stage.is_last:
-            if self.ends is None:
-                self.step.results[action.microbatch] = result
-            else:
-                outputs = self.ends(action.microbatch, result)
+        if stage.is_last and self.ends is not None:
+            outputs = self.ends(action.microbatch, result)
         else:
-            sent = [values[label] for label in stage.cut.sent(action.stage)]
+            labels = stage.cut.final if stop else stage.cut.sent(action.stage)
+            sent = [values[label] for label in labels]
             self._check_wire(action.stage, tuple(Crossing.of(value) for value in sent))
             made = [value.to_local() if isinstance(value, GlobalTensor) else value for value in sent]
             outputs = [local for local in made if local.requires_grad]
-        if self.ends is not None:
+        if stop:
+            self.step.behind[action.microbatch] = [local.detach() for local in made]
+            self.step.wire, made = self.runtime.wires[action.stage], []
+        if torch.is_grad_enabled():
             self.held[action.stage, action.microbatch] = _Held(inputs, outputs)
             self.step.most_alive = max(self.step.most_alive, len(self.held))
         return [local.detach() for local in made]
@@ -277,7 +280,8 @@ class _Arrived(torch.autograd.Function):
         return gradient
 
 
-def _arrived(leaf: Tensor) -> Tensor:
+def arrived(leaf: Tensor) -> Tensor:
+    """What `leaf` is, for a model that may change it in place."""
     value: Tensor = _Arrived.apply(leaf)
     return value
 

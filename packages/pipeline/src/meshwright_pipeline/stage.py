@@ -7,7 +7,7 @@ module of a later stage is called, the forward is cut short.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import hooks_of, ordinary_call
-from meshwright_pipeline.counting import Counting
+from meshwright_pipeline.counting import Counting, Glue, Numbers, Place
 from meshwright_pipeline.cutting import Cut
 from meshwright_pipeline.drawing import Streams
 from meshwright_pipeline.interception import Key, Label, intercepted
@@ -53,19 +53,19 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether the result of the model is made here."""
+        """Whether the last unit runs here."""
         return self.index == len(self.cut.last) - 1
 
-    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-        """How much the targets of each averaging loss count in one microbatch; no module runs, and nothing is drawn."""
+    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Collection[Place]) -> Numbers:
+        """What inputs alone decide of one microbatch; no module runs, and nothing is drawn."""
 
         def skip(key: Key, *_: Any) -> Any:
             return self._skip(key, {})
 
-        counting = Counting(skip=True)
+        counting = Counting(wanted)
         with torch.random.fork_rng([]), torch.no_grad(), intercepted(self.model, self.units, skip), counting:
             ordinary_call(self.model, args, kwargs)
-        return counting.counts
+        return Numbers(tuple(counting.counts), counting.sums)
 
     def run(
         self,
@@ -73,20 +73,26 @@ class Stage:
         kwargs: dict[str, Any],
         received: Mapping[Label, torch.Tensor],
         microbatch: int = 0,
+        stop: bool = False,
+        glue: Glue | None = None,
     ) -> tuple[dict[Label, torch.Tensor], Any]:
         """Run the stage on one microbatch.
 
         Args:
             received: what the stage before has sent.
+            stop: end behind the last unit of the model too.
+            glue: sees what functions code between units calls.
 
         Returns:
-            What is to be sent on, by label, and the result of the model where this is the last stage.
+            What is to be sent on (of a last stage that stops, `Cut.final`), by label, and the result of the model where this is
+            the last stage.
 
         Raises:
             UnsupportedError: the model calls its modules in another order than it was profiled with, or changes in place what
                 has to be sent.
         """
-        wanted = frozenset(self.cut.sent(self.index))
+        wanted = frozenset(self.cut.final if stop else self.cut.sent(self.index))
+        ends = self.index >= len(self.cut.last) - 1 and not stop
         values: dict[Label, torch.Tensor] = {label: received[label] for label in wanted if label in received}
         versions = {label: _version(value) for label, value in values.items()}
 
@@ -101,7 +107,8 @@ class Stage:
                 raise _EndOfStage
             if where < self.index:
                 return self._skip(key, received)
-            with self._watched(key, wanted, values), self._drawing(key):
+            unseen = contextlib.nullcontext() if glue is None else glue.paused()
+            with unseen, self._watched(key, wanted, values), self._drawing(key):
                 output = forward(*a, **k)
             for place, leaf in enumerate(leaves_of(output)):
                 if (*key, "", place) in wanted:
@@ -109,17 +116,19 @@ class Stage:
             for label in wanted:
                 if label[:2] == key:
                     versions[label] = _version(values[label])
+            if stop and key == self.cut.last[-1]:
+                raise _EndOfStage
             return output
 
         result = None
         if self.streams is not None:
             self.streams.forward(microbatch, self.index)
-        with intercepted(self.model, self.units, handle):
+        with intercepted(self.model, self.units, handle), glue or contextlib.nullcontext():
             try:
                 result = ordinary_call(self.model, args, kwargs)
-                ended = self.is_last
+                ended = ends
             except _EndOfStage:
-                ended = not self.is_last
+                ended = not ends
             finally:
                 if self.streams is not None:
                     self.streams.forward(None)

@@ -1,0 +1,92 @@
+"""Numbers of the whole batch from pipelines that are planned, and that have other parallelisms inside their stages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import CASES, causal
+
+import meshwright as mw
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import verify
+
+sys.path.append(str(Path(__file__).parents[1] / "packages" / "pipeline" / "tests"))
+from loss_models import ADDING, BESIDE, OUTSIDE, WHOLE, judged, judged_batch, judged_plan
+
+ALL = ADDING | WHOLE | OUTSIDE | BESIDE
+NAMES = [
+    "sum",
+    "by hand",
+    "class weights",
+    "with a penalty",
+    "products",
+    "normalised",
+    "behind",
+    "nested",
+    "beside",
+]
+
+
+def first_number(output: Any) -> Tensor:
+    """The loss, wherever it stands."""
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return next(
+        leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad
+    )
+
+
+def check(rank: int, size: int, name: str, schedule: str, degrees: dict[str, int]) -> list[str]:
+    plan = judged_plan(schedule, microbatches=2).replace(world_size=size, degrees={"pp": 2, **degrees})
+    report = verify(
+        lambda: judged(ALL[name]),
+        judged_batch(0),
+        plan,
+        loss=first_number,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+    )
+    return [f"{name} {failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_ranks_share_uneven_rows(rank_pool: RankPool, name: str) -> None:
+    for failures in rank_pool.run(4, check, name, "1f1b", {"dp": 2}):
+        assert not failures
+
+
+def mixtral() -> nn.Module:
+    model = CASES["mixtral"].model()
+    model.config.output_router_logits = True
+    model.config.router_aux_loss_coef = 0.5
+    return model
+
+
+def balanced(rank: int, size: int, pins: dict[str, Any]) -> tuple[list[str], int]:
+    """Load balancing of experts is a product of means over all tokens."""
+    batch = causal(128)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :3] = 0
+    torch.manual_seed(0)
+    plan = mw.plan(mixtral(), batch, world_size=size, cluster="laptop-cpu", pp=2, tp=1, cp=1, ep=1, **pins)
+    assert plan.pipeline is not None
+    report = verify(mixtral, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    return [
+        f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures
+    ], plan.pipeline.microbatches
+
+
+@pytest.mark.parametrize(
+    "pins", [{"microbatches": 1}, {"microbatches": 4}, {"microbatches": 2, "schedule": "zero-bubble"}]
+)
+def test_experts_are_balanced_over_the_whole_batch(rank_pool: RankPool, pins: dict[str, Any]) -> None:
+    for failures, count in rank_pool.run(2, balanced, {"dp": 1, **pins}):
+        assert not failures and count == pins["microbatches"]
+
+
+def test_experts_are_balanced_over_data_ranks(rank_pool: RankPool) -> None:
+    for failures, _ in rank_pool.run(4, balanced, {"dp": 2, "microbatches": 2}):
+        assert not failures
