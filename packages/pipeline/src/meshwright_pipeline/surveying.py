@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import nn
 
-from meshwright_dtensor.plugins import ScheduleSpec, discover
+from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.strategy import ModuleWork, Survey
 from meshwright_pipeline.actions import Schedule
 from meshwright_pipeline.reading import Read, read
@@ -63,7 +63,7 @@ class Surveyed:
     def schedule(self, name: str) -> Schedule:
         """The installed schedule of this name, looked for once."""
         if name not in self._schedules:
-            self._schedules[name] = schedule_named(name)
+            self._schedules[name] = schedule_named(name, self._host)
         return self._schedules[name]
 
     @cached_property
@@ -73,7 +73,12 @@ class Surveyed:
     @cached_property
     def installed(self) -> tuple[str, ...]:
         """Names of the schedules that are installed."""
-        return tuple(discover().all(ScheduleSpec))
+        return tuple(self._host.all(ScheduleSpec))
+
+    @cached_property
+    def _host(self) -> PluginHost:
+        """What is installed, looked for once for a search."""
+        return discover()
 
     def read(self, work: tuple[ModuleWork, ...]) -> Read:
         """What there is to divide, found once for the same work."""

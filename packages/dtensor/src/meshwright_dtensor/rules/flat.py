@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
-from meshwright_dtensor.runs import MAX_INTERVALS, Interval, Intervals, intervals_of, merged, runs
+from meshwright_dtensor.runs import MAX_INTERVALS, NOTHING, Interval, Intervals, intervals_of, merged, runs
 
 Shape = tuple[int, ...]
 
@@ -54,6 +55,12 @@ def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
 
 
 def _flat(own: Sequence[Interval], outer: int, size: int, inner: int) -> Intervals:
+    apart = all(length for _, length in own) and not any(sum(a) == b[0] for a, b in pairwise(own))
+    # repeated, the last one may touch the first
+    if own and apart and (outer == 1 or own[0][0] > 0 or sum(own[-1]) < size):
+        step = size * inner
+        scaled = [(start * inner, length * inner) for start, length in own]
+        return tuple([(o + start, length) for o in range(0, outer * step, step) for start, length in scaled])
     return merged([(o * size * inner + s * inner, n * inner) for o in range(outer) for s, n in own])
 
 
@@ -67,7 +74,7 @@ def _within(flat: Intervals, size: int, grain: int) -> Intervals | None:
         if start % grain or length % grain:
             return None
         found.append((start // grain, length // grain))
-    return merged(found)
+    return tuple(found) or NOTHING  # as far apart as the pattern's
 
 
 def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:

@@ -6,18 +6,18 @@ import functools
 from typing import Any
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plugins import ScheduleSpec, discover
+from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_pipeline.actions import Schedule
 
 
-def schedule_named(name: str) -> Schedule:
-    """The installed schedule of this name.
+def schedule_named(name: str, host: PluginHost | None = None) -> Schedule:
+    """The installed schedule of this name; `host`: where it is looked for, None discovers what is installed now.
 
     Raises:
         PluginError: it is not installed.
         UsageError: it is no Schedule.
     """
-    target = discover().get(ScheduleSpec, name).load()
+    target = (host or discover()).get(ScheduleSpec, name).load()
     made = _made(target) if isinstance(target, type) else target
     if not isinstance(made, Schedule):
         raise UsageError(
