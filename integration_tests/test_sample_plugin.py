@@ -221,3 +221,29 @@ def test_the_command_line_takes_a_cost_model(capsys: pytest.CaptureFixture[str],
     assert code == 2 and "meshwright calibrate" in text
     code, text = run("plan", *size, *where, "--cost-model", "host-table")
     assert code != 0 and "did you mean 'host-tables'" in text
+
+
+def test_the_picture_says_what_its_timeline_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from matplotlib.axes import Axes
+
+    from meshwright.commands.picture import draw
+    from meshwright_planner.machines.known import LAPTOP_CPU
+
+    said: list[str] = []
+    write = Axes.set_xlabel
+
+    def noted(self: Axes, text: str, **options: Any) -> Any:
+        said.append(text)
+        return write(self, text, **options)
+
+    monkeypatch.setattr(Axes, "set_xlabel", noted)
+    case = CASES["gpt2"]
+    plan = mw.plan(
+        case.model(), case.batch(), world_size=2, dp=2, cluster="laptop-cpu", cost_model="host-tables"
+    )
+    assert isinstance(plan, ParallelPlan)
+    draw(plan, LAPTOP_CPU.running(2), discover(), tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    assert any("note: predicted by the cost model 'host-tables'" in text for text in said)

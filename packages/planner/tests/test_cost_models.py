@@ -20,6 +20,7 @@ from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.pricing import Communication, Operation
 from meshwright_planner import EagerPlanner
 from meshwright_planner.plugin import meshwright_cost_models
+from meshwright_planner.reports.page import page
 from meshwright_planner.simulation import simulate
 
 CURVE = ((1e3, 1e-5), (1e7, 1e-2))
@@ -207,4 +208,7 @@ def test_a_replay_says_that_it_does_not_know_the_cost_model() -> None:
     notes = simulate(plan, LAPTOP_CPU.running(2), host=HOST).notes
     assert any("cost model 'constant'" in note for note in notes)
     assert not simulate(planned(None, dp=2), LAPTOP_CPU.running(2), host=HOST).notes
+    shown = page(plan, cluster=LAPTOP_CPU.running(2), host=HOST)
+    assert "Note: predicted by the cost model" in shown
+    assert "Note: " not in page(planned(None, dp=2), cluster=LAPTOP_CPU.running(2), host=HOST)
     assert ParallelPlan.from_json(plan.to_json()) == plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from meshwright_dtensor.cluster import Cluster
@@ -21,23 +22,17 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
     from meshwright_dtensor.errors import UsageError
     from meshwright_planner import explain
     from meshwright_planner.reports.buying import memory_limit
-    from meshwright_planner.reports.page.drawings import Bar, timeline
+    from meshwright_planner.reports.page.drawings import timeline
     from meshwright_planner.reports.page.page import COLOURS, MEMORY, PALETTE
     from meshwright_planner.search.candidate import human_bytes, human_seconds
-    from meshwright_planner.simulation import simulate
 
     (explained,) = explain(plan, host=host).plans
     if plan.predicted is None:
         raise UsageError(
             "the plan predicts nothing, so there is nothing to draw; make it with `meshwright plan`"
         )
-    bars: list[list[Bar]] = []
-    whole = 0.0
-    notes: tuple[str, ...] = ()
-    if cluster is not None and plan.predicted.split is not None:
-        replayed = simulate(plan, cluster, host=host)
-        bars, whole = timeline(replayed.timelines)
-        notes = replayed.notes
+    replayed = timeline(plan, cluster, host)
+    bars, whole = replayed.rows, replayed.whole
     height = 3.4 + (0.9 + 0.28 * len(bars) if bars else 0.0)
     figure = Figure(figsize=(11, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -79,7 +74,9 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
         rows[2].set_yticks(range(len(bars)), [f"pp rank {rank}" for rank in range(len(bars))], fontsize=7)
         rows[2].invert_yaxis()
         told = "seconds (replayed on the model of the cluster; white: waiting)"
-        rows[2].set_xlabel("\n".join((told, *(f"note: {note}" for note in notes))), fontsize=8)
+        rows[2].set_xlabel(
+            "\n".join((told, *(textwrap.fill(f"note: {note}", 130) for note in replayed.notes))), fontsize=8
+        )
         rows[2].spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.simulation.events import Span
+from meshwright_planner.simulation.replay import simulate
 
 MOST_RANKS = 64
 MOST_SPANS = 6000
@@ -96,7 +99,25 @@ class Bar:
     label: str
 
 
-def timeline(rows: Sequence[Sequence[Span]]) -> tuple[list[list[Bar]], float]:
+@dataclass(frozen=True)
+class Timeline:
+    """A replayed step: bars for every rank along pp, how many seconds the whole is, and what the replay does not know."""
+
+    rows: list[list[Bar]] = field(default_factory=list)
+    whole: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+def timeline(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | None = None) -> Timeline:
+    """The step of a plan, replayed on the model of its cluster; empty where the cluster is not known, or where time goes."""
+    if cluster is None or plan.predicted is None or plan.predicted.split is None:
+        return Timeline()
+    replayed = simulate(plan, cluster, host=host)
+    rows, whole = bars(replayed.timelines)
+    return Timeline(rows, whole, replayed.notes)
+
+
+def bars(rows: Sequence[Sequence[Span]]) -> tuple[list[list[Bar]], float]:
     """Bars for every rank along pp, and how many seconds the whole is."""
     whole = max((span.end for row in rows for span in row), default=0.0)
     if not whole:

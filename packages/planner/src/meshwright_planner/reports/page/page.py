@@ -12,10 +12,9 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.reports.buying import memory_limit
 from meshwright_planner.reports.explain import Explained, explain, how_good
-from meshwright_planner.reports.page.drawings import Bar, mesh_drawing, timeline
+from meshwright_planner.reports.page.drawings import mesh_drawing, timeline
 from meshwright_planner.reports.page.tree import tree_of
 from meshwright_planner.search.candidate import human_bytes, human_seconds
-from meshwright_planner.simulation.replay import simulate
 
 COLOURS = {
     "compute": "#3b6ea5",
@@ -43,13 +42,7 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
     template = environment.from_string(
         files("meshwright_planner.reports.page").joinpath("page.html.j2").read_text("utf-8")
     )
-    rows: list[list[Bar]] = []
-    whole = 0.0
-    notes: tuple[str, ...] = ()
-    if cluster is not None and plan.predicted is not None and plan.predicted.split is not None:
-        replayed = simulate(plan, cluster, host=host)
-        rows, whole = timeline(replayed.timelines)
-        notes = replayed.notes
+    replayed = timeline(plan, cluster, host)
     return template.render(
         plan=plan,
         explained=explained,
@@ -59,9 +52,9 @@ def page(plan: ParallelPlan, *, cluster: Cluster | None = None, host: PluginHost
         limit=memory_limit(plan, cluster),
         mesh=mesh_drawing(plan, [] if cluster is None else cluster.nodes(plan.world_size)),
         tree=tree_of(plan),
-        rows=rows,
-        whole=whole,
-        notes=notes,
+        rows=replayed.rows,
+        whole=replayed.whole,
+        notes=replayed.notes,
         colours=COLOURS,
         collectives=sorted(plan.collectives, key=lambda c: -c.count * c.nbytes),
     )
