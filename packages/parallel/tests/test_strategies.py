@@ -12,6 +12,7 @@ from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest, Strategy, divisors
 from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
 from meshwright_parallel.strategies.tensor import Tensor
+from meshwright_parallel.strategies.tensor_outer import TensorOuter
 from meshwright_parallel.strategies.zero import Zero
 
 LINK = Link("wire", latency_s=1e-5, bandwidth_Bps=1e9)
@@ -36,6 +37,15 @@ def test_degrees() -> None:
     assert Data().batch_factor(4) == 4
     assert Tensor().batch_factor(4) == 1
     assert Data().order < Tensor().order
+
+
+def test_the_outer_tensor_axis_is_used_where_it_is_pinned() -> None:
+    """Unpinned it has one degree, so that plans and the time that planning takes are those without it."""
+    outer = TensorOuter()
+    assert list(outer.degrees(SearchRequest(world_size=12, batch_size=8))) == [1]
+    pinned = SearchRequest(world_size=12, batch_size=8, pins={"tp_outer": 3})
+    assert list(outer.degrees(pinned)) == [1, 2, 3, 4, 6, 12]
+    assert Data().order < outer.order < Tensor().order and outer.optional and outer.placement_search
 
 
 def test_data_cost() -> None:

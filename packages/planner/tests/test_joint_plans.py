@@ -17,6 +17,8 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.placing.joint import solving
+from meshwright_planner.planners.eager import default_rules
+from meshwright_planner.search.evaluator import Search
 from meshwright_planner.simulation import simulate
 
 
@@ -89,6 +91,18 @@ def test_marks_speak_of_their_own_axis() -> None:
     mark_sharding(model.up.weight, {"to": Shard(1), "tp": Shard(0)})
     outer, inner = (placed(plans(model, batch, 2, tp=tp, degrees={"to": 2 // tp})[0]) for tp in (1, 2))
     assert outer["up.weight"] == {"to": "S(1)"} and inner["up.weight"] == {"tp": "S(0)"}
+
+
+def test_what_is_found_for_one_axis_is_not_taken_for_the_other() -> None:
+    """In one search, which keeps problems and placements: the same ranks, the same link, another axis."""
+    model, request = Mlp(), PlanRequest(cluster=LAPTOP_CPU, world_size=2, degrees={"to": 2})
+    mark_sharding(model.up.weight, {"to": Shard(1), "tp": Shard(0)})
+    planner = EagerPlanner(HOST)
+    search = Search(planner.setting(model, (torch.randn(8, 64),), request, HOST), default_rules())
+    for axis, state in (("to", 1), ("tp", 0), ("to", 1)):
+        for found in (search.evaluate({axis: 2}), search.estimate(search.point({axis: 2}))):
+            assert found.searched == (axis,)
+            assert found.placement.stored[found.problem.tape.parameters["up.weight"]] == state
 
 
 def test_memory_and_recomputation_count_on_both_axes() -> None:
