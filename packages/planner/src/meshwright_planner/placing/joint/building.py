@@ -50,9 +50,8 @@ class JointBuild(Build):
         program, whole = self.program, self.problem.whole
         produced = self.producers[value]
         shared: dict[Any, _Made] = {}
-        alone = len(consumers) == 1 or self.problem.is_parameter(
-            value
-        )  # a weight is converted at each of its uses
+        # a weight is converted at each of its uses
+        alone = len(consumers) == 1 or self.problem.is_parameter(value)
         for node, position, flows in consumers:
             count = len(flows)
             fixed = self.problem.inside_one_call(value, node)
