@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from planner_models import eager
+from test_eager_only import facts
 from torch import nn
 
 from meshwright_dtensor.planning import PlanRequest
@@ -104,11 +105,53 @@ def test_hooks_of_the_user_stay() -> None:
     assert seen == [(4, 8)] and not model.layers[1]._forward_hooks
 
 
-def test_blocks_with_hooks_inside_are_all_run() -> None:
-    """A block that is written down runs no hooks: what they see of it, the model would miss."""
-    tape = record(Hooked(), Batch.of(torch.randn(4, 8)), BOOK.composites)
+@pytest.mark.parametrize("before", [False, True], ids=["hung up in the forward", "hung up before"])
+def test_hooks_of_blocks_that_are_not_run_see_what_they_would(
+    monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    model, batch = Hooked(), Batch.of(torch.randn(4, 8))
+    if before:
+        model(torch.randn(2, 8))
+        del model.layers[5]
+    short = record(model, batch, BOOK.composites)
+    monkeypatch.setattr("meshwright_planner.profile.recording.replay_blocks", lambda *args: None)
+    whole = record(model, batch, BOOK.composites)
+    assert (
+        set(short.copied) == {"layers.3"} and not whole.copied
+    )  # the first one needs no gradient of its input
+    assert sum(node.name == "aten._softmax.default" for node in short.nodes) == 10
+    assert facts(short) == facts(whole)
+
+
+@pytest.mark.parametrize("kind", ["computes", "replaces", "with keywords", "before", "unlike"])
+def test_blocks_with_hooks_that_do_more_are_all_run(kind: str) -> None:
+    model, seen = Hooked(), []
+    for place, block in enumerate(model.layers):
+        if kind == "computes":
+            block.gate.register_forward_hook(lambda module, args, out: seen.append(out * 2))
+        elif kind == "replaces":
+            block.gate.register_forward_hook(lambda module, args, out: out)
+        elif kind == "with keywords":
+            block.gate.register_forward_hook(lambda module, args, kwargs, out: None, with_kwargs=True)
+        elif kind == "before":
+            block.gate.register_forward_pre_hook(lambda module, args: None)
+        elif place == 3:  # neither the first two nor the last
+            block.gate.register_forward_hook(lambda module, args, out: seen.append(out * 2))
+    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites)
+    assert not tape.copied or (kind == "unlike" and set(tape.copied) == {"layers.2"})
+
+
+def test_a_hook_that_computes_in_a_copy_only_has_all_blocks_run() -> None:
+    """The same code in every block, and another thing to do: all is recorded again, with every block run."""
+    model, seen = Hooked(), []
+
+    def hang(block: nn.Module, doubles: bool) -> None:
+        block.gate.register_forward_hook(lambda module, args, out: seen.append(out * 2) if doubles else None)
+
+    for place, block in enumerate(model.layers):
+        hang(block, place == 3)
+    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites)
     assert not tape.copied
-    assert sum(node.name == "aten._softmax.default" for node in tape.nodes) == 10
 
 
 def test_a_run_that_raises_is_put_back_too() -> None:

@@ -114,9 +114,24 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def hooked_inside(block: nn.Module) -> bool:
-    """Whether something runs beside the forward of a module below `block`; hooks of the block itself run outside of its forward."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in block.modules() if m is not block)
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The table of a module's forward hooks, by their numbers."""
+    return module._forward_hooks
+
+
+def hooks_inside(block: nn.Module) -> tuple[Any, ...] | None:
+    """Which hooks are hung on modules below `block`: (module, code of each); None where some are not plain forward hooks.
+
+    Hooks of the block itself run outside of its forward.
+    """
+    found = []
+    for name, module in block.named_modules():
+        if not name or not (module._forward_hooks or module._forward_pre_hooks):
+            continue
+        if module._forward_pre_hooks or module._forward_hooks_with_kwargs:
+            return None
+        found.append((name, tuple(getattr(h, "__code__", type(h)) for h in module._forward_hooks.values())))
+    return tuple(found)
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]:

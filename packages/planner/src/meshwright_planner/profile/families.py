@@ -38,9 +38,10 @@ def families(model: nn.Module) -> dict[str, tuple[str, bool]]:
 
 def _marks(block: nn.Module) -> Any:
     """What must be equal for two blocks to do the same; None where one cannot tell."""
-    if _torch.hooked_inside(block):
+    hooks = _torch.hooks_inside(block)
+    if hooks is None:
         return None
-    parts: list[Any] = []
+    parts: list[Any] = [hooks]
     order: dict[int, int] = {}
     for name, module in block.named_modules(remove_duplicate=False):
         attributes = tuple(

@@ -19,6 +19,7 @@ from meshwright_dtensor.trace import Call, Node, Ref
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
 from meshwright_planner.profile.families import families
+from meshwright_planner.profile.sights import Sight, show, watched_hooks
 from meshwright_planner.profile.watching import Watcher
 
 
@@ -38,6 +39,7 @@ class _Run:
         own: name of a parameter or buffer below the module -> value.
         outputs, spec: what came out: (which argument, or None, the tensor), or the thing itself.
         storages: per output, the values of its storage.
+        sights: what hooks inside of it saw.
         alike: what must be the same in two runs of a family; None where it cannot be written down again.
     """
 
@@ -51,6 +53,7 @@ class _Run:
     outputs: list[Any]
     spec: Any
     storages: list[list[int]]
+    sights: list[Sight]
     alike: Any
 
 
@@ -98,12 +101,13 @@ class Replayer:
         family, last = self._found[name]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # hooks inside of it are there to see what it computes: some models hang them up at the head of their forward
-            given = None if _torch.hooked_inside(module) else self._given(args, kwargs)
+            # looked for now, not before: some models hang hooks up at the head of their forward
+            hooks = _torch.hooks_inside(module)
+            given = None if hooks is None else self._given(args, kwargs)
             if given is None:
                 return forward(*args, **kwargs)
             tensors, shape = given
-            runs = self._runs.setdefault((family, shape), [])
+            runs = self._runs.setdefault((family, (shape, hooks)), [])
             if family in self._trusted and runs and runs[0] is not None:
                 return self._again(runs[0], name, module, tensors)
             trusted = (
@@ -159,10 +163,13 @@ class Replayer:
         roots = [watcher.storage_of(t, [i])[0] for t, i in zip(tensors, inputs)]
         own = self._own(module)
         first = len(watcher.nodes), len(watcher.values), len(watcher.packed)
-        out = forward()
+        with watched_hooks(module, watcher) as sights:
+            out = forward()
         nodes, values, packed = zip(first, (len(watcher.nodes), len(watcher.values), len(watcher.packed)))
         if [watcher.ref(t).i for t in tensors] != inputs or self._own(module) != own:
             return None, out  # something of theirs was written to
+        if not sights.only_looked or any(self._unknown(t, own) for s in sights.seen for t in s.tensors()):
+            return None, out
         leaves, spec = pytree.tree_flatten(out)
         place = {id(t): k for k, t in enumerate(tensors)}
         keys = {_torch.storage_key(t) for t in tensors} - {None}
@@ -184,9 +191,16 @@ class Replayer:
                     return None, out
                 outputs.append((None, x))
             storages.append([] if not isinstance(x, torch.Tensor) else list(watcher.storage_of(x, [])))
-        run = _Run(name, nodes, values, packed, inputs, roots, own, outputs, spec, storages, None)
+        run = _Run(
+            name, nodes, values, packed, inputs, roots, own, outputs, spec, storages, sights.seen, None
+        )
         run.alike = self._alike(run)
         return (None if run.alike is None else run), out
+
+    def _unknown(self, tensor: torch.Tensor, own: Mapping[str, int]) -> bool:
+        """Whether a hook of another block could not be shown what this tensor is there."""
+        index = self.watcher.index_of(tensor)
+        return index is None or index in own.values() or not _torch.is_fake(tensor)
 
     def _alike(self, run: _Run) -> Any:
         """What two runs of a family must have in common, with names for what differs."""
@@ -213,9 +227,14 @@ class Replayer:
         values = [(v.shape, v.dtype, v.requires_grad) for v in self.watcher.values[slice(*run.values)]]
         outputs = [x if not _is_output(x) else (x[0], x[0] is None and self.watcher.ref(x[1]).i - run.values[0])
                    for x in run.outputs]  # fmt: skip
+        sights = [
+            (s.module, s.place, str(s.spec), [label(self.watcher.ref(t).i) for t in s.tensors()])
+            for s in run.sights
+        ]
         return (
             said,
             values,
+            sights,
             str(run.spec),
             [x if isinstance(x, (tuple, int, str)) else id(x) for x in outputs],
         )
@@ -240,6 +259,19 @@ class Replayer:
         watcher.values.extend(watcher.values[slice(*run.values)])
         watcher.nodes.extend(_copied(n, value, run.module, name) for n in watcher.nodes[slice(*run.nodes)])
         watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value)))
+        made: dict[int, torch.Tensor] = {}
+
+        def stand_in(x: torch.Tensor, storage: list[int] | None = None) -> torch.Tensor:
+            i = watcher.ref(x).i
+            if i < low:  # it went in, or it is from outside
+                return tensors[run.inputs.index(i)] if i in run.inputs else x
+            if id(x) not in made:
+                storage = watcher.storage_of(x, []) if storage is None else storage
+                made[id(x)] = watcher.stand_in(x, value(i), [value(k) for k in storage])
+            return made[id(x)]
+
+        if not show(run.sights, module, watcher, stand_in):
+            raise UnlikeError(name)
         leaves = []
         for x, storage in zip(run.outputs, run.storages):
             if not _is_output(x):
@@ -247,7 +279,7 @@ class Replayer:
             elif x[0] is not None:
                 leaves.append(tensors[x[0]])
             else:
-                leaves.append(watcher.stand_in(x[1], value(watcher.ref(x[1]).i), [value(i) for i in storage]))
+                leaves.append(stand_in(x[1], storage))
         return pytree.tree_unflatten(leaves, run.spec)
 
 

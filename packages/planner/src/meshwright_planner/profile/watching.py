@@ -45,6 +45,10 @@ class Watcher(Recorder):
         key = _torch.storage_key(tensor)
         return (self.storages.get(key) or none) if key is not None else none
 
+    def extent(self) -> tuple[int, int]:
+        """How many nodes and values there are."""
+        return len(self.nodes), len(self.values)
+
     def is_tainted(self, tensor: torch.Tensor) -> bool:
         """Whether an input or a parameter takes part in it."""
         return id(tensor) in self._tainted
