@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zoo import CASES, causal
 
 import meshwright as mw
+from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import verify
 
@@ -56,6 +57,47 @@ def check(rank: int, size: int, name: str, schedule: str, degrees: dict[str, int
 def test_data_ranks_share_uneven_rows(rank_pool: RankPool, name: str) -> None:
     for failures in rank_pool.run(4, check, name, "1f1b", {"dp": 2}):
         assert not failures
+
+
+class Shares(nn.Linear):
+    """A layer that returns what it balances by as a number."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = super().forward(x).softmax(-1)
+        return x * shares, shares.mean(0).square().sum()
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shares() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x, number = layer(x)
+            total = total + number
+        return x.square().mean() + 0.1 * total
+
+
+def planned(rank: int, size: int) -> list[str]:
+    batch = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(3))}
+    plan = mw.plan(Numbered(), batch, world_size=size, cluster="laptop-cpu", pp=2)
+    assert plan.pipeline is not None and plan.pipeline.microbatches == 1
+    report = verify(Numbered, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
+
+
+def test_numbers_that_modules_make_are_planned_with_one_microbatch(rank_pool: RankPool) -> None:
+    for failures in rank_pool.run(2, planned):
+        assert not failures
+    with pytest.raises(PlanError, match=r"'layers.0' makes a number of the rows.* nearest legal: 1"):
+        mw.plan(
+            Numbered(), {"x": torch.randn(8, 6)}, world_size=2, cluster="laptop-cpu", pp=2, microbatches=4
+        )
 
 
 def mixtral() -> nn.Module:

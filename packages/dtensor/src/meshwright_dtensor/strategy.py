@@ -156,6 +156,7 @@ class SearchRequest:
             have a device of their own, and for other strategies.
         again: for the same strategy, policy of plan.RecomputeRule -> `work` where all that can run again does, one for one.
         relief: bytes that the fullest rank must hold less than if nothing ran again; the strategy chooses among `again` what does.
+        numbers: for the same strategy, (module that made it, module that takes it) of tensors without dims made of inputs.
     """
 
     world_size: int
@@ -188,6 +189,7 @@ class SearchRequest:
     company: tuple[float, ...] = ()
     again: Mapping[str, tuple[ModuleWork, ...]] = field(default_factory=dict)
     relief: int = 0
+    numbers: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True)

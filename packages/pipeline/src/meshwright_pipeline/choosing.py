@@ -45,6 +45,8 @@ def _counts(request: SearchRequest, degree: int) -> list[int]:
 
     Then, where ranks that wait leave their cores to the others, so that filling it may not pay, also fewer.
     """
+    if _rowless(request) is not None:
+        return [1]
     every = divisors(request.batch_size)
     found = [count for count in every if count >= degree] or every[-1:]
     kept: list[int] = []
@@ -56,6 +58,15 @@ def _counts(request: SearchRequest, degree: int) -> list[int]:
             if 2 * count <= min(kept):
                 kept.append(count)
     return kept
+
+
+def _rowless(request: SearchRequest) -> str | None:
+    """A module that makes a number of rows inside of a unit, which code between units takes; None where there is none."""
+    if request.survey is None:
+        return None
+    known: Surveyed = request.survey.details
+    found = (made for made, taken in request.numbers if known.unit(made) and not known.unit(taken))
+    return min(found, default=None)
 
 
 def possible(request: SearchRequest) -> list[int]:
@@ -72,8 +83,17 @@ def microbatches(request: SearchRequest, degree: int) -> int:
         PlanError: the rows cannot be cut so.
     """
     said = request.options.get("microbatches")
+    rowless = _rowless(request)
+    if said is not None and int(said) > 1 and rowless is not None:
+        rule = (
+            f"module {rowless!r} makes a number of the rows that it is given, which code outside takes: what it is for the whole "
+            "batch cannot be known from microbatches; compute it outside of the module, or take one"
+        )
+        raise PlanError("pipeline.microbatches", int(said), rule, "1")
     if said is not None:
         return _checked(int(said), request.batch_size)
+    if rowless is not None:
+        return 1
     return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
 
 

@@ -101,6 +101,26 @@ class Tape:
                 found[name].append(index)
         return dict(found)
 
+    @cached_property
+    def numbers(self) -> frozenset[tuple[str, str]]:
+        """(module that made it, module that takes it) of every number, a tensor without dims, that depends on inputs."""
+        if self.origin is not None:
+            return self.origin.numbers
+        flows = {i for i, value in enumerate(self.values) if (value.name or "").startswith("input:")}
+        makers: dict[int, str] = {}
+        found: set[tuple[str, str]] = set()
+        for node in self.nodes:
+            if flows.isdisjoint(ref.i for ref in node.ins):
+                continue
+            made = (makers[ref.i] for ref in node.ins if ref.i in makers)
+            found.update((maker, node.module) for maker in made if maker != node.module)
+            flows.update(ref.i for ref in node.outs)
+            for ref in node.outs:
+                value = self.values[ref.i]
+                if not value.shape and value.dtype.is_floating_point:
+                    makers[ref.i] = node.module
+        return frozenset(found)
+
     @property
     def activation_bytes(self) -> int:
         """Bytes that autograd keeps, parameters excluded, each storage counted once."""

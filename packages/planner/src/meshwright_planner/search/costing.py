@@ -76,7 +76,9 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
     divided, again = StrategyCost(), placed.recompute
     if outer is not None:  # what it leaves to one rank is what all others see
         company = setting.cluster.company(degrees[outer])
-        asked = replace(common, survey=basis.surveys.get(outer), work=placed.work, company=company)
+        asked = replace(
+            common, survey=basis.surveys.get(outer), work=placed.work, company=company, numbers=tape.numbers
+        )
         if easing is not None:
             asked = replace(asked, again=easing.again.work, relief=easing.relief)
         divided = setting.strategies[outer].cost(asked, degrees[outer], basis.link(degrees, outer))

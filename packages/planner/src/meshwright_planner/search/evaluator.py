@@ -91,10 +91,17 @@ class Search:
                     batch_size=rows,
                     degrees=dict(degrees),
                     company=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
+                    numbers=self._numbers(degrees) if strategy.divides else frozenset(),
                 )
                 own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
                 found = [{**a, **b} for a in found for b in own]
         return found
+
+    def _numbers(self, degrees: Mapping[str, int]) -> frozenset[tuple[str, str]]:
+        """See SearchRequest; the same whatever the degrees."""
+        if self.shared.numbers is None:
+            self.shared.numbers = self.shared.tapes.of(self.basis, self.rules, degrees).numbers
+        return self.shared.numbers
 
     # ---- exact
     def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:

@@ -26,6 +26,7 @@ class Shared:
         rules: request for recomputation -> its rules.
         blocks: patterns of the blocks that repeat, None before they are asked for.
         named: names of those blocks, None before they are asked for.
+        numbers: that cross between modules (see SearchRequest), None before they are asked for.
         end: when the time of the search is over (time.monotonic), None before it has begun.
     """
 
@@ -38,4 +39,5 @@ class Shared:
     rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
     blocks: tuple[str, ...] | None = None
     named: tuple[str, ...] | None = None
+    numbers: frozenset[tuple[str, str]] | None = None
     end: float | None = None
