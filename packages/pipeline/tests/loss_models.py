@@ -47,7 +47,14 @@ def inside(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return loss
 
 
+def shifted(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """As causal models of transformers have it."""
+    y = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(x.float().view(-1, x.shape[-1]), y.view(-1), ignore_index=-100)
+
+
 ADDING: dict[str, Judge] = {
+    "shifted": shifted,
     "mean": lambda m, x, y, k: mean(x, y),
     "sum": lambda m, x, y, k: {"loss": total(x, y)},
     "sum by rows": lambda m, x, y, k: {"loss": total(x, y) / x.shape[0]},

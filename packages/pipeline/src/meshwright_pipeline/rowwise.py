@@ -79,6 +79,12 @@ def along(rows: Tensor, dims: Sequence[int]) -> Tensor | None:
     return small
 
 
+def meet(rows: Tensor, dim: int) -> bool:
+    """Whether elements of several rows lie along a dim."""
+    small = compact(rows)
+    return bool(((small != small.amax(dim, keepdim=True)) & (small != NO_ROW)).any())
+
+
 def together(rows: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
     """The rows of elements that are made of several, broadcast to `shape`; None where one is made of two rows."""
     found: Tensor | None = None

@@ -23,6 +23,7 @@ from meshwright_pipeline.rowwise import (
     compact,
     grown,
     kind_of,
+    meet,
     moved,
     moves,
     together,
@@ -305,4 +306,4 @@ def _takes_rows_apart(name: str, arguments: dict[str, Any], known: dict[int, Kin
         return True
     if name == "slice" and out.shape == tensor.shape and arguments.get("end") in (None, sys.maxsize):
         return False
-    return along(rows, [arguments["dim"] % tensor.dim()]) is None
+    return meet(rows, arguments["dim"] % tensor.dim())
