@@ -144,7 +144,7 @@ def test_a_placement_that_stopped_early_widens_the_gap() -> None:
     assert exact.placement.bound is None
     early = replace(exact.placement, bound=0.75 * exact.placement.objective, status="time limit")
     proof = prove(search, [replace(exact, placement=early)], [degrees])
-    assert "1 placement programs stopped early" in proof.words
+    assert "1 placement programs not solved to the end" in proof.words
     assert proof.least is not None and proof.least <= 0.75 * exact.step_seconds
 
 

@@ -117,7 +117,7 @@ def _unsolved(exact: Sequence[Candidate]) -> tuple[float, str]:
         if gap > TOLERANCE:
             count += 1
             least = min(least, candidate.step_seconds * max(0.0, 1.0 - gap))
-    return least, f"; {count} placement programs stopped early" if count else ""
+    return least, f"; {count} placement programs not solved to the end" if count else ""
 
 
 def _stages(search: Search, degrees: tuple[tuple[str, int], ...]) -> int:
