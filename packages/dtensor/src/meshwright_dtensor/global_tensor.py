@@ -153,8 +153,9 @@ class GlobalTensor(torch.Tensor):
         return f"GlobalTensor(local={self._local.detach()!r}, {self._layout!r})"
 
     def __format__(self, spec: str) -> str:
-        # a number is formatted as on one device: models look modules up by f"expert_{index}"
-        return self.detach().item().__format__(spec) if self._layout.ndim == 0 else repr(self)
+        # models look modules up by f"expert_{index}"; a bare f"{loss}" on one rank only must not wait for the others
+        number = self._layout.ndim == 0 and (spec != "" or self._layout.replicated)
+        return self.detach().item().__format__(spec) if number else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
         if not self._local.is_leaf:
