@@ -19,6 +19,7 @@ from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.pricing import Communication, Operation
 from meshwright_planner import EagerPlanner
+from meshwright_planner.costs.models import Roofline
 from meshwright_planner.plugin import meshwright_cost_models
 from meshwright_planner.reports.page import page
 from meshwright_planner.simulation import simulate
@@ -212,3 +213,17 @@ def test_a_replay_says_that_it_does_not_know_the_cost_model() -> None:
     assert "Note: predicted by the cost model" in shown
     assert "Note: " not in page(planned(None, dp=2), cluster=LAPTOP_CPU.running(2), host=HOST)
     assert ParallelPlan.from_json(plan.to_json()) == plan
+
+
+class Quick(Roofline):
+    """A subclass of ours that says other times than the figures that it inherits."""
+
+    def operation(self, operation: Operation) -> float:
+        return super().operation(operation) / 1000
+
+
+def test_no_bound_is_claimed_of_a_subclass_of_ours() -> None:
+    host = host_with(CostModelSpec(name="quick", target=target_of(Quick)))
+    predicted = planned("quick", host=host).predicted
+    assert predicted is not None and predicted.gap is None
+    assert predicted.proof == "not proven: no bound is known of the cost model 'quick'"

@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from enumerating import FREE
+from enumerating import FREE, problem_of
 from enumerating_joint import joint_brute_force, joint_problem_of
 from planner_models import Mlp
 from test_optimal import BLOCKS, Block
@@ -21,8 +22,10 @@ from torch import nn
 
 from meshwright_dtensor.runs import segments
 from meshwright_planner.placing.answer import Placement
+from meshwright_planner.placing.joint import solving
 from meshwright_planner.placing.joint.problem import JointProblem
 from meshwright_planner.placing.joint.solving import in_turns, lower_bound, one_after_the_other, solve
+from meshwright_planner.placing.program import Program, Unsolved
 from meshwright_planner.profile.batch import Batch
 
 MOST = 400
@@ -144,3 +147,54 @@ def test_parts_of_a_fused_projection_are_cut_by_both_axes() -> None:
     assert found.stored[problem.tape.parameters["out.weight"]] == (1, 1)
     kinds = Counter((c.phase, c.collective.kind) for c in found.conversions)
     assert kinds == {("forward", "all_reduce"): 2}  # the sum of the output, once on each axis
+
+
+def in_vain(status: int, first: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Have the first so many programs end with this status and nothing; what time each gets."""
+    real, limits = Program.solve, []
+
+    def solved(program: Program, time_limit: float) -> Any:
+        limits.append(time_limit)
+        if len(limits) <= first:
+            return SimpleNamespace(x=None, status=status, message="over")
+        return real(program, time_limit)
+
+    monkeypatch.setattr(Program, "solve", solved)
+    return limits
+
+
+def test_a_program_that_finds_nothing_in_time_does_not_say_that_there_is_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
+    limits = in_vain(1, 1, monkeypatch)
+    found = problem.solve(FREE, divided=problem.weights(), time_limit=60.0)
+    assert found is not None and found.status == "in turns" and found.bound is not None
+    assert len(limits) > 3 and limits[0] == 30.0 and max(limits) <= 60.0
+    in_vain(1, 100, monkeypatch)
+    with pytest.raises(Unsolved, match="says nothing of whether there is one"):
+        problem.solve(FREE, time_limit=60.0)
+    limits = in_vain(2, 100, monkeypatch)  # infeasible: nothing else is asked
+    assert problem.solve(FREE, time_limit=60.0) is None and len(limits) == 1
+
+
+def test_one_axis_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
+    in_vain(1, 100, monkeypatch)
+    with pytest.raises(Unsolved, match="no placement was found in 60 s"):
+        problem.solve(FREE)
+
+
+def test_all_programs_of_an_answer_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver that takes all the time that it is given."""
+    problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
+    real, clock = Program.solve, [0.0]
+
+    def solved(program: Program, time_limit: float) -> Any:
+        clock[0] += time_limit
+        return real(program, 60.0)
+
+    monkeypatch.setattr(Program, "solve", solved)
+    monkeypatch.setattr(solving, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = solve(problem, FREE, problem.weights(), 100.0, exact=0)
+    assert found is not None and found.status == "in turns" and clock[0] == pytest.approx(100.0)

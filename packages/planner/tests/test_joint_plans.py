@@ -11,12 +11,13 @@ from planner_models import DGX_H100, LAPTOP_CPU, DataLike, Mlp, TensorLike, Tran
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.marks import mark_sharding
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.placing.joint import solving
+from meshwright_planner.placing.joint.problem import JointProblem
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.simulation import simulate
@@ -143,3 +144,51 @@ def test_it_is_replayed_like_any_plan() -> None:
     assert plan.predicted is not None
     replayed = simulate(plan, LAPTOP_CPU)
     assert math.isclose(replayed.sound_seconds, plan.predicted.step_seconds, rel_tol=0.1)
+
+
+class FreeLike(TensorLike):
+    name: ClassVar[str] = "free"
+    axis: ClassVar[str] = "vp"
+    order: ClassVar[int] = 39
+
+
+def test_only_a_pin_of_the_axis_beside_tp_has_two_axes_searched() -> None:
+    host = host_of(DataLike, FreeLike, TensorLike)
+
+    def degrees(**pins: Any) -> list[dict[str, int]]:
+        request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, **pins)
+        setting = EagerPlanner(host).setting(Mlp(), (torch.randn(8, 64),), request, host)
+        return Search(setting, default_rules()).combinations()
+
+    both = {"dp": 1, "vp": 2, "tp": 2}
+    assert both not in degrees() and both not in degrees(tp=2)
+    assert both in degrees(degrees={"vp": 2}) and both in degrees(tp=2, degrees={"vp": 2})
+
+
+class Once(TensorLike):
+    def degrees(self, request: Any) -> Any:
+        return iter((1, 2, 4))
+
+
+def test_degrees_that_can_be_read_but_once_are_all_named() -> None:
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, tp=3)
+    with pytest.raises(UsageError, match=r"allows 1, 2, 4; the nearest is tp=2"):
+        EagerPlanner(host_of(DataLike, Once)).plan(Mlp(), (torch.randn(8, 64),), request)
+
+
+def test_a_time_budget_holds_for_programs_of_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    real = JointProblem.solve
+
+    def solve(self: JointProblem, *args: Any, **options: Any) -> Any:
+        given.append(options["time_limit"])
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(JointProblem, "solve", solve)
+    batch = (torch.randn(8, 64),)
+    plans(Mlp(), batch, tp=2, time_budget=0.001)
+    assert given == [60.0]
+    plans(Mlp(), batch, tp=2, time_budget=200.0)
+    assert 60.0 < given[1] <= 200.0
+    plans(Mlp(), batch, tp=2)
+    assert given[2:] == [600.0]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from planner_models import LAPTOP_CPU, Transformer, eager, host_of, tokens
 
-from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan import ParallelPlan, RecomputeRule, StageTime
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.strategy import Link, ModuleWork, Peak, SearchRequest, Strategy, StrategyCost
@@ -201,3 +201,12 @@ def test_rules_match_what_is_meant_and_nothing_else() -> None:
         RecomputeRule(pattern="a.*"),
         RecomputeRule(pattern="b.*"),
     )
+
+
+def test_what_stages_choose_cannot_be_asked_for() -> None:
+    with pytest.raises(
+        UsageError, match=r"recompute='by stage' is none of 'full'.*no module of this Transformer"
+    ):
+        planned("by stage")
+    with pytest.raises(UsageError, match=r"recompute='by stage' is none of 'full'"):
+        divided(None, "by stage")

@@ -61,7 +61,7 @@ class Measured:
         return link.seconds(kind, nbytes, degree)
 
 
-class Asked:
+class CheckedModel:
     """A registered cost model, asked once for each thing, and its answers checked.
 
     Args:
@@ -75,7 +75,10 @@ class Asked:
     def __init__(self, name: str, distribution: str, model: CostModel) -> None:
         self.name, self.distribution = name, distribution
         self._model = model
-        self.figures = model.figures if isinstance(model, (Roofline, Measured)) else None
+        # a subclass may say other times than the figures that it inherits
+        self.figures: Cluster | None = None
+        if isinstance(model, (Roofline, Measured)) and type(model) in (Roofline, Measured):
+            self.figures = model.figures
         self._operations: dict[Operation, float] = {}
         self._collectives: dict[Communication, float] = {}
 
@@ -137,7 +140,7 @@ class PricedLink(Link):
 
     plain: Link | None = None
     axis: str = ""
-    model: Asked | None = None
+    model: CheckedModel | None = None
 
     def seconds(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
         """See Link."""
@@ -146,7 +149,7 @@ class PricedLink(Link):
         return self.model.collective(Communication(kind, nbytes, degree, self.axis, self.plain))
 
 
-def priced(link: Link, axis: str | None, model: Asked | None) -> Link:
+def priced(link: Link, axis: str | None, model: CheckedModel | None) -> Link:
     """The link with its collectives timed by `model`; itself where there is none."""
     if model is None:
         return link
@@ -154,7 +157,7 @@ def priced(link: Link, axis: str | None, model: Asked | None) -> Link:
     return PricedLink(**own, plain=link, axis=axis or "", model=model)
 
 
-def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> Asked | None:
+def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> CheckedModel | None:
     """The registered cost model of that name for a cluster; None for None: the cluster's own figures.
 
     Raises:
@@ -181,4 +184,4 @@ def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> Asked
             f"{who} makes a {type(model).__name__} without {' and '.join(lacking)}; its target must take a Cluster and return a "
             "meshwright_dtensor.pricing.CostModel"
         )
-    return Asked(name, found.distribution, model)
+    return CheckedModel(name, found.distribution, model)

@@ -16,7 +16,7 @@ from meshwright_planner.placing.answer import RESULT, Placement
 from meshwright_planner.placing.building import Build
 from meshwright_planner.placing.legal import Legality, Option
 from meshwright_planner.placing.marks import pinned
-from meshwright_planner.placing.program import MemoryTerms
+from meshwright_planner.placing.program import MemoryTerms, placement_of
 from meshwright_planner.profile.tape import Saved, Tape
 
 __all__ = ["RESULT", "Placement", "PlacementProblem"]
@@ -30,9 +30,11 @@ class PlacementProblem:
 
     Attributes:
         whole: the state of what lies whole on every rank.
+        patience: seconds for an answer where nobody says how many.
     """
 
     whole: State = "I"
+    patience: float = 60.0
 
     def __init__(self, legality: Legality, pins: Mapping[str, State] | None = None) -> None:
         self.legality = legality
@@ -103,19 +105,27 @@ class PlacementProblem:
         return (1.0,)
 
     def solve(
-        self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float = 60.0
+        self,
+        memory: MemoryTerms,
+        *,
+        divided: frozenset[int] = frozenset(),
+        time_limit: float | None = None,
     ) -> Placement | None:
         """The best placement, or None when there is none (`memory.limit` cannot be met, say).
 
         Args:
             memory: price and limit of memory.
             divided: weights that are to be stored sharded (see `weights`).
-            time_limit: seconds for the solver.
+            time_limit: seconds for the solver; None for `patience`.
+
+        Raises:
+            Unsolved: they were over before there was an answer.
         """
         start = time.perf_counter()
+        time_limit = self.patience if time_limit is None else time_limit
         build = Build(self, memory, divided)
         answer = build.program.solve(time_limit)
-        if answer.x is None:
+        if not placement_of(answer, time_limit):
             return None
         return build.read(answer, time.perf_counter() - start)
 

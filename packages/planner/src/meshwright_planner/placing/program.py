@@ -10,10 +10,14 @@ import numpy as np
 import scipy.sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.states import State
 from meshwright_planner.costs.prices import Collective
 
 Phase: TypeAlias = Literal["forward", "backward"]
+
+INFEASIBLE = 2
+"""What scipy's milp says of a program without a solution."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,28 @@ class MemoryTerms:
     price: float
     parameter_factor: float
     limit: float | None = None
+
+
+class Unsolved(PlanError):
+    """The solver stopped before it had found a placement, or that there is none."""
+
+
+def placement_of(answer: Any, time_limit: float) -> bool:
+    """Whether the solver found a placement; False where it found that there is none.
+
+    Raises:
+        Unsolved: it found neither.
+    """
+    if answer.x is not None:
+        return True
+    if answer.status == INFEASIBLE or "infeasible" in str(answer.message).lower():
+        return False
+    raise Unsolved(
+        "parameters",
+        "searched",
+        f"no placement was found in {time_limit:.0f} s, which says nothing of whether there is one; pin more degrees, or "
+        "give time_budget more where it is given",
+    )
 
 
 @dataclass

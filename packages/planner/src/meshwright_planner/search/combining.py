@@ -9,6 +9,9 @@ from meshwright_planner.search import sequence
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.setting import SHARED
 
+TENSOR = "tp"
+"""The axis whose placements are searched unasked, whatever other such axes the user pins."""
+
 
 def combinations(basis: Basis) -> list[dict[str, int]]:
     """Every legal combination of degrees: product equal to the world size, pins kept."""
@@ -22,7 +25,7 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
         if axis in legal and not legal[axis]:
             length = setting.batch.sequence_length
             rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
-            allowed = setting.strategies[axis].degrees(requests[axis])
+            allowed = list(setting.strategies[axis].degrees(requests[axis]))
             options = ", ".join(map(str, allowed))
             nearest = min(allowed, key=lambda d: (abs(d - degree), d), default=1)
             reason = setting.strategies[axis].refusal(requests[axis], degree)
@@ -71,10 +74,12 @@ def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
 
 
 def _one_search(basis: Basis, degrees: Mapping[str, int]) -> bool:
-    """Whether placements are searched on one axis at most, or on two of which the user pins one at least."""
+    """Whether placements are searched on one axis at most, or on two, where the user pins the one beside tp."""
     setting = basis.setting
     searched = [a for a, d in degrees.items() if d > 1 and setting.strategies[a].placement_search]
-    return len(searched) <= (2 if any(a in setting.pins for a in searched) else 1)
+    return len(searched) <= 1 or (
+        len(searched) == 2 and all(a in setting.pins for a in searched if a != TENSOR)
+    )
 
 
 def _products(legal: Mapping[str, Sequence[int]], total: int) -> Iterator[dict[str, int]]:

@@ -13,9 +13,6 @@ from meshwright_dtensor.strategy import ModuleWork
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.recomputation.asked import rules_of
 
-BY_STAGE = "by stage"
-"""Stands for a policy in a configuration that leaves the choice to its stages."""
-
 
 @dataclass(frozen=True)
 class Again:

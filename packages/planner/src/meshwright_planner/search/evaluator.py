@@ -19,7 +19,7 @@ from meshwright_planner.placing.joint.problem import JointProblem
 from meshwright_planner.placing.legal import Legality, Rules
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.placing.placement import Placement, PlacementProblem
-from meshwright_planner.placing.program import MemoryTerms
+from meshwright_planner.placing.program import MemoryTerms, Unsolved
 from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.recomputation.asked import POLICIES, recompute_rules, repeated_blocks
@@ -30,14 +30,17 @@ from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.combining import combinations
 from meshwright_planner.search.costing import cost, eased
-from meshwright_planner.search.easing import BY_STAGE, Again
-from meshwright_planner.search.points import Point
+from meshwright_planner.search.easing import Again
+from meshwright_planner.search.points import BY_STAGE, Point
 from meshwright_planner.search.setting import Setting
 from meshwright_planner.search.sharing import Shared
 from meshwright_planner.search.surveys import Surveys
 
 PRICE = 1e-15
 """Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
+
+LEAST_PATIENCE = 60.0
+"""Seconds that a placement may take when the time of the search is over."""
 
 Axes: TypeAlias = tuple[str, ...]
 """Names of searched axes, outermost first."""
@@ -123,11 +126,11 @@ class Search:
             factor = parameter_factor(self.setting.optimizer)
             own = placed.with_recompute(self.recompute(point))
             problem = own.problem
-            tight = None if hopeless else problem.solve(self._tight(candidate, own))
+            tight = None if hopeless else self._within(problem, self._tight(candidate, own))
             if tight is not None:
                 return self._costed(point, self._new(placed.problem, tight), axes)
             # nothing fits: show the placement that comes closest
-            least = problem.solve(MemoryTerms(1e-6, factor))
+            least = self._within(problem, MemoryTerms(1e-6, factor))
             if least is not None:
                 closest = self._costed(point, self._new(placed.problem, least), axes)
                 return min(candidate, closest, key=lambda c: c.total_bytes)
@@ -168,7 +171,7 @@ class Search:
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
         """The modules that a configuration runs twice."""
         wanted = point.recompute
-        return () if wanted in (None, BY_STAGE) else self._named(wanted)
+        return () if wanted is None or wanted is BY_STAGE else self._named(wanted)
 
     def _named(self, wanted: str) -> tuple[RecomputeRule, ...]:
         rules = self.shared.rules
@@ -302,15 +305,33 @@ class Search:
         terms = MemoryTerms(PRICE, parameter_factor(self.setting.optimizer))
         if problem.costs.degree == 1:
             return problem.replicated()
+        late = None
         # all of them, else those that nothing stands in the way of, else what is fastest
         for divided in dict.fromkeys((problem.weights(), problem.weights(alone=True), frozenset[int]())):
-            placement = problem.solve(terms, divided=divided)
+            try:
+                placement = problem.solve(terms, divided=divided, time_limit=self._patience(problem))
+            except Unsolved as unsolved:
+                late = unsolved
+                continue
             if placement is not None:
                 return placement
+        if late is not None:
+            raise late
         raise UsageError(
             "the placement search found no legal placement; check the pinned parameter placements"
             + sequence.needs(self.setting)
         )
+
+    def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:
+        """The placement with so much memory; None where there is none, or none was found in time."""
+        try:
+            return problem.solve(terms, time_limit=self._patience(problem))
+        except Unsolved:
+            return None
+
+    def _patience(self, problem: PlacementProblem) -> float:
+        """Seconds for an answer: what a time budget leaves, but so much that what is looked at first gets one."""
+        return min(problem.patience, max(LEAST_PATIENCE, self.end - time.monotonic()))
 
     def _tight(self, candidate: Candidate, placed: Placed) -> MemoryTerms:
         """The room there is, in bytes of what the problem sees: one microbatch of the whole model."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_planner.placing.program import Unsolved
 from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, rank
-from meshwright_planner.search.easing import BY_STAGE
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.points import Point
+from meshwright_planner.search.points import BY_STAGE, Point
 from meshwright_planner.search.setting import SHARED
 
 FEW = 64
@@ -190,7 +190,7 @@ class _Explorer:
             found = self.search.estimate(point)
         except PlanError as refused:
             self.refused = refused
-            if self.keeps:
+            if self.keeps and not isinstance(refused, Unsolved):  # of that nothing is known
                 self.known[point] = None
             return None
         if self.keeps:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import Enum
+from typing import Any, Final
+
+
+class Chosen(Enum):
+    """Stands for a policy where something else chooses: no text, so that nobody asks for it by accident."""
+
+    BY_STAGE = "by stage"
+
+
+BY_STAGE: Final = Chosen.BY_STAGE
+"""Stages of a pipeline choose what runs again."""
 
 
 @dataclass(frozen=True)
@@ -15,14 +26,14 @@ class Point:
         degrees: mesh axis -> degree, of every axis, as sorted as the mesh.
         stage: what ranks along zero share, 0 where they share nothing.
         way: what a strategy lets one choose (Strategy.ways): schedule and microbatches of a pipeline.
-        recompute: a policy of plan.RecomputeRule for every repeated block, a pattern of module names, or None; easing.BY_STAGE
-            where stages choose.
+        recompute: a policy of plan.RecomputeRule for every repeated block, a pattern of module names, or None; BY_STAGE where
+            stages choose.
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
     stage: int = 0
     way: tuple[tuple[str, Any], ...] = ()
-    recompute: str | None = None
+    recompute: str | Chosen | None = None
 
     @classmethod
     def of(
@@ -30,7 +41,7 @@ class Point:
         degrees: Mapping[str, int],
         stage: int = 0,
         way: Mapping[str, Any] | None = None,
-        recompute: str | None = None,
+        recompute: str | Chosen | None = None,
     ) -> Point:
         """From mappings."""
         return cls(tuple(degrees.items()), stage, tuple(sorted((way or {}).items())), recompute)

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate, human_seconds
-from meshwright_planner.search.easing import BY_STAGE
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.floor import Floor
-from meshwright_planner.search.points import Point
+from meshwright_planner.search.points import BY_STAGE, Chosen, Point
 from meshwright_planner.search.setting import SHARED
 
 TOLERANCE = 1e-4
@@ -132,7 +131,7 @@ def _points(search: Search, every: Sequence[Mapping[str, int]]) -> Iterator[Poin
     for degrees in every:
         shares = degrees.get(SHARED, 1) > 1
         stages = ((setting.stage,) if setting.stage else (2, 3)) if shares else (0,)
-        policies = [setting.recompute]
+        policies: list[str | Chosen | None] = [setting.recompute]
         if setting.recompute is None:
             policies += search.can_recompute(degrees)
             if len(policies) > 1 and _stages(search, tuple(degrees.items())) > 1:

@@ -14,7 +14,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Strategy
-from meshwright_planner.costs.models import Asked
+from meshwright_planner.costs.models import CheckedModel
 from meshwright_planner.profile.batch import Batch
 
 SHARED = "zero"
@@ -76,7 +76,7 @@ class Setting:
     sequence_parallel: bool | None = None
     recompute: str | None = None
     time_budget: float | None = None
-    cost_model: Asked | None = None
+    cost_model: CheckedModel | None = None
     request: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -18,9 +18,6 @@ from meshwright_planner.placing.placement import NOTICEABLE, PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.tape import Tape
 
-PATIENCE = 600.0
-"""Seconds for one program: those of two axes take about 20 at most where nothing else runs."""
-
 
 class JointProblem(PlacementProblem):
     """As PlacementProblem, with one state per axis wherever that has a state.
@@ -30,6 +27,7 @@ class JointProblem(PlacementProblem):
     """
 
     whole: State = ("I", "I")  # type: ignore[assignment]
+    patience = 600.0  # one program of two axes takes about 20 at most where nothing else runs
     legality: JointLegality
     costs: JointCosts
 
@@ -205,10 +203,14 @@ class JointProblem(PlacementProblem):
         return other
 
     def solve(
-        self, memory: MemoryTerms, *, divided: frozenset[int] = frozenset(), time_limit: float = PATIENCE
+        self,
+        memory: MemoryTerms,
+        *,
+        divided: frozenset[int] = frozenset(),
+        time_limit: float | None = None,
     ) -> Placement | None:
-        """See PlacementProblem.solve, and `solving.py`."""
-        return solve(self, memory, divided, time_limit)
+        """See PlacementProblem.solve, and `solving.py`; `time_limit`: for all programs together."""
+        return solve(self, memory, divided, self.patience if time_limit is None else time_limit)
 
 
 def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, ...]]:

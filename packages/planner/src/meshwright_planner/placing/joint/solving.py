@@ -2,6 +2,8 @@
 
 In turns, one axis is placed with the other as it is, over and over, until nothing improves.  It begins with the axes placed one
 after the other, in either order, so that it is never worse than those.
+
+All programs of one answer share its time: half of it is for the one program, and what is left for the turns and the bound.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from meshwright_planner.placing.answer import Placement
 from meshwright_planner.placing.building import Build
 from meshwright_planner.placing.joint.building import JointBuild, count_pairs
 from meshwright_planner.placing.placement import PlacementProblem
-from meshwright_planner.placing.program import MemoryTerms
+from meshwright_planner.placing.program import MemoryTerms, Unsolved, placement_of
 
 if TYPE_CHECKING:
     from meshwright_planner.placing.joint.problem import JointProblem
@@ -25,6 +27,9 @@ EXACT = 200_000
 
 TURNS = 8
 """Rounds of turns after which nothing is tried any more."""
+
+BOUND = 0.1
+"""Part of the time of turns that is kept for the bound."""
 
 GAP = 1e-4
 """Part by which what the solver calls optimal may be above the least (see Program.solve)."""
@@ -37,18 +42,37 @@ def solve(
     time_limit: float,
     exact: int | None = None,
 ) -> Placement | None:
-    """The best placement, or None when there is none; `exact`: pairs up to which one program is solved, None for EXACT."""
+    """The best placement, or None when there is none.
+
+    Args:
+        problem, memory, divided: see PlacementProblem.solve.
+        time_limit: seconds for everything.
+        exact: pairs up to which one program is solved; None for EXACT.
+
+    Raises:
+        Unsolved: the time was over before there was an answer.
+    """
     start = time.perf_counter()
-    found = None
+    found, late = None, None
     if count_pairs(problem) <= (EXACT if exact is None else exact):
-        found = _whole(problem, memory, divided, time_limit)
-        if found is None or found.status == "optimal":
-            return found
-    other = in_turns(problem, memory, divided, time_limit)
+        try:
+            found = _whole(problem, memory, divided, time_limit / 2)
+        except Unsolved as unsolved:
+            late = unsolved
+        else:
+            if found is None or found.status == "optimal":
+                return found
+    turning = time_limit - (time.perf_counter() - start)
+    try:
+        other = in_turns(problem, memory, divided, turning * (1 - BOUND))
+    except Unsolved as unsolved:
+        other, late = None, unsolved
     best = min((p for p in (found, other) if p is not None), key=lambda p: p.objective, default=None)
     if best is None:
+        if late is not None:  # turns that lead nowhere do not say that nothing does
+            raise late
         return None
-    bound = lower_bound(problem, time_limit)
+    bound = lower_bound(problem, max(1.0, time_limit - (time.perf_counter() - start)))
     return replace(best, status="in turns", bound=bound, seconds=time.perf_counter() - start)
 
 
@@ -59,9 +83,16 @@ def one_after_the_other(
     time_limit: float = 60.0,
     first: int = 0,
 ) -> Placement | None:
-    """Axis `first` placed with the other whole, then the other with the first as it is."""
-    alone = _whole(problem.with_fixed(1 - first, None), replace(memory, limit=None), divided, time_limit)
-    return None if alone is None else _whole(problem.with_fixed(first, alone), memory, divided, time_limit)
+    """Axis `first` placed with the other whole, then the other with the first as it is.
+
+    Raises:
+        Unsolved: as of `solve`.
+    """
+    end = time.perf_counter() + time_limit
+    alone = _whole(problem.with_fixed(1 - first, None), replace(memory, limit=None), divided, time_limit / 2)
+    if alone is None:
+        return None
+    return _whole(problem.with_fixed(first, alone), memory, divided, end - time.perf_counter())
 
 
 def in_turns(
@@ -70,14 +101,33 @@ def in_turns(
     divided: frozenset[int] = frozenset(),
     time_limit: float = 60.0,
 ) -> Placement | None:
-    """The best of both orders, improved on one axis after the other until that changes nothing."""
-    starts = [one_after_the_other(problem, memory, divided, time_limit, first) for first in (0, 1)]
-    best = min((p for p in starts if p is not None), key=lambda p: p.objective, default=None)
+    """The best of both orders, improved on one axis after the other until that changes nothing, or the time is over.
+
+    Raises:
+        Unsolved: it was over before there was an answer in either order.
+    """
+    end = time.perf_counter() + time_limit
+    best, late = None, None
+    for first in (0, 1):
+        left = end - time.perf_counter()
+        try:
+            found = one_after_the_other(problem, memory, divided, left / (3 - first), first)
+        except Unsolved as unsolved:
+            late = unsolved
+            continue
+        if found is not None and (best is None or found.objective < best.objective):
+            best = found
+    if best is None and late is not None:
+        raise late
     still = 0
     for turn in range(2 * TURNS):
-        if best is None or still == 2:
+        left = end - time.perf_counter()
+        if best is None or still == 2 or left <= 0:
             break
-        found = _whole(problem.with_fixed(turn % 2, best), memory, divided, time_limit)
+        try:
+            found = _whole(problem.with_fixed(turn % 2, best), memory, divided, left)
+        except Unsolved:
+            break
         better = found is not None and found.objective < best.objective * (1 - GAP)
         still = 0 if better else still + 1
         best = found if better else best
@@ -133,7 +183,7 @@ def _whole(
     """One integer program for all that is open."""
     start = time.perf_counter()
     build = JointBuild(problem, memory, divided)
-    answer = build.program.solve(time_limit)
-    if answer.x is None:
+    answer = build.program.solve(max(0.0, time_limit))
+    if not placement_of(answer, time_limit):
         return None
     return build.read(answer, time.perf_counter() - start)
