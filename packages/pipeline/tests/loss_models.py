@@ -41,6 +41,10 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return ((logits.argmax(-1) == labels) & (labels != -100)).sum() / (labels != -100).sum()
 
 
+def by_shares(logits: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+    return (per_token(logits, labels) * shares).sum() / shares.sum()
+
+
 def inside(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     loss = mean(x, y)
     loss += 0.01 * x.square().mean()
@@ -82,6 +86,20 @@ WHOLE: dict[str, Judge] = {
     "read by Python": lambda m, x, y, k: (per_token(x, y) * k).sum() / max(k.sum().item(), 1),
     "picked": lambda m, x, y, k: per_token(x, y)[k > 0].mean(),
     "first rows": lambda m, x, y, k: mean(x, y) + x[:3].square().sum(),
+    "by a mask by rows": lambda m, x, y, k: (per_token(x, y) * k).sum() / (k.sum() / k.shape[0]),
+    "by weights that sum to one": lambda m, x, y, k: by_shares(x, y, k / k.sum()),
+    "repeated": lambda m, x, y, k: per_token(x, y).mean(1).expand(x.shape[0], x.shape[0]).sum(),
+    "asked of the loss": lambda m, x, y, k: mean(x, y) if mean(x, y) < 3.3 else 2 * mean(x, y),
+    "asked of a mask": lambda m, x, y, k: total(x, y) if k.all() else mean(x, y),
+    "by half of the rows": lambda m, x, y, k: total(x, y) / (x.shape[0] // 2 + 1),
+    "by many rows": lambda m, x, y, k: total(x, y) / max(x.shape[0], 5),
+    "by a matrix": lambda m, x, y, k: total(x @ (torch.eye(x.shape[-1]) / x.shape[0]), y),
+    "whole numbers": lambda m, x, y, k: mean(x, y) + total(x, y).detach().long().float() / x.shape[0],
+    "lower rows": lambda m, x, y, k: per_token(x, y).tril().sum(),
+    "by shape of a choice": lambda m, x, y, k: total(x, y) / k.nonzero().shape[0],
+    "padded": lambda m, x, y, k: (
+        F.pad(per_token(x, y), (0, 1), value=1 / x.shape[0]) * F.pad(k, (0, 1))
+    ).sum(),
 }
 """What does not, or is not proven."""
 

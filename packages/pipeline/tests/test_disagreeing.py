@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from pipe_models import Chain, chain_batch, chain_plan
+from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.errors import MeshwrightError, StageError
 from meshwright_dtensor.testing import RankError, RankPool
 from meshwright_pipeline import pipeline
+from meshwright_pipeline.mates import Mates
 from meshwright_pipeline.spreading import Spread
 from meshwright_pipeline.tied import TiedSum
 
@@ -117,3 +119,18 @@ def test_a_rank_that_dies_after_its_actions_is_told_on_every_other(
     for text in told.values():
         assert float(text.split()[0]) < 20
         assert re.search(f"on rank {victim}: .*died", text), text
+
+
+def agree(rank: int, size: int, adds: bool) -> tuple[str | None, str | None]:
+    """What a stage of these ranks is told where the loss adds up on rank 0, and on others only if `adds`."""
+    mates = Mates(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), torch.device("cpu"))
+    return mates.apart("a batch", rank == 0 or adds), mates.apart("a batch", adds)
+
+
+def test_ranks_of_a_stage_that_see_another_loss_are_told(rank_pool: RankPool) -> None:
+    """One would run its backwards inside of the step, and the other behind it."""
+    told = [first for first, _ in rank_pool.run(2, agree, False)]
+    assert "this one found that it does:" in str(told[0]) and "this one found that it does not:" in str(
+        told[1]
+    )
+    assert rank_pool.run(2, agree, True) == [(None, None)] * 2

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from loss_models import ADDING, BESIDE, OUTSIDE, WHOLE, Judge, judged, judged_batch, judged_plan
+from loss_models import (
+    ADDING,
+    BESIDE,
+    OUTSIDE,
+    WHOLE,
+    Judge,
+    judged,
+    judged_batch,
+    judged_plan,
+    mean,
+)
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import UnsupportedError
@@ -21,24 +31,40 @@ from meshwright_pipeline.units import find_units
 LIMIT = 1e-5
 
 
-def verdict(judge: Judge) -> adding.Adding | None:
+def verdict(judge: Judge, count: int = 4) -> adding.Adding | None:
     model = judged(judge)
     units = find_units(model).names
-    return adding.find(Profiler(skeleton(model, units), units), ((), judged_batch(0)))
+    return adding.find(Profiler(skeleton(model, units), units), ((), judged_batch(0)), count)
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", ADDING)
-def test_what_adds_up_is_found(name: str) -> None:
-    found = verdict(ADDING[name])
+def test_what_adds_up_is_found(name: str, count: int) -> None:
+    found = verdict(ADDING[name], count)
     assert found is not None
     assert found.loss.power == (
         1 if name in ("sum", "by hand", "by valid targets", "no grammar", "squares") else 0
     )
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_does_not_is_not(name: str) -> None:
-    assert verdict(WHOLE[name]) is None
+def test_what_does_not_is_not(name: str, count: int) -> None:
+    assert verdict(WHOLE[name], count) is None
+
+
+def test_what_depends_on_no_row_counts_once() -> None:
+    found = verdict(lambda m, x, y, k: m.weight.square())
+    assert found is not None and found.loss.weight(4) == 0.25
+
+
+def test_numbers_that_are_not_those_of_the_batch_are_no_leaves() -> None:
+    """Of each, a microbatch makes another number than its part."""
+    found = verdict(
+        lambda m, x, y, k: (mean(x, y), k.mean() * k.numel(), k.sum().expand(k.shape[0]).sum(), k.mean())
+    )
+    assert found is not None
+    assert [leaf is not None for leaf in found.leaves] == [True, False, False, True]
 
 
 def test_every_leaf_is_judged() -> None:

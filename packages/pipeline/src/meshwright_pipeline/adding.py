@@ -1,6 +1,6 @@
 """Which numbers of a model's result follow from those of microbatches, so that backwards may begin before all forwards have ended.
 
-The code between units is watched twice, on two and on three rows of the batch (see watching). What a rule proves adds up;
+The code between units is watched twice, on a microbatch and on the batch (see watching). What a rule proves adds up;
 for all else the code behind the units runs once on the whole batch (see tail).
 """
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright_pipeline._torch import pytree
-from meshwright_pipeline.batching import Call, rows_of
+from meshwright_pipeline.batching import Call, microbatches, rows_of
 from meshwright_pipeline.counting import Place
 from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.profiling import Profiler
@@ -78,43 +77,36 @@ def of_one(result: Any) -> Adding:
     return Adding(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
 
 
-def find(profiler: Profiler, whole: Call) -> Adding | None:
+def find(profiler: Profiler, whole: Call, count: int) -> Adding | None:
     """How the loss of a batch follows from those of its microbatches; None where that is not proven.
 
     Args:
         profiler: of the skeleton.
-        whole: the batch, with ordinary tensors; two rows at least.
+        whole: the batch, with ordinary tensors; its rows can be shared by the microbatches.
+        count: of microbatches, two at least.
     """
     try:
-        three = profiler.run(*_rows(whole, [0, 1, 0]))
-        first = Watch(2, three)
-        two = profiler.run(*_rows(whole, [0, 1]), watch=first)
-        second = Watch(3, two, first)
-        last = profiler.run(*_rows(whole, [0, 1, 0]), watch=second)
+        part, rows = microbatches(*whole, count)[0], rows_of(*whole)
+        assert rows is not None  # else it would not have been cut
+        first = Watch(rows // count, profiler.run(*whole))
+        few = profiler.run(*part, watch=first)
+        second = Watch(rows, few, first)
+        last = profiler.run(*whole, watch=second)
     except Exception:  # whatever code does that meets other numbers of rows than it expects
         return None
-    if len(first.tape) != len(second.tape) or first.fixed != second.fixed:
+    if len(first.tape) != len(second.tape) or first.calls != second.calls:
         return None
     loss = loss_of(last.output)
-    befores, leaves = leaves_of(two.output), leaves_of(last.output)
+    befores, leaves = leaves_of(few.output), leaves_of(last.output)
     if loss is None or len(befores) != len(leaves):
         return None
-    of_loss = _leaf(loss, loss_of(two.output), second)
+    of_loss = _leaf(loss, loss_of(few.output), second)
     if of_loss is None or of_loss.rows is not None:
         return None
+    if of_loss.power is None:  # the same in all microbatches: their mean
+        of_loss = Leaf(power=0)
     found = tuple(_leaf(leaf, before, second) for leaf, before in zip(leaves, befores, strict=True))
     return Adding(of_loss, found, second.averaging, tuple(second.fixed))
-
-
-def _rows(call: Call, rows: list[int]) -> Call:
-    """Some rows of a batch."""
-    every = rows_of(*call)
-
-    def some(tensor: Tensor) -> Tensor:
-        return tensor[rows] if tensor.dim() and tensor.shape[0] == every else tensor
-
-    found: Call = pytree.tree_map_only(Tensor, some, call)
-    return found
 
 
 def _leaf(leaf: Any, before: Any, watch: Watch) -> Leaf | None:

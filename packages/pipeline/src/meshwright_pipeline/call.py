@@ -133,7 +133,8 @@ class PipelinedCall:
             with contextlib.suppress(StageError):
                 self._stand_by(error)
             raise
-        apart = self.mates.apart(f"{work.batch}{'' if training else ' without gradients'}")
+        way = "" if training else " without gradients"
+        apart = self.mates.apart(f"{work.batch}{way}", work.adding is not None)
         if apart is not None:
             self._stand_by(UsageError(apart or "another rank of this stage cannot begin"), told=bool(apart))
         return self._step(work, work.adding) if work.adding is not None else self._behind(work)

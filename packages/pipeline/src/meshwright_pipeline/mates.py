@@ -27,22 +27,29 @@ class Mates:
             assert names is not None  # meshes of plans have them
             self.group = group_over(mesh, [name for name, n in zip(names, mesh.shape, strict=True) if n > 1])
 
-    def apart(self, batch: str | None) -> str | None:
+    def apart(self, batch: str | None, adds: bool = False) -> str | None:
         """Why this step cannot run in the stage (collective): "" for a failure of another rank, None where it can.
 
         Args:
             batch: what this rank was given, in words, and does with it; None where it cannot begin.
+            adds: whether it has found that the loss adds up, so that backwards run inside of the step.
         """
         if self.group is None:
             return None
         crc = 0 if batch is None else zlib.crc32(batch.encode())
-        told = torch.tensor([batch is None, crc, -crc], dtype=torch.int64, device=self.device)
+        told = torch.tensor([batch is None, crc, -crc, adds, not adds], dtype=torch.int64, device=self.device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        failed, most, least = told.tolist()
+        failed, most, least, some, others = told.tolist()
         if failed:
             return ""
         if most != -least:
             return (
                 f"ranks of one stage were given different batches, this one {batch}; give every rank the same"
+            )
+        if some and others:
+            return (
+                "ranks of one stage do not agree whether the loss adds up over microbatches, this one found that it "
+                f"{'does' if adds else 'does not'}: one of them may have run out of memory where it looked, or computes another "
+                "loss; give every rank the same model and memory, or set pipeline.microbatches to 1"
             )
         return None

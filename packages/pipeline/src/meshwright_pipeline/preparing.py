@@ -123,7 +123,7 @@ class Preparing:
             if loss_of(output) is not None and self.shape.microbatches == 1:
                 prepared.adding = of_one(output)
             elif loss_of(output) is not None:
-                prepared.adding = find(prepared.profiler, self._whole(whole))
+                prepared.adding = find(prepared.profiler, self._whole(whole), self.shape.microbatches)
         return prepared.adding
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:

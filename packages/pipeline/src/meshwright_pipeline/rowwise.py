@@ -106,7 +106,7 @@ _MOVES = frozenset(
     "split_with_sizes unbind chunk alias detach flip roll repeat narrow movedim".split()
 )
 _LIKE = frozenset(
-    "empty_like zeros_like ones_like full_like rand_like randn_like clone _to_copy contiguous lift_fresh tril triu".split()
+    "empty_like zeros_like ones_like full_like rand_like randn_like clone _to_copy contiguous lift_fresh".split()
 )
 _LINEAR = frozenset(
     "add sub rsub mul div neg sum mean _to_copy clone alias detach view unsqueeze squeeze expand".split()
@@ -126,16 +126,19 @@ def kind_of(given: Given, pointwise: bool) -> Kind:
     live, fixed = any(kind.live for kind in kinds), any(kind.fixed for kind in kinds)
     numbers = [kind for kind in kinds if kind.rows is None and not (kind.fixed and not kind.live)]
     name = given.name
-    if all(kind.rows is None for kind in kinds) and not live:
-        return FIXED
     if numbers:
         return _number(name, given)
+    if any(given.scale(arg) != 0 for arg in given.arguments if arg not in given.kinds):
+        return MIXED  # a constant that depends on how many rows there are
+    if all(kind.rows is None for kind in kinds) and not live:
+        return FIXED
     rowed = {arg: kind.rows for arg, kind in given.kinds.items() if kind.rows is not None}
     found: Kind | None
     if pointwise or name in _LIKE:
-        if any(given.scale(arg) != 0 for arg in given.arguments if arg not in rowed):
-            return MIXED  # a constant that depends on how many rows there are
         found = Kind(together(list(rowed.values()), given.out.shape))
+    elif name in ("tril", "triu") and set(rowed) == {"self"}:
+        last = along(rowed["self"], [rowed["self"].dim() - 2, rowed["self"].dim() - 1])
+        found = None if last is None else Kind(last.expand(given.out.shape))
     elif name in _MOVES and len(rowed) == 1:
         found = None  # the caller moves the rows
     elif name == "gather" and "self" in rowed:
@@ -170,6 +173,8 @@ def _number(name: str, given: Given) -> Kind:
     sizes = [given.arguments[arg].numel() for arg, kind in given.kinds.items() if kind.live or not kind.fixed]
     if name not in ("sum", "mean") and given.out.numel() != max(sizes):
         return MIXED  # repeated, as often as there are rows perhaps
+    if name == "_to_copy" and not _keeps_sums(given.arguments["self"].dtype, given.out.dtype):
+        return MIXED
     others = [arg for arg in ("self", "other") if arg in given.arguments and arg not in given.kinds]
     constant = others or len(kinds) < len(given.kinds)  # beside a number that inputs decide, or a constant
     if name in ("add", "sub", "rsub"):
@@ -192,6 +197,11 @@ def _number(name: str, given: Given) -> Kind:
             power += scale if name == "mul" else -scale
         return Kind(power=power, live=live)
     return Kind(power=kinds[0].power, live=live)
+
+
+def _keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a sum in another dtype is the sum of what is in that: whole numbers of fractions are not."""
+    return after.is_floating_point or not (before.is_floating_point or after == torch.bool)
 
 
 def _is_fixed_or_constant(arg: str, given: Given) -> bool:

@@ -1,6 +1,7 @@
 """Watches the code between units on a few rows, and tells of every value how that of the batch follows from microbatches.
 
-Twice, with two and with three rows: what is a constant, and what is a number of rows in disguise, shows between the two.
+Twice, on the rows of a microbatch and on those of the batch: what is a constant, and what is a number of rows in disguise, shows
+between the two.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+_SHAPES = frozenset("self size shape repeats".split())
+"""Arguments of operations that move elements which may well grow with the rows."""
 _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
@@ -52,6 +55,7 @@ class Watch:
         before: a watched run with another number of rows.
 
     Attributes:
+        calls: the functions of torch that code between units calls, in order.
         fixed: where numbers that inputs alone decide are asked for.
         averaging: how many losses average over targets.
     """
@@ -60,6 +64,8 @@ class Watch:
         self.rows, self.like, self.before = rows, like, before
         self.kinds = WeakTensorKeys()
         self.tape: list[tuple[str, dict[str, Any]]] = []
+        self.sizes: list[tuple[int, ...]] = []
+        self.calls: list[str] = []
         self.fixed: list[Place] = []
         self.averaging = 0
         self.function: Any = None
@@ -100,16 +106,26 @@ class Watch:
             return func(*args, **kwargs)
         live = any(kind.live for kind in known.values())
         schema = func._schema
-        if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
-            return self._in_place(func, args, kwargs, known, live)
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if written:
+            return self._in_place(func, args, kwargs, known, live, written)
         out = _shape_only(func, args, kwargs, inputs) if live else func(*args, **kwargs)
         for tensor, kind in zip(tensors_of(out), self._kinds(func, args, kwargs, known, out), strict=True):
             if not any(tensor is t for t in inputs):
                 self.kinds[tensor] = kind
         return out
 
-    def _in_place(self, func: Any, args: Any, kwargs: Any, known: dict[int, Kind], live: bool) -> Any:
-        target: Tensor = args[0] if args else kwargs["out"]
+    def _in_place(
+        self, func: Any, args: Any, kwargs: Any, known: dict[int, Kind], live: bool, written: list[str]
+    ) -> Any:
+        given = _named(func, args, kwargs)
+        if written != ["self"] or not isinstance(given["self"], Tensor):
+            for target in tensors_of([given[name] for name in written]):
+                self._spoiled.add(target.untyped_storage().data_ptr())
+            if live:
+                raise Unlike(f"results are written to memory that is given: {op_name(func)}")
+            return func(*args, **kwargs)
+        target = given["self"]
         if target.dim() == 0 and id(target) in known and known[id(target)].power is not None:
             kinds = self._kinds(func, args, kwargs, known, target)
             self.kinds[target] = kinds[0]
@@ -119,22 +135,44 @@ class Watch:
         return target if live else func(*args, **kwargs)
 
     def _kinds(self, func: Any, args: Any, kwargs: Any, known: dict[int, Kind], out: Any) -> list[Kind]:
+        place, outs = len(self.tape), tensors_of(out)
+        if (
+            op_name(func) == "clone"
+        ):  # of memory in one order there is none: a single row may have one where several have not
+            return [known[id(one)] for one in tensors_of((args, kwargs))]
+        found = self._by_rule(func, args, kwargs, known, out)
+        self.sizes.append(tuple(one.numel() for one in outs))
+        if self.before is None:
+            return found
+        before, rows = self.before.sizes[place], self.before.rows
+        if len(before) != len(outs):
+            return [MIXED] * len(outs)
+        # as many elements of each row, and of a number, whatever the number of rows
+        grow = [
+            old * (1 if kind.rows is None else self.rows) for old, kind in zip(before, found, strict=True)
+        ]
+        have = [
+            one.numel() * (1 if kind.rows is None else rows) for one, kind in zip(outs, found, strict=True)
+        ]
+        return [kind if a == b else MIXED for kind, a, b in zip(found, grow, have, strict=True)]
+
+    def _by_rule(self, func: Any, args: Any, kwargs: Any, known: dict[int, Kind], out: Any) -> list[Kind]:
         outs, name = tensors_of(out), op_name(func)
         if name.endswith("_"):
             name = name[:-1]
         arguments = _named(func, args, kwargs)
-        here = self._note(
-            name, {k: v for k, v in arguments.items() if not any(id(t) in known for t in tensors_of(v))}
-        )
+        here = self._note(name, {k: _unknown(v, known) for k, v in arguments.items()})
         if not outs:
-            if any(t.dtype != torch.bool for t in tensors_of((args, kwargs))):
-                raise Unlike(f"a value is read: {name}")  # what is done with the number is not seen
-            return []
+            raise Unlike(f"a value is read: {name}")  # what is done with it is not seen
+        if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or _masks(arguments["indices"])):
+            raise Unlike(f"values decide a shape: {name}")
         if any(kind.rows is None and kind.power is None for kind in known.values()):
             return [MIXED] * len(outs)
         if moves(name) and all(kind.rows is not None for kind in known.values()):
             rows = moved(func, args, kwargs, lambda t: known[id(t)].rows if id(t) in known else None, out)
-            if _takes_rows_apart(name, arguments, known, out):
+            if _takes_rows_apart(name, arguments, known, out) or any(
+                self._scale(here, arg, arguments) != 0 for arg in arguments if arg not in _SHAPES
+            ):
                 return [MIXED] * len(outs)
             live = any(kind.live for kind in known.values())
             fixed = any(kind.fixed for kind in known.values())
@@ -148,7 +186,13 @@ class Watch:
         found = kind_of(given, torch.Tag.pointwise in func.tags)
         if draws(func, args, kwargs) and found.rows is not None:
             found = Kind(found.rows)  # of the rows of the batch, and not known from inputs
-        if found.power is not None and not found.live and not found.fixed:
+        elif draws(func, args, kwargs):
+            found = MIXED
+        if (
+            found.power is not None
+            and not found.live
+            and any(kind.rows is not None for kind in kinds.values())
+        ):
             found = self._asked(outs[0], kinds)
         if name.startswith("nll_loss") and found.power == 0:
             found = MIXED  # by a function that is not known to average over targets
@@ -167,6 +211,7 @@ class Watch:
     # ---- constants
     def _note(self, name: str, arguments: dict[str, Any]) -> int:
         place = len(self.tape)
+        name = "view" if name == "_unsafe_view" else name  # of what has been cloned
         self.tape.append((name, {arg: sketch(value) for arg, value in arguments.items()}))
         if self.before is not None and (place >= len(self.before.tape) or self.before.tape[place][0] != name):
             raise Unlike(name)
@@ -175,8 +220,13 @@ class Watch:
     def _scale(self, place: int, arg: str, arguments: dict[str, Any]) -> int | None:
         if self.before is None:
             return 0
-        if any(self.kind(t) is not None for t in tensors_of(arguments.get(arg))):
+        tensors = tensors_of(arguments.get(arg))
+        known = [self.kind(t) is not None for t in tensors]
+        if all(known) and known:
             return 0
+        if any(known):  # beside constants in a list, each of which is to be the same
+            before, after = self.before.tape[place][1].get(arg), self.tape[place][1].get(arg)
+            return 0 if before == after else None
         before, after = self.before.tape[place][1].get(arg), self.tape[place][1].get(arg)
         if isinstance(before, float) and isinstance(after, float):
             return grown(before, after, self.before.rows, self.rows)
@@ -185,6 +235,7 @@ class Watch:
     # ---- functions
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], place: Place | None) -> Any:
         """Run a function of torch that code between units calls; `place`: of a sum or mean."""
+        self.calls.append(getattr(func, "__name__", str(func)))
         averaging = averages(func, args, kwargs)
         if averaging is not None:
             scores: Tensor = averaging["input"]
@@ -258,6 +309,17 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     found.update(zip(found, args, strict=False))
     found.update(kwargs)
     return found
+
+
+def _unknown(value: Any, known: dict[int, Kind]) -> Any:
+    """What of an argument depends on no row; None in the place of what does."""
+    if isinstance(value, Tensor):
+        return None if id(value) in known else value
+    return [_unknown(one, known) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _masks(indices: Sequence[Any]) -> bool:
+    return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
 
 
 def sketch(value: Any) -> Any:
