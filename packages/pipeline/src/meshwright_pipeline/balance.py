@@ -18,7 +18,7 @@ from meshwright_dtensor.strategy import (
 )
 from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.choosing import microbatches
-from meshwright_pipeline.divided import Divided, divided, even_cuts, share_of
+from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
 from meshwright_pipeline.reading import Read
 from meshwright_pipeline.relieving import relieve
@@ -166,7 +166,7 @@ def _owned(schedule: Schedule, shape: Shape, held: Sequence[frozenset[str]], kno
         stages[schedule.owner(stage, shape)].append(stage)
     nothing: frozenset[str] = frozenset()
     holds = [nothing.union(*(held[stage] for stage in own)) for own in stages]
-    return [(own, names, share_of(names, known)) for own, names in zip(stages, holds, strict=True)]
+    return [(own, names, known.share(names)) for own, names in zip(stages, holds, strict=True)]
 
 
 def _ranks(step: Prediction, owned: Sequence[_Owned], messages: Sequence[int]) -> Iterator[_Rank]:

@@ -61,7 +61,7 @@ def divided(found: Read, known: Surveyed, cuts: Sequence[int]) -> Divided:
         stages,
         [found.load(a, b) for a, b in ends],
         held,
-        [share_of(names, known) for names in held],
+        [known.share(names) for names in held],
         [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)],
         [found.crossing[place] for place in cuts],
     )
@@ -89,8 +89,3 @@ def held_by(stage: Sequence[str], known: Surveyed, shared: Sequence[str]) -> fro
     """First names of the parameters that a stage holds."""
     nothing: frozenset[str] = frozenset()
     return nothing.union(*(known.inside.get(unit, nothing) for unit in {*stage, *shared, ""}))
-
-
-def share_of(names: frozenset[str], known: Surveyed) -> float:
-    """The part of all bytes of parameters that these are."""
-    return sum(known.sizes[name] for name in names) / (sum(known.sizes.values()) or 1)

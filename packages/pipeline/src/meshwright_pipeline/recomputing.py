@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from bisect import bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -78,25 +78,25 @@ class Choices:
 
 def _extended(ways: Sequence[Way], behind: Sequence[Choice]) -> list[Choice]:
     """With one more unit in front, which runs backward when what is kept of those behind it is free again."""
+    # sums of the same seconds in another order differ in the last bits; most of these are given up at once
     every = [
-        Choice(way.seconds + c.seconds, way.kept + c.kept, max(c.over, way.over - c.kept), (place, c.picks))
+        (round(way.seconds + c.seconds, 12), way.kept + c.kept, max(c.over, way.over - c.kept), place, c)
         for place, way in reversed(list(enumerate(ways)))  # of equals, the first units run again
         for c in behind
     ]
-    # sums of the same seconds in another order differ in the last bits
-    every.sort(key=lambda c: (round(c.seconds, 12), c.kept, c.over))
+    every.sort(key=operator.itemgetter(0, 1, 2))
     best: list[Choice] = []
     stairs: list[tuple[int, int]] = []  # (kept, kept and over) of the best: one rises, the other falls
-    for choice in every:
-        full = choice.kept + choice.over
-        place = bisect_right(stairs, (choice.kept, math.inf))
+    for _, kept, over, way_of, c in every:
+        full = kept + over
+        place = bisect_right(stairs, (kept, math.inf))
         # with n in flight n * kept + over counts; whoever is no worse for one of them is no worse for more
         if place and stairs[place - 1][1] <= full:
             continue
-        best.append(choice)
+        best.append(Choice(ways[way_of].seconds + c.seconds, kept, over, (way_of, c.picks)))
         while place < len(stairs) and stairs[place][1] >= full:
             del stairs[place]
-        insort(stairs, (choice.kept, full))
+        insort(stairs, (kept, full))
     if len(best) <= MOST:
         return best
     last = len(best) - 1
@@ -121,11 +121,20 @@ class Moment(NamedTuple):
     running: int
     made: tuple[bool, ...]
 
-    def covers(self, other: Moment) -> bool:
-        """Whether whatever there is room for now there is room for at another moment."""
-        if other.running not in (self.running, -1):
-            return False
-        return not any(map(operator.lt, (*self.kept, *self.made), (*other.kept, *other.made)))
+
+def _uncovered(found: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Those of different moments that no other one covers: at which there is more of something than at any other."""
+    best: list[Moment] = []
+    sizes: list[tuple[int, tuple[int, ...]]] = []
+    for one in sorted(found, key=lambda one: (-sum(one.kept), -one.running, -sum(one.made))):
+        running, size = one.running, (*one.kept, *one.made)
+        for other, whole in sizes:
+            if (running == other or running < 0) and all(map(operator.ge, whole, size)):
+                break
+        else:
+            best.append(one)
+            sizes.append((running, size))
+    return tuple(best)
 
 
 @functools.lru_cache(maxsize=256)
@@ -154,11 +163,7 @@ def _of_rank(schedule: Schedule, shape: Shape, rank: int) -> tuple[Moment, ...]:
             found[Moment(tuple(kept), place, tuple(made))] = None
             kept[place] -= 1
             made[place] = True
-    best: list[Moment] = []
-    for moment in sorted(found, key=lambda one: (-sum(one.kept), -one.running, -sum(one.made))):
-        if not any(other.covers(moment) for other in best):
-            best.append(moment)
-    return tuple(best)
+    return _uncovered(found)
 
 
 def cheapest(

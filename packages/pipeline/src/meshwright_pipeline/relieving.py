@@ -10,7 +10,7 @@ from functools import cached_property
 
 from meshwright_dtensor.strategy import ModuleWork, SearchRequest
 from meshwright_pipeline.actions import Schedule, Shape
-from meshwright_pipeline.divided import Divided, divided, held_by, share_of
+from meshwright_pipeline.divided import Divided, divided, held_by
 from meshwright_pipeline.reading import Read, Run, Shared, in_runs, shared_bytes
 from meshwright_pipeline.recomputing import Choice, Choices, Moment, Way, cheapest, moments
 from meshwright_pipeline.surveying import Surveyed
@@ -178,11 +178,11 @@ class _Rooms:
         """The fastest choices for the stages of a rank; None where it has no room for them."""
         request, crossing = self.request, self.found.crossing
         held = [self._held(*stage) for stage in stages]
-        share = share_of(frozenset[str]().union(*held), self.known)
+        share = self.known.share(held[0] if len(held) == 1 else held[0].union(*held[1:]))
         lasting = share * request.resident_bytes
         if lasting > self.room:
             return None
-        gradients = [share_of(names, self.known) * request.gradient_bytes for names in held]
+        gradients = [self.known.share(names) * request.gradient_bytes for names in held]
         passing = max(crossing[a] + crossing[b] + max(crossing[a], crossing[b]) for a, b in stages)
         always = [self._shared(a, b) + crossing[b] for a, b in stages]
 

@@ -60,6 +60,20 @@ class Surveyed:
                 found.setdefault(self.unit(alias), set()).add(name)
         return {unit: frozenset(names) for unit, names in found.items()}
 
+    def share(self, names: frozenset[str]) -> float:
+        """The part of all bytes of parameters that these are, by their first names."""
+        if names not in self._shares:
+            self._shares[names] = sum(map(self.sizes.__getitem__, names)) / self._bytes
+        return self._shares[names]
+
+    @cached_property
+    def _shares(self) -> dict[frozenset[str], float]:
+        return {}
+
+    @cached_property
+    def _bytes(self) -> int:
+        return sum(self.sizes.values()) or 1
+
     def schedule(self, name: str) -> Schedule:
         """The installed schedule of this name, looked for once."""
         if name not in self._schedules:

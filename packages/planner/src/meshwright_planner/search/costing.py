@@ -77,7 +77,11 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
     if outer is not None:  # what it leaves to one rank is what all others see
         company = setting.cluster.company(degrees[outer])
         asked = replace(
-            common, survey=basis.surveys.get(outer), work=placed.work, company=company, numbers=tape.numbers
+            common,
+            survey=basis.surveys.get(outer),
+            work=placed.work,
+            company=company,
+            numbers=basis.numbers(tape),
         )
         if easing is not None:
             asked = replace(asked, again=easing.again.work, relief=easing.relief)
@@ -192,18 +196,18 @@ def _updated(setting: Setting, nbytes: float, parameters: int) -> float:
     return setting.cost_model.operation(update_of(setting.optimizer, nbytes, parameters))
 
 
-def eased(point: Point, placed: Placed, searched: tuple[str, ...], again: Again) -> Candidate:
-    """The candidate of which each stage runs as much again as its memory asks for; the nearest to it where that is not enough.
+def eased(found: Candidate, placed: Placed, again: Again) -> Candidate:
+    """`found` where each stage runs as much again as its memory asks for; the nearest to it where that is not enough.
 
     Raises:
         PlanError: a strategy cannot have it so.
     """
-    found, relief = cost(point, placed, searched), 0
+    relief = 0
     for _ in range(TRIES):
         if not found.excess_bytes:
             break
         relief += found.excess_bytes
-        other = cost(point, placed, searched, Easing(again, relief))
+        other = cost(found.point, placed, found.searched, Easing(again, relief))
         if other.total_bytes >= found.total_bytes:
             break
         found = other
@@ -212,7 +216,8 @@ def eased(point: Point, placed: Placed, searched: tuple[str, ...], again: Again)
 
 def _largest_unit(units: Iterable[Iterable[ParameterSize]]) -> float:
     """Bytes of the gradients of the unit that has most."""
-    return max((sum(p.numel * p.itemsize[0] for p in unit if p.trainable) for unit in units), default=0.0)
+    different = {id(unit): unit for unit in units}.values()  # equal units are one object
+    return max((sum(p.numel * p.itemsize[0] for p in unit if p.trainable) for unit in different), default=0.0)
 
 
 def _resident(memory: Mapping[str, int], shards: int, stage: int) -> int:

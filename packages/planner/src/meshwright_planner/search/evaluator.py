@@ -67,6 +67,7 @@ class Search:
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
         self._eased: dict[int, tuple[Placed, Again]] = {}
+        self._full: dict[Point, tuple[Placed, Candidate]] = {}  # those with nothing run again that do not fit
 
     def variant(self, **changes: object) -> Search:
         """A search of a changed setting that shares what was recorded and solved: of the same model on the same cluster."""
@@ -237,8 +238,17 @@ class Search:
 
     def _costed(self, point: Point, placed: Placed, axes: Axes) -> Candidate:
         if point.recompute == BY_STAGE:
-            return eased(point, placed, axes, self._again(point, placed))
-        return cost(point, placed.with_recompute(self.recompute(point)), axes)
+            known, free = self._full.get(point.but(recompute=None), (None, None))
+            found = (
+                cost(point, placed, axes)
+                if free is None or known is not placed
+                else replace(free, point=point)
+            )
+            return eased(found, placed, self._again(point, placed))
+        found = cost(point, placed.with_recompute(self.recompute(point)), axes)
+        if point.recompute is None and found.excess_bytes:
+            self._full[point] = placed, found
+        return found
 
     def _again(self, point: Point, placed: Placed) -> Again:
         """What may run again of a placement, found once."""
