@@ -122,6 +122,12 @@ def test_wrong_rows_do_not_exist(case: str, row: tuple[Any, Any], book: RuleBook
     assert row not in rows_of(book, *TABLE[case])
 
 
+@pytest.mark.parametrize(("count", "exact"), [(1 << 24, True), ((1 << 24) + 2, False)])
+def test_float32_counts_on_shards_as_far_as_it_counts(count: int, exact: bool, book: RuleBook) -> None:
+    rows = rows_of(book, lambda a: torch.histc(a.expand(count), 5, 0, 1), [((1,), torch.float32)])
+    assert (((0,), ("P",)) in rows) is exact
+
+
 def test_check_catches_the_sums_of_shards() -> None:
     """The row that stock DTensor gives for cumsum(dim=-1) of a tensor sharded there."""
     nodes, values = record(lambda a: a.cumsum(-1), [((4, 6),)])

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright_dtensor import distribute
 from meshwright_dtensor.commlog import communication
 from meshwright_dtensor.regions import region_of
-from meshwright_dtensor.rules.flat import joined, part_of, through_view
-from meshwright_dtensor.runs import Runs, intervals_of, segments, zigzag
+from meshwright_dtensor.rules.flat import _flat, _within, joined, part_of, through_view
+from meshwright_dtensor.runs import Runs, intervals_of, merged, segments, zigzag
 from meshwright_dtensor.testing import RankPool
 
 
@@ -228,6 +228,25 @@ def two_axes(rank, world):
 
 def test_two_axes(rank_pool: RankPool):
     assert all(rank_pool.run(4, two_axes))
+
+
+@given(
+    st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), partitions(size, 2))),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_intervals_that_do_not_touch_need_no_merging(sized, outer, inner, grain):
+    """Carried as they are, or merged one by one: the same pattern, and the same units of it."""
+    size, state = sized
+    for own in intervals_of(state, size, 2):
+        flat = _flat(own, outer, size, inner)
+        assert flat == merged(
+            [((o * size + start) * inner, length * inner) for o in range(outer) for start, length in own]
+        )
+        period = size * outer * inner // grain
+        found = _within(flat, period, grain)
+        assert found is None or found == merged(found)
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -19,7 +19,7 @@ import torch
 from meshwright_dtensor._torch import weak_storage
 
 CEILING = 256 << 20
-"""Bytes of mapped files that a process holds at most, beyond those that it had."""
+"""Bytes of mapped files that a process holds at most, beyond those that it had, but for what it fills between two looks."""
 
 INTERVAL = 0.01
 """Seconds between two looks: so much is written meanwhile that the ceiling may be passed by."""
@@ -55,7 +55,7 @@ class Resident:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, no more than the ceiling is mapped, at any moment, and afterwards nothing."""
+        """Inside, about the ceiling is mapped at most (see INTERVAL), and afterwards nothing."""
         # one call may fill more than memory has, so that another thread has to look while it runs
         thread = threading.Thread(target=self._watch, daemon=True, name="meshwright-resident")
         thread.start()

@@ -87,8 +87,9 @@ def deferred_init(
     mapped: on Linux the process holds about 256 MiB of such pages at most, and none afterwards. Raises
     UsageError if there is no disk, MeshwrightError when the disk is full.
 
-    values=False: floating-point tensors of that size are never filled and take no room on the disk; integers are. Such a
-    model can be planned for, whatever its size; `parallelize` refuses it.
+    values=False: floating-point tensors of that size are never filled and take no room on the disk, nor is what is computed
+    of them, as a comparison; other integers and booleans are. Such a model can be planned for, whatever its size;
+    `parallelize` refuses it.
     """
     if min_bytes < 1:
         raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")

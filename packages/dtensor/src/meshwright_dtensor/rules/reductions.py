@@ -58,12 +58,8 @@ def histogram(view: NodeView) -> Iterator[Row]:
         or bound.get("min") != bound.get("max")
     )
     counts = view.dtype(view.node.outs[0])
-    # a half type stops counting at some thousands, shards later than the whole
-    exact = (
-        not counts.is_floating_point
-        or counts.itemsize >= 4
-        or numel(shapes[0]) <= 2 / torch.finfo(counts).eps
-    )
+    # a floating-point type stops counting at 2 / eps (thousands in half, 2**24 in float32), shards later than the whole
+    exact = not counts.is_floating_point or numel(shapes[0]) <= 2 / torch.finfo(counts).eps
     if not given or not exact or bound.get("density"):
         return
     for dim in range(len(shapes[0])):
