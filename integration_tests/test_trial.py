@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,6 +38,36 @@ def test_trial_of_the_command_line(tmp_path: Path) -> None:
     assert plan == mw.ParallelPlan.from_dict(json.loads(done.stdout))
     (note,) = [n for n in plan.provenance.notes if n.startswith("tried: ")]
     assert re.search(r"tried: [0-9.]+ ms a step .* number 1 of 2 measured", note)
+
+
+LARGE = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)  # 256 KiB: without values in a model that is only planned for
+
+    def forward(self, x):
+        return self.layer(x).pow(2).mean()
+
+
+def make():
+    return Model(), {"x": torch.randn(8, 256)}
+"""
+
+
+def test_the_planner_that_tries_has_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large_model.py").write_text(LARGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # where the ranks find its class too
+    command = [sys.executable, "-m", "meshwright", "plan", "--model", "large_model:make", "--world-size", "2"]
+    command += ["--planner", "trial", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    plan = mw.ParallelPlan.from_dict(json.loads(done.stdout))
+    assert plan.provenance.planner == "trial"
+    assert any(note.startswith("tried: ") for note in plan.provenance.notes)
 
 
 def test_trial_needs_values() -> None:

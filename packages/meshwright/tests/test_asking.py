@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from meshwright.commands import options, plan
 from meshwright.sources import resolve
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.api import plan as plan_function
+from meshwright_planner.planners.eager import EagerPlanner
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -58,6 +58,17 @@ def other():
 
 def huge():
     return torch.nn.Sequential(*(torch.nn.Linear(1 << 17, 1 << 17) for _ in range(4))), torch.randn(8, 1 << 17)
+"""
+
+
+PEAK = """
+import resource, sys
+from meshwright import cli
+
+try:
+    cli.main(sys.argv[1:])
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 """
 
 
@@ -248,6 +259,41 @@ def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path
     assert code == 2 and "did you mean 'schedule'" in error
 
 
+GIVES_WAY: dict[str, tuple[list[str], str, dict[str, object]]] = {
+    "schedule": (["--pp", "2", "--schedule", "gpipe", "--microbatches", "4"], "pp=1", {"schedule": "gpipe", "microbatches": 4}),
+    "zero degree": (["--dp", "4", "--zero-degree", "2"], "zero=0", {"zero_degree": 2}),
+    "zero": (["--zero", "0", "--dp", "4"], "zero_degree=2", {"zero": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GIVES_WAY)
+def test_what_cannot_be_beside_the_question_gives_way(run: Run, file: str, tmp_path: Path, case: str) -> None:
+    pins, question, dropped = GIVES_WAY[case]
+    path = str(tmp_path / "plan.json")
+    asked(run, file, "--world-size", "4", *pins, "-o", path)
+    why = ("explain", path, "--model", f"{file}:make", "--why-not", question)
+    code, out, error = run(*why, "--json")
+    assert code == 0, error
+    found = json.loads(out)
+    assert found["verdict"] in ("slower", "faster"), found
+    assert found["dropped"] == dropped and not set(dropped) & set(found["kept"])
+    code, out, _ = run(*why)
+    name, value = next(iter(sorted(dropped.items())))
+    assert f"without {name}={value}" in out
+
+
+def test_what_contradicts_itself_is_not_searched(
+    run: Run, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "plan.json")
+    asked(run, file, "--world-size", "4", "--pp", "1", "-o", path)
+    monkeypatch.setattr(EagerPlanner, "plan", None)  # not called
+    question = ("--why-not", "schedule=gpipe", "--json")
+    code, out, error = run("explain", path, "--model", f"{file}:make", *question)
+    assert code == 0, error
+    assert json.loads(out)["verdict"] == "illegal" and "needs a pipeline" in json.loads(out)["reason"]
+
+
 def test_why_not_takes_the_batch_of_the_plan(run: Run, file: str, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     model = ("--model", f"{file}:sized")
@@ -275,10 +321,46 @@ def test_a_model_without_values_is_planned_as_one_with_them(run: Run, file: str)
 
 def test_planning_takes_no_memory_for_parameters(file: str) -> None:
     """256 GiB of parameters, planned in a process that never holds one of them."""
-    command = [sys.executable, "-m", "meshwright", "plan", "--model", f"{file}:huge", "--world-size", "16"]
+    command = [sys.executable, "-c", PEAK, "plan", "--model", f"{file}:huge", "--world-size", "16"]
     done = subprocess.run(
         [*command, "--cluster", "dgx-h100", "--json"], capture_output=True, text=True, check=False
     )
     assert done.returncode in (0, 3), done.stderr
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    assert peak < 1 << 30
+    assert int(done.stderr.rpartition("peak ")[2]) * 1024 < 1 << 30
+
+
+ALONE: dict[str, tuple[list[str], list[str]]] = {
+    "trial of other rows": (
+        ["plan", "--trial", "2", "--global-batch-size", "32", "--model", "gpt2"],
+        ["--global-batch-size 32", "--trial runs the batch itself", "--batch-size 32"],
+    ),
+    "planner that tries other rows": (
+        ["plan", "--planner", "trial", "--global-batch-size", "32", "--model", "{file}:make"],
+        ["global_batch_size=32", "8 rows", "leave global_batch_size out"],
+    ),
+    "verify of other rows": (
+        ["verify", "--global-batch-size", "32", "--model", "gpt2"],
+        ["--global-batch-size 32", "--batch-size 32"],
+    ),
+    "cluster beside diff": (
+        ["explain", "a", "--diff", "b", "--cluster", "dgx-h100"],
+        ["--cluster does nothing beside --diff"],
+    ),
+    "cluster beside schedule": (
+        ["explain", "a", "--schedule", "--cluster", "dgx-h100"],
+        ["--cluster does nothing beside --schedule"],
+    ),
+    "seed beside saved": (
+        ["trial", "a", "--saved", "b", "--seed", "0"],
+        ["--seed does nothing beside --saved"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_nothing_is_asked_for_in_vain(run: Run, file: str, case: str) -> None:
+    arguments, words = ALONE[case]
+    code, _, error = run(*(one.format(file=file) for one in arguments))
+    assert code == 2 and error.startswith("Error: ") and error.count("\n") == 1
+    for word in words:
+        assert word in error, error

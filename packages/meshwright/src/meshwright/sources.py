@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.commands.options import ROWS, TOKENS
+from meshwright.defaults import ROWS, TOKENS
 from meshwright.demo.models import RECIPES
 from meshwright.demo.tasks import batches
 from meshwright.demo.text import read_text
@@ -32,9 +32,11 @@ from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.deferred import deferred_init
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 
-NONE: Mapping[str, int] = MappingProxyType({})
+_NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
-_OPTIONS: Mapping[str, str] = {"batch_size": "--batch-size", "sequence_length": "--sequence-length"}
+_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"batch_size": "--batch-size", "sequence_length": "--sequence-length"}
+)
 
 
 @dataclass
@@ -58,9 +60,9 @@ class Source:
             self.known = batch
         return model
 
-    def to_plan(self) -> tuple[nn.Module, Any]:
-        """A model without values and a batch: neither memory nor disk is taken for them, so that they cannot be run."""
-        with deferred_init(values=False):
+    def to_plan(self, values: bool = False) -> tuple[nn.Module, Any]:
+        """A model and a batch. Without values neither memory nor disk is taken for its parameters, and it cannot be run."""
+        with deferred_init(values=values):
             return self.build()
 
     @property
@@ -78,7 +80,7 @@ def resolve(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
-    usual: Mapping[str, int] = NONE,
+    usual: Mapping[str, int] = _NO_SIZES,
 ) -> Source:
     """The model and batch that `--model NAME` means.
 

@@ -128,17 +128,24 @@ class TrialPlanner(Planner):
         """See Planner.plan.
 
         Raises:
-            UsageError: the model has no values, or cannot be handed to other processes.
+            UsageError: the model has no values, or cannot be handed to other processes; another number of rows than the batch has.
         """
         import torch
 
         from meshwright_dtensor.deferred import has_values
         from meshwright_planner.planners.eager import EagerPlanner
+        from meshwright_planner.profile.batch import Batch
 
         if not all(has_values(p) for p in model.parameters()):
             raise UsageError(
                 "planner='trial' runs the model, and its parameters have no values; build it with them, or "
                 "use `meshwright plan --trial` with a --model that can be built again"
+            )
+        rows = Batch.of(batch).size
+        if request.global_batch_size not in (None, rows):
+            raise UsageError(
+                f"global_batch_size={request.global_batch_size} with planner='trial', which runs the batch itself, and that "
+                f"has {rows} rows; give a batch of so many, or leave global_batch_size out"
             )
         plans = EagerPlanner().plan(model, batch, replace(request, top_k=max(request.top_k, PLANS)))
         with tempfile.TemporaryDirectory(prefix="meshwright-trial-") as folder:

@@ -90,10 +90,17 @@ def command(
     check_alone(
         "--diff",
         other is not None,
-        {**files, "--png": png, "--schedule": schedule, "--why-not": why_not, "--model": model},
+        {
+            **files,
+            "--png": png,
+            "--schedule": schedule,
+            "--why-not": why_not,
+            "--model": model,
+            "--cluster": cluster,
+        },
     )
     check_alone("--why-not", why_not is not None, {**files, "--png": png, "--schedule": schedule})
-    check_alone("--schedule", schedule, {**files, "--model": model})
+    check_alone("--schedule", schedule, {**files, "--model": model, "--cluster": cluster})
     check_folder("--html", html)
     check_folder("--png", png)
     loaded = ParallelPlan.load(plan)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from meshwright.defaults import ROWS, TOKENS
 from meshwright_dtensor._names import did_you_mean
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.planning import DEGREES, KEYWORDS, PRECISIONS, Planner, PlanRequest
@@ -26,8 +27,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[Any], Any]
 
 MODEL = "gpt2, llama, bert, vit; a transformers config.json; or file.py:function returning (model, batch)."
-ROWS, TOKENS = 8, 128
-"""Rows and tokens of a batch of which nobody says how large it is."""
 
 
 def check_folder(option: str, path: Path | None) -> None:
@@ -60,6 +59,19 @@ def check_needs(option: str, given: bool, others: Mapping[str, object]) -> None:
     for other, value in others.items():
         if not given and value not in (None, ()):
             raise UsageError(f"{other} does nothing without {option}; give both, or neither")
+
+
+def check_rows(option: str, given: bool, rows: int | None) -> None:
+    """That what runs the batch is not to plan for another number of rows.
+
+    Raises:
+        UsageError: --global-batch-size was given too.
+    """
+    if given and rows is not None:
+        raise UsageError(
+            f"--global-batch-size {rows}: {option} runs the batch itself, whose rows are those of --batch-size; give "
+            f"--batch-size {rows} in its place"
+        )
 
 
 def model_options(function: F) -> F:

@@ -15,6 +15,7 @@ from meshwright.commands.options import (
     ModelChoice,
     check_alone,
     check_folder,
+    check_rows,
     make_plans,
     model_options,
     plan_options,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from meshwright_dtensor.planning import PlanRequest
 
+RUNS = "trial"  # the planner that runs the model, which therefore needs its values
 COMPARED = 5  # plans in the table of candidates, however few are asked for
 
 
@@ -67,14 +69,16 @@ def command(
     check_folder("--output", output)
     single = {"--output": output, "--trial": trial, "--top-k": top_k if top_k != 1 else None}
     check_alone("--compare", compare is not None, single)
+    check_rows("--trial", trial is not None, asked.values["global_batch_size"])
     request = asked.request(
         state.host,
         world_size=ranks.world_size() if world_size is None else world_size,
         top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,  # refused below 1
     )
-    instance, batch = chosen.source().to_plan()
+    planners = [request.planner, *(name.strip() for name in (compare or "").split(","))]
+    instance, batch = chosen.source().to_plan(values=RUNS in planners)
     if compare is not None:
-        _compare(state, instance, batch, request, [request.planner, *compare.split(",")], as_json)
+        _compare(state, instance, batch, request, planners, as_json)
         return
     plans = make_plans(state.host, instance, batch, request)
     if ranks.rank():
@@ -110,6 +114,6 @@ def _compare(
 
     if ranks.rank():
         return
-    names = list(dict.fromkeys(name.strip() for name in planners if name.strip()))
+    names = [name for name in dict.fromkeys(planners) if name]
     found = compare(model, batch, request, names, state.host)
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found, nl=as_json)

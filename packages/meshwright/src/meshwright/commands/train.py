@@ -8,7 +8,8 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import TOKENS, Named, sharing_options
+from meshwright.commands.options import Named, sharing_options
+from meshwright.defaults import TOKENS
 
 MODELS = ("gpt2", "llama", "bert", "vit")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,12 +18,15 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import unknown
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 @click.command("trial")
 @click.argument("plans", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--model", default=None, metavar="MODEL", help="As for `plan`.")
 @batch_options
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=None, help="As for `plan`. [default: 0]")
 @click.option(
     "--saved",
     type=click.Path(path_type=Path),
@@ -40,7 +44,7 @@ def command(
     model: str | None,
     batch_size: int | None,
     sequence_length: int | None,
-    seed: int,
+    seed: int | None,
     saved: Path | None,
     optimizer: str,
     steps: int,
@@ -52,7 +56,7 @@ def command(
         raise UsageError(unknown("--optimizer", optimizer, OPTIMIZERS))
     if (model is None) == (saved is None):
         raise UsageError("what is to be run: give either --model or --saved")
-    sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length}
+    sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length, "--seed": seed}
     check_alone("--saved", saved is not None, sizes)
     loaded = [ParallelPlan.load(path) for path in plans]
     counts = sorted({plan.world_size for plan in loaded})
@@ -69,7 +73,7 @@ def command(
 
     import meshwright as mw
 
-    chosen = None if model is None else ModelChoice(model, batch_size, sequence_length, seed)
+    chosen = None if model is None else ModelChoice(model, batch_size, sequence_length, seed or 0)
     mw.init()
     torch.set_num_threads(1)
     source = _source(chosen, saved)
@@ -101,4 +105,9 @@ def _source(chosen: ModelChoice | None, saved: Path | None) -> Source:
 
     assert saved is not None
     model, batch = torch.load(saved, weights_only=False)
-    return Source(str(saved), lambda: (copy.deepcopy(model), batch), batch)
+
+    def build() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)  # ranks start alike, whatever was drawn before on one of them
+        return copy.deepcopy(model), batch
+
+    return Source(str(saved), build, batch)

@@ -12,7 +12,14 @@ import click
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands.options import Asked, ModelChoice, apply_request, model_options, plan_options
+from meshwright.commands.options import (
+    Asked,
+    ModelChoice,
+    apply_request,
+    check_rows,
+    model_options,
+    plan_options,
+)
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.planning import unknown
 
@@ -86,6 +93,7 @@ def command(
         raise UsageError(
             f"--plan {plan_file} fixes what {', '.join(asked.given)} asks for; leave that out, or the plan"
         )
+    check_rows("verify", True, asked.values["global_batch_size"])
     plan = None
     if plan_file is not None:
         from meshwright_dtensor.plan import ParallelPlan

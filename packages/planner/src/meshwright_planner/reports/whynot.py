@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import nn
@@ -21,6 +22,16 @@ OPTIONS = ("zero", "zero_degree", "microbatches", "schedule", "recompute", "sequ
            "context_attention", "context_balance")  # fmt: skip
 """Options that may be asked about, beside degrees."""
 
+NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "pp": ("schedule", "microbatches"),
+        "cp": ("context_attention", "context_balance"),
+        "tp": ("sequence_parallel",),
+        "dp": ("zero", "zero_degree"),
+    }
+)
+"""Degree -> options that mean nothing where it is 1."""
+
 Verdict = Literal["chosen", "slower", "faster", "infeasible", "illegal"]
 
 
@@ -35,6 +46,7 @@ class WhyNot:
         reason: in words.
         plan: the best with it, where there is one.
         kept: what else was asked for when the plan was made, and held here too: keyword of `plan` -> value.
+        dropped: what was asked for then and cannot be beside what is asked now, and so was let go.
     """
 
     asked: str
@@ -42,10 +54,13 @@ class WhyNot:
     reason: str
     plan: ParallelPlan | None = None
     kept: Mapping[str, Any] = field(default_factory=dict)
+    dropped: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kept = ", ".join(f"{name}={value}" for name, value in self.kept.items())
         beside = f" (beside {kept}, as the plan was asked for)" if kept else ""
+        gone = ", ".join(f"{name}={value}" for name, value in self.dropped.items())
+        beside += f" (without {gone}, which cannot be beside it)" if gone else ""
         return f"{self.asked}{beside}: {self.verdict}: {self.reason}\n"
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,6 +71,7 @@ class WhyNot:
             "verdict": self.verdict,
             "reason": self.reason,
             "kept": dict(self.kept),
+            "dropped": dict(self.dropped),
             "best": None if self.plan is None else name_of(self.plan),
             "step_seconds": None if predicted is None else predicted.step_seconds,
         }
@@ -99,14 +115,17 @@ def why_not(
         UsageError: there is no such option, or the model does not take the batch.
     """
     asked = ", ".join(f"{name}={value}" for name, value in pins.items())
-    pinned = _pinned(request, pins)
+    dropped = _in_the_way(request, pins)
+    nothing: dict[str, Any] = dict.fromkeys(dropped)
+    pinned = _pinned(replace(request, **nothing), pins)
     kept = {
         name: value
         for name, value in pinned.given().items()
         if name not in (*pins, "cluster", "cost_model", "degrees")
     }
     kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
-    return replace(_answer(winner, model, batch, request, pinned, pins, asked, host), kept=kept)
+    answer = _answer(winner, model, batch, request, pinned, pins, asked, host)
+    return replace(answer, kept=kept, dropped=dropped)
 
 
 def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
@@ -148,6 +167,12 @@ def _answer(
 ) -> WhyNot:
     if all(_has(winner, name, value) for name, value in pins.items()):
         return WhyNot(asked, "chosen", f"the plan has it: {name_of(winner)}", winner)
+    axes = {*DEGREES, "zero", *pinned.degrees, *request.degrees}  # which there are the planner knows
+    try:
+        pinned.check(axes)
+    except UsageError as error:  # known without a search
+        request.check(axes)
+        return WhyNot(asked, "illegal", str(error))
     planner = (host or discover()).get(PlannerSpec, request.planner).load()()
     try:
         best: ParallelPlan = planner.plan(model, batch, pinned)[0]
@@ -161,6 +186,32 @@ def _answer(
     except MeshwrightError as error:
         return WhyNot(asked, "illegal", str(error))
     return _compared(asked, winner, best)
+
+
+def _in_the_way(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]:
+    """What the request says that cannot be beside the pins: keyword -> value."""
+    names = {name for axis, needing in NEEDS.items() if pins.get(axis) == 1 for name in needing}
+    for axis in ("cp", "tp", "dp"):  # a schedule does not bring its pp: that is to be asked for with it
+        if getattr(request, axis) == 1 and any(_asks(name, pins.get(name)) for name in NEEDS[axis]):
+            names.add(axis)
+    if pins.get("zero") == 0 or _parts(pins.get("dp"), request.zero_degree):
+        names.add("zero_degree")
+    if _parts(request.dp, pins.get("zero_degree")):
+        names.add("dp")
+    found = {name: getattr(request, name) for name in sorted(names) if _asks(name, getattr(request, name))}
+    if request.zero == 0 and _asks("zero_degree", pins.get("zero_degree")):
+        found["zero"] = 0
+    return {name: value for name, value in found.items() if name not in pins}
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether an option asks for something at all."""
+    return value not in (None, False) and (name, value) != ("zero_degree", 1)
+
+
+def _parts(ranks: object, degree: object) -> bool:
+    """Whether so many data ranks are not cut into parts of `degree`."""
+    return isinstance(ranks, int) and isinstance(degree, int) and degree > 0 and ranks % degree != 0
 
 
 def _pinned(request: PlanRequest, pins: Mapping[str, Any]) -> PlanRequest:
