@@ -103,7 +103,7 @@ def test_explain_says_everything(plan: ParallelPlan) -> None:
         "layers.*.mlp linear #2 tp=S(2); any dp=S(0),tp=P",
         "tp all_reduce forward 4 4.00 MiB",
         "predicted step: 12.3 ms (compute 10 ms, communication 2.5 us)",
-        "predicted memory a rank: 5.00 GiB (parameters 3.00 GiB, gradients 1000 B)",
+        "predicted memory of the fullest rank at its fullest moment: 5.00 GiB (parameters 3.00 GiB, gradients 1000 B)",
         "provenance: planner eager, cluster dgx-h100, created 2026-01-01, torch 2.13.0",
         "compute bound",
     ):
@@ -122,7 +122,7 @@ def test_explain_fits_the_width_and_loses_nothing(plan: ParallelPlan) -> None:
 def test_explain_of_a_bare_plan() -> None:
     text = ParallelPlan(world_size=1, degrees={}).explain()
     assert text.startswith("mesh: 1 rank\n")
-    assert "every parameter is replicated" in text and "written by hand" in text
+    assert "every parameter is whole on all ranks" in text and "written by hand" in text
 
 
 def test_equal_plans_are_explained_alike(plan: ParallelPlan) -> None:

@@ -77,7 +77,9 @@ def _table(console: Console, title: str, columns: Iterable[str]) -> Table:
 
 def _parameters(plan: ParallelPlan, console: Console) -> None:
     if not plan.parameters:
-        console.print(Text("\nparameters: no rule, so every parameter is replicated"))
+        where = "on the ranks of its stage" if plan.pipeline is not None else "on all ranks"
+        sharing = ", but for what ranks along zero share" if plan.degree("zero") > 1 else ""
+        console.print(Text(f"\nparameters: no rule, so every parameter is whole {where}{sharing}"))
         return
     axes = list(plan.degrees)
     table = _table(
@@ -182,7 +184,7 @@ def _prediction(plan: ParallelPlan, console: Console) -> None:
         by_size = sorted(predicted.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
         shown = ", ".join(f"{part} {size(n)}" for part, n in by_size if part != "total")
         console.print(
-            Text(f"predicted memory a rank: {size(predicted.total_bytes)}" + (f" ({shown})" if shown else ""))
+            Text(f"predicted memory of the fullest rank at its fullest moment: {size(predicted.total_bytes)}" + (f" ({shown})" if shown else ""))
         )
 
 

@@ -57,7 +57,7 @@ class Explained:
         more = "memory is nearly full: more of it may allow a faster plan"
         if best is None:
             return more if self.memory_full else None
-        text = f"{best.what}: {human_seconds(best.seconds)} a step, {100 * best.saved:.0f}% less"
+        text = f"{best.what}: replayed, a step takes {human_seconds(best.seconds)}, {100 * best.saved:.0f}% less than today's"
         return f"{text}; {more}" if self.memory_full else text
 
     def to_dict(self) -> dict[str, Any]:
