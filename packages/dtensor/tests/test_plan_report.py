@@ -103,7 +103,7 @@ def test_explain_says_everything(plan: ParallelPlan) -> None:
         "layers.*.mlp linear #2 tp=S(2); any dp=S(0),tp=P",
         "tp all_reduce forward 4 4.00 MiB",
         "predicted step: 12.3 ms (compute 10 ms, communication 2.5 us)",
-        "predicted memory of the fullest rank at its fullest moment: 5.00 GiB (parameters 3.00 GiB, gradients 1000 B)",
+        "predicted memory of the fullest rank at its peak: 5.00 GiB (parameters 3.00 GiB, gradients 1000 B)",
         "provenance: planner eager, cluster dgx-h100, created 2026-01-01, torch 2.13.0",
         "compute bound",
     ):

@@ -184,7 +184,10 @@ def _prediction(plan: ParallelPlan, console: Console) -> None:
         by_size = sorted(predicted.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
         shown = ", ".join(f"{part} {size(n)}" for part, n in by_size if part != "total")
         console.print(
-            Text(f"predicted memory of the fullest rank at its fullest moment: {size(predicted.total_bytes)}" + (f" ({shown})" if shown else ""))
+            Text(
+                f"predicted memory of the fullest rank at its peak: {size(predicted.total_bytes)}"
+                + (f" ({shown})" if shown else "")
+            )
         )
 
 
