@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from meshwright.commands import options, plan
 from meshwright.sources import resolve
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.api import plan as plan_function
+from meshwright_planner.machines.file import write
+from meshwright_planner.machines.known import LAPTOP_CPU
 from meshwright_planner.planners.eager import EagerPlanner
 
 Run = Callable[..., tuple[int, str, str]]
@@ -364,3 +367,17 @@ def test_nothing_is_asked_for_in_vain(run: Run, file: str, case: str) -> None:
     assert code == 2 and error.startswith("Error: ") and error.count("\n") == 1
     for word in words:
         assert word in error, error
+
+
+def test_a_plan_names_the_cluster_of_a_file_and_not_the_file(run: Run, file: str, tmp_path: Path) -> None:
+    machine, path = tmp_path / "machine.json", str(tmp_path / "plan.json")
+    write(replace(LAPTOP_CPU, name="mine"), machine)
+    asked(run, file, "--world-size", "2", "--cluster", str(machine), "-o", path)
+    plan = json.loads(Path(path).read_text())
+    assert plan["provenance"]["request"]["cluster"] == plan["provenance"]["cluster"] == "mine"
+    assert str(tmp_path) not in Path(path).read_text()
+    why = ("explain", path, "--model", f"{file}:make", "--why-not", "tp=2")
+    code, _, error = run(*why)
+    assert code == 2 and "cluster is not installed" in error and "give --cluster" in error
+    code, _, error = run(*why, "--cluster", str(machine))
+    assert code == 0, error

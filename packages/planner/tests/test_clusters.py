@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planner_models import HOST, Transformer, eager, manual, tokens
@@ -201,3 +202,21 @@ def test_measured_links_are_not_made_slow_once_more(tmp_path: Path) -> None:
     write(cluster, tmp_path / "twice.json")
     with pytest.raises(UsageError, match="were measured, slow node and all"):
         read(tmp_path / "twice.json")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"node": -1}, "node=-1.*from 0"),
+        ({"node": True}, "node=True.*from 0"),
+        ({"node": 0, "compute": 0.5}, "compute=0.5.*1 or more"),
+        ({"node": 0, "compute": float("nan")}, "compute=nan.*1 or more"),
+        ({"node": 0, "link": "infiniband", "share": 0.0}, "share=0.0.*more than 0"),
+        ({"node": 0, "link": "infiniband", "share": 2}, "share=2.*1 at most"),
+        ({"node": 0, "share": 0.5}, "share=0.5.*of no link"),
+        ({"node": 0, "link": "infinband", "share": 0.5}, "'infinband'; there are nvlink, infiniband"),
+    ],
+)
+def test_wrong_slow_nodes_are_refused_without_a_file_too(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        replace(DGX_H100, slow_nodes=(SlowNode(**wrong),))

@@ -23,6 +23,7 @@ from torch import nn
 from meshwright_dtensor.runs import segments
 from meshwright_planner.placing.answer import Placement
 from meshwright_planner.placing.joint import solving
+from meshwright_planner.placing.joint.pricing import JointCosts
 from meshwright_planner.placing.joint.problem import JointProblem
 from meshwright_planner.placing.joint.solving import in_turns, lower_bound, one_after_the_other, solve
 from meshwright_planner.placing.program import Program, Unsolved
@@ -198,3 +199,14 @@ def test_all_programs_of_an_answer_share_its_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(solving, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     found = solve(problem, FREE, problem.weights(), 100.0, exact=0)
     assert found is not None and found.status == "in turns" and clock[0] == pytest.approx(100.0)
+
+
+def test_what_costs_nothing_is_carried_out_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cost model may say that collectives take no time: plans name them, as the runtime has them."""
+    problem = joint_problem_of(Mlp(), Batch.of(torch.randn(3, 8, 64)))
+    monkeypatch.setattr(JointCosts, "collective", lambda self, collective: 0.0)
+    found = problem.solve(FREE, divided=problem.weights())
+    assert found is not None and found.communication_seconds == 0.0
+    made = Counter((c.phase, c.collective.kind) for c in found.conversions)
+    ahead = sum(count for (phase, _), count in made.items() if phase == "forward")
+    assert ahead >= 2 and all(c.consumers for c in found.conversions), made

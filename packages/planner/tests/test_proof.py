@@ -35,9 +35,8 @@ from meshwright_planner.planners.mcmc import McmcPlanner
 from meshwright_planner.reports.page import page
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.floor import Floor
 from meshwright_planner.search.points import Point
-from meshwright_planner.search.proving import TOLERANCE, prove
+from meshwright_planner.search.proving import TOLERANCE, floor_of, prove, settle
 
 
 def search_of(model: nn.Module, batch: object, request: PlanRequest, host: PluginHost = HOST) -> Search:
@@ -99,8 +98,7 @@ def test_nothing_is_faster_than_the_gap_allows(seed: int) -> None:
         least = plan.predicted.step_seconds * (1 - plan.predicted.gap)
         # what is faster than it may be stands before it in the list
         assert sum(s < least * (1 - TOLERANCE) for s in fitting) <= place
-    setting = search.setting
-    floor = Floor(search.basis, setting.cluster, found[0]).seconds(1)
+    floor = floor_of(search, search.setting.cluster, found).seconds(1)
     assert all(floor <= c.step_seconds * (1 + 1e-9) for c in found)
     assert floor > 0.02 * found[0].step_seconds
 
@@ -210,3 +208,63 @@ def test_reports_show_gap_and_proof() -> None:
     assert old.gap is None and old.proof is None  # plans of before say nothing of it
     with pytest.raises(UsageError, match="top_k"):
         eager().plan(Transformer(), tokens(), PlanRequest(cluster=LAPTOP_CPU, top_k=0))
+
+
+BUSY = replace(LAPTOP_CPU, flops={"float32": 1e6}, cores=0)
+"""A cluster on which only products count."""
+
+
+class Constant(nn.Module):
+    """A product of as many rows as a rank has tokens at one row a microbatch, whatever the batch; and one of the batch."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.wide, self.narrow = nn.Linear(256, 256), nn.Linear(256, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.mean() * x.new_ones(self.rows, 256)
+        return (self.narrow(x) * self.wide(scale).mean()).sum()
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_what_does_not_grow_with_the_batch_counts_once(rows: int) -> None:
+    """Products as long as the rows of a rank are no part of the batch for that."""
+    request = PlanRequest(cluster=BUSY, world_size=8 // rows, dp=8 // rows)
+    search = search_of(Constant(rows), torch.randn(8, 256), request, host_of(DataLike))
+    candidate = next(every(search))
+    assert candidate.problem.tape.rows == rows
+    least = floor_of(search, search.setting.cluster, [candidate]).seconds(1)
+    wide = 6 * rows * 256 * 256 / search.setting.cluster.rate("float32")
+    assert 0.5 * wide / (8 // rows) < least < 0.75 * wide  # counted for the batch it would be `wide`
+
+
+def test_what_grows_with_the_batch_counts_for_all_of_it() -> None:
+    """However many rows are looked at, the floor is the same."""
+    model, batch = Transformer(layers=2), tokens(rows=8)
+    found = []
+    for ranks in (1, 2, 4, 8):
+        search = search_of(model, batch, PlanRequest(cluster=BUSY, world_size=ranks), host_of(DataLike))
+        candidate = next(every(search))
+        found.append(ranks * floor_of(search, search.setting.cluster, [candidate]).seconds(1))
+    assert found == pytest.approx([found[0]] * 4, rel=0.01)
+
+
+def test_what_the_proof_finds_to_be_faster_is_returned() -> None:
+    """Of two ways to save memory the search was only told the slower one."""
+    search = search_of(
+        Transformer(layers=2),
+        tokens(rows=8),
+        PlanRequest(cluster=LAPTOP_CPU, world_size=2),
+        host_of(DataLike),
+    )
+    (degrees,) = search.combinations()
+    points = [Point.of(degrees, 0, {}, policy) for policy in (None, "full")]
+    slow = search.evaluate(points[1])
+    ranked, proof = settle(search, [slow], [degrees], {points[1]: slow})
+    assert [ranked[0].point, ranked[-1].point] == points and ranked[0].step_seconds < slow.step_seconds
+    assert proof.words.startswith("exact") and proof.gap(ranked[0].step_seconds) == 0.0
+    search.end = 0.0  # the time is over: nothing more is costed, and nothing is claimed of it
+    ranked, proof = settle(search, [slow], [degrees], {points[1]: slow})
+    assert [c.point for c in ranked] == points[1:]
+    assert proof.words.startswith("bounded") and proof.gap(slow.step_seconds) > 0.0

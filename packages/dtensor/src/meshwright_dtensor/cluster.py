@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.links import Link, MeasuredCollective, Points, interpolated
 
 
@@ -73,12 +74,29 @@ class SlowNode:
         compute: how many times as long its ranks compute.
         link: a level of links that reaches only `share` of its bandwidth there; None for none.
         share: of that level's bandwidth.
+
+    Raises:
+        UsageError: a number is out of range, or there is a share of no link.
     """
 
     node: int
     compute: float = 1.0
     link: str | None = None
     share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.node, bool) or not isinstance(self.node, int) or self.node < 0:
+            raise UsageError(f"SlowNode(node={self.node!r}): give the number of a node, from 0")
+        if not 1 <= self.compute < math.inf:
+            raise UsageError(
+                f"SlowNode({self.node}, compute={self.compute!r}): it is how many times as long the node computes; give 1 or more"
+            )
+        if not 0 < self.share <= 1:
+            raise UsageError(
+                f"SlowNode({self.node}, share={self.share!r}): it is a part of a link's bandwidth; give more than 0, 1 at most"
+            )
+        if self.link is None and self.share != 1:
+            raise UsageError(f"SlowNode({self.node}, share={self.share!r}) is of no link; name it")
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,9 @@ class Cluster:
         work: what was measured of operations, on a machine with one rank.
         collectives: what was measured of collectives.
         slow_nodes: nodes that are worse than what the rest says. A plan gives all ranks as much, so it goes at their pace.
+
+    Raises:
+        UsageError: a slow node names a link that there is not.
     """
 
     name: str
@@ -160,6 +181,14 @@ class Cluster:
     collectives: tuple[MeasuredCollective, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
     ranks: int = 0
+
+    def __post_init__(self) -> None:
+        names = [level.name for level in self.links]
+        for slow in self.slow_nodes:
+            if slow.link is not None and slow.link not in names:
+                raise UsageError(
+                    f"slow_nodes: node {slow.node} names the link {slow.link!r}; there are {', '.join(names)}"
+                )
 
     @property
     def usable_bytes(self) -> int:

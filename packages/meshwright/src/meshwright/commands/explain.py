@@ -187,11 +187,20 @@ def _why_not(
     changes: Mapping[str, str | None],
     as_json: bool,
 ) -> None:
+    from meshwright_planner.machines.known import cluster_of
     from meshwright_planner.profile.batch import Batch
     from meshwright_planner.reports.whynot import parse_pins, request_of, why_not
 
     wanted = parse_pins(pins)
     request = request_of(plan, **changes)
+    try:
+        cluster_of(request.cluster, state.host)
+    except PluginError as error:
+        if changes["cluster"] is not None:
+            raise
+        raise UsageError(
+            f"the plan's cluster is not installed ({error}); give --cluster, a name or the file it was planned for"
+        ) from error
     model, batch = chosen.source().to_plan()
     sizes, made_for = Batch.of(batch), plan.provenance.batch
     rows = request.global_batch_size or sizes.size

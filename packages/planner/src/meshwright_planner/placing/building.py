@@ -241,7 +241,9 @@ class Build:
 
     def _chosen(self, x: Any) -> list[Conversion]:
         """The collectives of a solution."""
-        return [event.chosen(x) for event in self.events if x[event.column] > 0.5]
+        # what costs nothing may be chosen for nobody
+        wanted = (event for event in self.events if any(x[user.edge] > 0.5 for user in event.users))
+        return [event.chosen(x) for event in wanted if x[event.column] > 0.5]
 
     def read(self, answer: Any, seconds: float) -> Placement:
         """The placement that a solution stands for."""

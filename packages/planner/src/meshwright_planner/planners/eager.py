@@ -23,7 +23,7 @@ from meshwright_planner.profile.borrow import uninterrupted
 from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.exploring import explore
-from meshwright_planner.search.proving import prove
+from meshwright_planner.search.proving import settle
 from meshwright_planner.search.setting import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.writing.result import plan_of, reasons
 
@@ -62,7 +62,8 @@ class EagerPlanner(Planner):
         ranked = explored.ranked
         if not fitting:
             raise infeasible(search, ranked)
-        proof = prove(search, ranked, explored.every, explored.known)
+        ranked, proof = settle(search, ranked, explored.every, explored.known)
+        fitting = [c for c in ranked if not c.excess_bytes]
         return [
             plan_of(
                 setting,
@@ -118,7 +119,7 @@ class EagerPlanner(Planner):
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,
             cost_model=cost_model_of(request.cost_model, cluster, host),
-            request=request.given(),
+            request=_kept(request, cluster),
         )
 
 
@@ -164,6 +165,14 @@ def running_ranks() -> int:
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdigit() and int(text) > 0 else 1
+
+
+def _kept(request: PlanRequest, cluster: Cluster) -> dict[str, Any]:
+    """The keywords that a plan keeps; a file of a cluster by the name in it, since plans go to other machines."""
+    given = request.given()
+    if isinstance(request.cluster, str) and request.cluster.endswith(".json"):
+        given["cluster"] = cluster.name
+    return given
 
 
 def _limit(cluster: Cluster, request: PlanRequest) -> int:

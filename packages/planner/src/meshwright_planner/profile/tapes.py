@@ -39,6 +39,23 @@ class Tapes:
         }
         return self._find(basis, rules, batch, shapes)
 
+    def other(
+        self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1
+    ) -> Tape | None:
+        """The tape of the same work on another number of rows; None where the batch has but one, or it cannot be recorded."""
+        tape, batch = self.of(basis, rules, degrees, microbatches), basis.setting.batch
+        if tape.origin is not None and tape.origin.rows != tape.rows:
+            return tape.origin
+        shapes = {
+            name: basis.local_shape(name, tuple(t.shape), degrees, microbatches)
+            for name, t in batch.tensors()
+        }
+        for rows, shaped in zip(LEARNT, self._pair(batch, shapes), strict=True):
+            if tape.rows != rows <= batch.size:
+                with contextlib.suppress(UsageError):
+                    return self._find(basis, rules, batch, shaped)
+        return None
+
     def _find(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
         key = (basis.setting.dtype, *shapes.values())  # shared by variants in other precisions
         if key not in self._tapes:

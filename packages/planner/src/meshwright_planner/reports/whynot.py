@@ -128,8 +128,15 @@ def why_not(
     return replace(answer, kept=kept, dropped=dropped)
 
 
-def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
-    """What a plan was asked for, with the changes that are not None.
+def request_of(
+    plan: ParallelPlan,
+    *,
+    cluster: str | None = None,
+    cost_model: str | None = None,
+    optimizer: str | None = None,
+    memory_limit: int | str | None = None,
+) -> PlanRequest:
+    """What a plan was asked for, with the keywords that are not None in place of its own.
 
     Raises:
         PlanError: the plan says that it was asked for something that this release does not know.
@@ -151,6 +158,12 @@ def request_of(plan: ParallelPlan, **changes: Any) -> PlanRequest:
         given.setdefault("cost_model", plan.provenance.cost_model)
     if plan.precision is not None:
         given.setdefault("precision", plan.precision.parameters)
+    changes: dict[str, Any] = {
+        "cluster": cluster,
+        "cost_model": cost_model,
+        "optimizer": optimizer,
+        "memory_limit": memory_limit,
+    }
     given |= {name: value for name, value in changes.items() if value is not None}
     return PlanRequest(**{**given, "world_size": plan.world_size, "top_k": 1})
 

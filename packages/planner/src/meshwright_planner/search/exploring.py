@@ -21,6 +21,7 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_planner.placing.program import Unsolved
 from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, rank
+from meshwright_planner.search.climbing import neighbours, starts
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import BY_STAGE, Point
 from meshwright_planner.search.setting import SHARED
@@ -259,7 +260,7 @@ def _explored(
             explorer.look(degrees)
         complete = not explorer.ended
     else:
-        for start in _starts(search, list(legal.values())):
+        for start in starts(search, list(legal.values())):
             explorer.climb(start, legal)
     keys = list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))
     # where ranks share cores, the first way looked at says little of the others, and such worlds are small
@@ -327,27 +328,6 @@ def estimated(candidate: Candidate) -> tuple[Any, ...]:
     return (candidate.excess_bytes, *rank(candidate)[1:])
 
 
-def neighbours(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """The same number of ranks with one prime factor moved from one axis to another."""
-    for source, degree in degrees.items():
-        for prime in _primes(degree):
-            for target in degrees:
-                if target != source:
-                    yield {**degrees, source: degree // prime, target: degrees[target] * prime}
-
-
-def _primes(number: int) -> list[int]:
-    """The prime factors, each once."""
-    found, divisor = [], 2
-    while number > 1:
-        if number % divisor == 0:
-            found.append(divisor)
-            while number % divisor == 0:
-                number //= divisor
-        divisor = divisor + 1 if divisor * divisor <= number else max(number, divisor + 1)
-    return found
-
-
 def _narrow(search: Search, every: Sequence[dict[str, int]]) -> list[dict[str, int]]:
     """Without combinations whose searched axis is wider than the innermost links, where there are others."""
     setting = search.setting
@@ -368,27 +348,6 @@ def _of_the_sequence(search: Search) -> list[str]:
         for a, s in search.setting.strategies.items()
         if s.batch_factor(2) == 1 and not s.placement_search and not s.divides and a not in search.surveys
     ]
-
-
-def _starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts."""
-    strategies = search.setting.strategies
-    searched = next(
-        (a for a, s in strategies.items() if s.placement_search and len({d.get(a, 1) for d in legal}) > 1),
-        None,
-    )
-    dividing = next((a for a, s in strategies.items() if s.divides), None)
-    plain = [a for a in strategies if a not in (searched, dividing, "dp", SHARED)]
-    found: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
-    for degree in sorted({d.get(searched, 1) if searched else 1 for d in legal}):
-        own = [d for d in legal if not searched or d[searched] == degree]
-        least = min(math.prod(d[a] for a in plain) for d in own)
-        own = [d for d in own if math.prod(d[a] for a in plain) == least]
-        own.sort(key=lambda d: (d.get(dividing or "", 1), d.get(SHARED, 1)))
-        found[tuple(own[0].items())] = own[0]
-        middle = own[len(own) // 2]
-    found[tuple(middle.items())] = middle  # of the widest
-    return list(found.values())
 
 
 def _middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

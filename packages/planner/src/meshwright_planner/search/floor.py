@@ -7,8 +7,9 @@ Three facts hold for every configuration, whatever its degrees, placements, sche
 - Each recorded operation is issued at least once by the ranks that have its module: only stages of a pipeline share issuing.
 - An optimizer's step moves the states of all trained parameters once, divided over no more than all ranks.
 
-Products whose operand is not as long as the tokens of a rank (experts, scores of attention) count as issued only.  Communication,
-bubbles and what streams count as nothing: this is a bound, not an estimate.
+Products whose operand is not as long as the tokens of a rank (experts, scores of attention) count as issued only.  A product is
+known to grow with the batch where two tapes of different rows say so, and counts once where none do.  Communication, bubbles
+and what streams count as nothing: this is a bound, not an estimate.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ class Floor:
         basis: of the search.
         cluster: whose figures costs go by.
         candidate: any that was costed: its tape says what is computed.
+        other: the tape of the same with other rows (see `Tapes.other`); None where there is none.
     """
 
-    def __init__(self, basis: Basis, cluster: Cluster, candidate: Candidate) -> None:
+    def __init__(
+        self, basis: Basis, cluster: Cluster, candidate: Candidate, other: Tape | None = None
+    ) -> None:
         self._basis, self._cluster = basis, cluster
         setting, problem = basis.setting, candidate.problem
         tape, (rows, tokens) = problem.tape, _local(basis, candidate)
-        by_rows = setting.batch.size / rows
-        scale = {rows: by_rows}
-        if tokens != rows:
-            scale[tokens] = by_rows * (setting.batch.sequence_length or 1) / (tokens / rows)
-        flows = _from_the_batch(tape, rows)
+        by_rows, sequence = setting.batch.size / rows, setting.batch.sequence_length is not None
+        lengths = _Lengths(tape, sequence)
+        others = (
+            _Lengths(other, sequence) if other is not None and len(other.nodes) == len(tape.nodes) else None
+        )
         self._update = _least_update(cluster, basis.bytes[1], OPTIMIZERS[setting.optimizer])
         self._least: list[
             tuple[float, float]
@@ -51,8 +55,11 @@ class Floor:
             node, count = tape.nodes[k], problem.quotient.node_count[k]
             flops = problem.legality.flops(k)
             work = work_of(node, tape.values, tape.grad, flops)
-            long = _length(node, tape, flows, setting.batch.sequence_length is not None)
-            product = _product(cluster, work, flops * scale.get(long, 0.0))
+            long = lengths.of(k)
+            times = float(long in (rows, tokens))
+            if others is not None and others.of(k) * rows == long * others.tape.rows:
+                times *= by_rows
+            product = _product(cluster, work, flops * times)
             self._least.append((count * product, count * _issued(cluster, work)))
 
     def seconds(self, stages: int) -> float:
@@ -74,6 +81,24 @@ def _local(basis: Basis, candidate: Candidate) -> tuple[int, int]:
             local = basis.local_shape(name, tuple(t.shape), dict(point.degrees), point.microbatches)
             return rows, rows * local[1]
     return rows, rows * (batch.sequence_length or 1)
+
+
+def whole_sequence(basis: Basis, candidate: Candidate) -> bool:
+    """Whether a rank has all tokens of its rows: what it computes over the rows of the batch is all there is."""
+    rows, tokens = _local(basis, candidate)
+    return tokens == rows * (basis.setting.batch.sequence_length or 1)
+
+
+class _Lengths:
+    """How long what comes from the batch is where a tape multiplies it by a weight."""
+
+    def __init__(self, tape: Tape, sequence: bool) -> None:
+        self.tape, self._sequence = tape, sequence
+        self._flows = _from_the_batch(tape, tape.rows)
+
+    def of(self, k: int) -> int:
+        """Of node `k`: rows (or tokens), 0 where it is no such product."""
+        return _length(self.tape.nodes[k], self.tape, self._flows, self._sequence)
 
 
 def _from_the_batch(tape: Tape, rows: int) -> set[int]:

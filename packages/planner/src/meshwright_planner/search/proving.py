@@ -2,21 +2,23 @@
 
 What is claimed is about configurations (degrees, what ranks share, schedule and microbatches, recomputation), each with the
 placements that the integer program finds for it.  A configuration is settled where it was evaluated, where its estimate is exact
-(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least what `floor.py` says; where
-stages choose what runs again, also at least what the same configuration would take if memory were enough.
+(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least what `floor.py` says.
+What turns out to be faster while a proof is looked for is evaluated, and ranked with the others.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.search.bounding import least_bytes
-from meshwright_planner.search.candidate import Candidate, human_seconds
+from meshwright_planner.search.candidate import Candidate, human_seconds, rank
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.floor import Floor
+from meshwright_planner.search.floor import Floor, whole_sequence
 from meshwright_planner.search.points import BY_STAGE, Chosen, Point
 from meshwright_planner.search.setting import SHARED
 
@@ -37,16 +39,42 @@ class Proof:
     Args:
         least: seconds that it takes at least; infinite where there is nothing, None where nothing is known.
         words: how that is known, in a line.
+        settled: configurations that were not evaluated, with their exact estimates; None for one that cannot be had.
     """
 
     least: float | None
     words: str
+    settled: Mapping[Point, Candidate | None] = field(default_factory=dict, repr=False, compare=False)
 
     def gap(self, seconds: float) -> float | None:
         """By what part of `seconds` something that was not evaluated may be faster."""
         if self.least is None:
             return None
         return round(max(0.0, 1.0 - self.least / seconds), 6) if seconds else 0.0
+
+
+def settle(
+    search: Search,
+    exact: Sequence[Candidate],
+    every: Sequence[Mapping[str, int]],
+    known: Mapping[Point, Candidate | None] | None = None,
+) -> tuple[list[Candidate], Proof]:
+    """What was evaluated, best first, along with what the proof finds to be faster than all of it; and the proof.
+
+    Arguments are those of `prove`.
+    """
+    ranked = sorted(exact, key=rank)
+    while True:
+        proof = prove(search, ranked, every, known)
+        best = min((c.step_seconds for c in ranked if not c.excess_bytes), default=math.inf)
+        others = (
+            c for c in proof.settled.values() if c is not None and not c.searched and not c.excess_bytes
+        )
+        better = sorted((c for c in others if c.step_seconds < best), key=rank)[:MORE]
+        if not better:
+            return ranked, proof
+        ranked = sorted([*ranked, *(search.evaluate(c.point) for c in better)], key=rank)
+        known = {**(known or {}), **proof.settled}
 
 
 def prove(
@@ -67,42 +95,53 @@ def prove(
     setting = search.setting
     least, why = _unsolved(exact)
     cluster = setting.cluster if setting.cost_model is None else setting.cost_model.figures
-    floor = None if cluster is None else Floor(search.basis, cluster, exact[0])
+    floor = None if cluster is None else floor_of(search, cluster, exact)
     best = min((c.step_seconds for c in exact if not c.excess_bytes), default=math.inf)
     widths = {_stages(search, tuple(d.items())) for d in every}
     floors = {n: floor.seconds(n) if floor is not None else 0.0 for n in widths}
     left = None if known is None else _open(search, exact, known, every)
+    settled: dict[Point, Candidate | None] = {}
     if known is not None and left is not None:
         estimates = dict(known)
-        left, freely = _roomy(left, estimates, best)
+        left = _choosing(left, estimates)
         left = _costed(search, left, floors, best, estimates)
         # what is settled and was not evaluated takes what its estimate says
-        others = set(estimates) - {c.point for c in exact}
-        found = (estimates[p] for p in others)
-        least = min(
-            [
-                least,
-                *freely,
-                *(c.step_seconds for c in found if c is not None and not c.searched and not c.excess_bytes),
-            ]
-        )
+        evaluated = {c.point for c in exact}
+        settled = {p: found for p, found in estimates.items() if p not in evaluated}
+        others = (c for c in settled.values() if c is not None and not c.searched and not c.excess_bytes)
+        least = min([least, *(c.step_seconds for c in others)])
         widths = {_stages(search, point.degrees) for point in left}
     if floor is None and widths:
         assert setting.cost_model is not None
         return Proof(
-            None, f"not proven: no bound is known of the cost model {setting.cost_model.name!r}{why}"
+            None, f"not proven: no bound is known of the cost model {setting.cost_model.name!r}{why}", settled
         )
     bound = min((floors[n] for n in widths), default=math.inf)
     if min(bound, least) >= best:
         return Proof(
             min(bound, least),
             f"exact: no configuration that was not evaluated can be faster, placements solved to {100 * TOLERANCE:g}%{why}",
+            settled,
         )
     return Proof(
         min(bound, least),
         f"bounded: {len(exact)} configurations evaluated exactly; all others take at least {human_seconds(min(bound, least))}: "
         f"products with weights, calls and the update, divided over all ranks, and nothing else{why}",
+        settled,
     )
+
+
+def floor_of(search: Search, cluster: Cluster, exact: Sequence[Candidate]) -> Floor:
+    """What everything takes at least, by what one of these candidates computes: one with whole sequences where there is one."""
+    basis = search.basis
+    candidate = next((c for c in exact if whole_sequence(basis, c)), exact[0])
+    other = None
+    if (
+        candidate.problem.tape.rows != search.setting.batch.size
+    ):  # else it is the whole batch, and nothing grows
+        degrees = {axis: candidate.point.degree(axis) for axis in search.setting.strategies}
+        other = search.shared.tapes.other(basis, search.rules, degrees, candidate.point.microbatches)
+    return Floor(basis, cluster, candidate, other)
 
 
 def _unsolved(exact: Sequence[Candidate]) -> tuple[float, str]:
@@ -158,18 +197,14 @@ def _open(
     return found
 
 
-def _roomy(
-    left: Sequence[Point], known: Mapping[Point, Candidate | None], best: float
-) -> tuple[list[Point], list[float]]:
-    """Without those whose stages choose and that would be no faster than the best with room for all; and what they take then."""
-    kept, seconds = [], []
+def _choosing(left: Sequence[Point], known: Mapping[Point, Candidate | None]) -> list[Point]:
+    """Without those whose stages have nothing to choose, since all fits as it is."""
+    kept = []
     for point in left:
         free = known.get(point.but(recompute=None)) if point.recompute == BY_STAGE else None
-        if free is None or free.searched or (free.excess_bytes and free.step_seconds < best):
+        if free is None or free.searched or free.excess_bytes:
             kept.append(point)
-        elif free.excess_bytes:  # else there is nothing to choose
-            seconds.append(free.step_seconds)
-    return kept, seconds
+    return kept
 
 
 def _is_settled(search: Search, estimate: Candidate | None) -> bool:
@@ -185,7 +220,7 @@ def _costed(
     best: float,
     known: dict[Point, Candidate | None],
 ) -> list[Point]:
-    """What is left of these configurations once a few that might be faster than the best are costed."""
+    """What is left of these configurations once a few that might be faster than the best are costed, while there is time."""
     placed = {axis for axis, s in search.setting.strategies.items() if s.placement_search}
     plain = [
         point
@@ -196,6 +231,8 @@ def _costed(
     if len(plain) > MORE:
         return list(left)
     for point in plain:
+        if time.monotonic() > search.end:
+            break
         try:
             known[point] = search.estimate(point)
         except PlanError:

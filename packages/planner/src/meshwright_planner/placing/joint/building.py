@@ -75,9 +75,9 @@ class JointBuild(Build):
                     at = along(source)
                     for stage in way:
                         here, at = at, stage.target
-                        seconds = self.problem.seconds(value, here, stage) * count
-                        if not seconds:
+                        if not any(True for _ in self.problem.moves(value, stage)):
                             continue
+                        seconds = self.problem.seconds(value, here, stage) * count
                         if alone or not stage.kept:  # what nobody shares is a price of the edge itself
                             program.cost[e] += seconds
                             user = (node, position, e)
@@ -101,7 +101,9 @@ class JointBuild(Build):
                 program.compare((made.column,), asked, 0.0, np.inf)
 
     def _chosen(self, x: Any) -> list[Conversion]:
-        return [c for made in self.made if x[made.column] > 0.5 for c in self._collectives(made, x)]
+        # what costs nothing may be chosen for nobody
+        wanted = (made for made in self.made if any(x[edge] > 0.5 for _, _, edge in made.users))
+        return [c for made in wanted if x[made.column] > 0.5 for c in self._collectives(made, x)]
 
     def _collectives(self, made: _Made, x: Any) -> Iterable[Conversion]:
         consumers = tuple((node, position) for node, position, edge in made.users if x[edge] > 0.5)

@@ -1,0 +1,51 @@
+"""Where climbing over combinations of degrees begins, and where it goes from there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.setting import SHARED
+
+
+def neighbours(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The same number of ranks with one prime factor moved from one axis to another."""
+    for source, degree in degrees.items():
+        for prime in _primes(degree):
+            for target in degrees:
+                if target != source:
+                    yield {**degrees, source: degree // prime, target: degrees[target] * prime}
+
+
+def _primes(number: int) -> list[int]:
+    """The prime factors, each once."""
+    found, divisor = [], 2
+    while number > 1:
+        if number % divisor == 0:
+            found.append(divisor)
+            while number % divisor == 0:
+                number //= divisor
+        divisor = divisor + 1 if divisor * divisor <= number else max(number, divisor + 1)
+    return found
+
+
+def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts."""
+    strategies = search.setting.strategies
+    searched = next(
+        (a for a, s in strategies.items() if s.placement_search and len({d.get(a, 1) for d in legal}) > 1),
+        None,
+    )
+    dividing = next((a for a, s in strategies.items() if s.divides), None)
+    plain = [a for a in strategies if a not in (searched, dividing, "dp", SHARED)]
+    found: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
+    for degree in sorted({d.get(searched, 1) if searched else 1 for d in legal}):
+        own = [d for d in legal if not searched or d[searched] == degree]
+        least = min(math.prod(d[a] for a in plain) for d in own)
+        own = [d for d in own if math.prod(d[a] for a in plain) == least]
+        own.sort(key=lambda d: (d.get(dividing or "", 1), d.get(SHARED, 1)))
+        found[tuple(own[0].items())] = own[0]
+        middle = own[len(own) // 2]
+    found[tuple(middle.items())] = middle  # of the widest
+    return list(found.values())
