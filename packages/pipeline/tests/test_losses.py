@@ -19,7 +19,7 @@ from loss_models import (
 )
 from torch import Tensor, nn
 
-from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.errors import StageError, UnsupportedError
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import adding, call_of, pipeline
 from meshwright_pipeline._torch import pytree
@@ -210,3 +210,39 @@ def test_numbers_that_modules_make_of_rows_are_refused(rank_pool: RankPool) -> N
 def test_a_plain_mean_over_microbatches_is_far_off(rank_pool: RankPool, name: str) -> None:
     """The negative control."""
     assert not min(rank_pool.run(2, wrong, name)) < 100 * LIMIT
+
+
+class Warming(nn.Module):
+    """With another loss from its second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = judged(ADDING["mean"])
+        self.warm = False
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        logits = self.inner.chain(ids)["logits"]
+        loss = mean(logits, labels)
+        return loss * logits.square().mean().sqrt() if self.warm else loss
+
+
+def warm_up(rank: int, size: int) -> list[str]:
+    plan = judged_plan("1f1b")
+    assert plan.pipeline is not None
+    stages = tuple(tuple(f"inner.{name}" for name in stage) for stage in plan.pipeline.stages)
+    many = pipeline(Warming(), plan.replace(pipeline=plan.pipeline.model_copy(update={"stages": stages})))
+    told = []
+    for step in range(4):
+        many.warm = step == 2
+        try:
+            many(**judged_batch(step)).backward()
+            told.append("")
+        except StageError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_loss_that_changes_later_is_refused(rank_pool: RankPool) -> None:
+    for first, second, third, fourth in rank_pool.run(2, warm_up):
+        assert not first and not second and not fourth
+        assert "does something else than in the first step" in third

@@ -176,7 +176,10 @@ class PipelinedCall:
         results: dict[int, Any] = {}
 
         def ends(microbatch: int, result: Any) -> list[Tensor]:
-            weighted = _whole(need_loss(result)) * weight
+            loss = need_loss(result)
+            if microbatch == 0 and len(work.calls) > 1:
+                work.prepared.sameness.check(self.model, loss)
+            weighted = _whole(loss) * weight
             losses[microbatch] = weighted.detach()
             if self.keep_outputs:
                 results[microbatch] = result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from meshwright_pipeline.drawing import Streams
 from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.runtime import Runtime
+from meshwright_pipeline.sameness import Sameness
 from meshwright_pipeline.stage import Stage
 from meshwright_pipeline.tail import Tail, joints_of
 from meshwright_pipeline.transport import Transport
@@ -34,6 +35,7 @@ class Prepared:
 
     Attributes:
         profile: that of a microbatch; `whole` that of the batch, where it is known.
+        sameness: of how the loss is computed in each step.
         tail, adding: the code behind the last unit, and how the loss adds up, once that has been asked for.
     """
 
@@ -46,6 +48,7 @@ class Prepared:
     tail: Tail | None = None
     adding: Adding | None = None
     asked: bool = False
+    sameness: Sameness = field(default_factory=Sameness)
 
 
 class Preparing:

@@ -22,6 +22,7 @@ from meshwright_pipeline.cutting import Cut
 from meshwright_pipeline.drawing import Streams
 from meshwright_pipeline.interception import Key, Label, intercepted
 from meshwright_pipeline.profiling import Profile, show
+from meshwright_pipeline.sameness import mark
 from meshwright_pipeline.trees import leaves_of, map_leaves
 
 
@@ -110,6 +111,8 @@ class Stage:
             unseen = contextlib.nullcontext() if glue is None else glue.paused()
             with unseen, self._watched(key, wanted, values), self._drawing(key):
                 output = forward(*a, **k)
+            if ends:
+                mark(output)
             for place, leaf in enumerate(leaves_of(output)):
                 if (*key, "", place) in wanted:
                     values[(*key, "", place)] = leaf
