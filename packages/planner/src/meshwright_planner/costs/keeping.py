@@ -26,10 +26,14 @@ class SavedPlaces:
 
     @staticmethod
     def of(problem: PlacementProblem) -> SavedPlaces:
-        """Those of the tape of a problem, looked up once for all tapes of the same operations."""
-        return problem.quotient.once(
-            ("saved places", problem.tape.recompute), lambda: SavedPlaces._look(problem)
+        """Those of the tape of a problem, looked up once for it and for all that differ from it in sizes only."""
+        tape = problem.tape
+        like = tape if tape.origin is None else tape.origin
+        # a quotient serves tapes of their own too, which may keep other tensors; the answer holds on to the one it is of
+        _, found = problem.quotient.once(
+            ("saved places", id(like), tape.recompute), lambda: (like, SavedPlaces._look(problem))
         )
+        return found
 
     @staticmethod
     def _look(problem: PlacementProblem) -> SavedPlaces:
