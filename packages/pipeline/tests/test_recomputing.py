@@ -12,11 +12,13 @@ from pipe_models import Chain
 
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Schedule, Shape, balance
+from meshwright_pipeline.actions import Action
 from meshwright_pipeline.divided import divided
 from meshwright_pipeline.predicting import StageCosts, predict
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.recomputing import MOST, Choices, Way, cheapest, moments
 from meshwright_pipeline.schedules.named import schedule_named
+from meshwright_pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.surveying import Surveyed
 
@@ -98,6 +100,24 @@ def test_moments_are_those_of_a_step_in_thought(name: str, count: int) -> None:
             for moment in every
         )
         assert most == pytest.approx(fullest[rank])
+
+
+class OnlyLong(OneForwardOneBackward):
+    """Takes nothing shorter than twelve microbatches."""
+
+    def refusal(self, shape: Shape) -> str | None:
+        """See Schedule."""
+        return None if shape.microbatches >= 12 else "too few"
+
+    def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
+        """See Schedule."""
+        assert self.refusal(shape) is None, "asked for what it refuses"
+        return super().actions(rank, shape)
+
+
+def test_a_schedule_is_not_asked_for_steps_that_it_refuses() -> None:
+    shape = Shape(2, 2, 12)
+    assert moments(OnlyLong(), shape) == moments(OneForwardOneBackward(), shape)
 
 
 def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, balance._Case]:

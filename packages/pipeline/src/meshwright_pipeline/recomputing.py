@@ -141,10 +141,10 @@ def _uncovered(found: Iterable[Moment]) -> tuple[Moment, ...]:
 def moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
     """Per rank, the moments at which it may be fullest; no backward is split, as where modules run again."""
     few = 3 * shape.stages
-    if (
-        shape.microbatches > few
-    ):  # of a long step the steady part is like that of a shorter one, where it is steady
-        short = [moments(schedule, Shape(shape.ranks, shape.stages, n)) for n in (few, few - shape.stages)]
+    shorter = [Shape(shape.ranks, shape.stages, count) for count in (few, few - shape.stages)]
+    # of a long step the steady part is like that of a shorter one, where it is steady and the schedule takes such
+    if shape.microbatches > few and not any(schedule.refusal(one) for one in shorter):
+        short = [moments(schedule, one) for one in shorter]
         if short[0] == short[1]:
             return short[0]
     return tuple(_of_rank(schedule, shape, rank) for rank in range(shape.ranks))
