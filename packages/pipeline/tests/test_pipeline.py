@@ -242,7 +242,8 @@ def fail(rank: int, size: int, where: str, late: bool) -> str:
         many(**chain_batch())["loss"].backward()
         armed[0] = True
     try:
-        many(**chain_batch())
+        # the hook reads what a unit returns, so the loss is computed behind the pipeline, and units go backward in backward()
+        many(**chain_batch())["loss"].backward()
     except StageError as error:
         armed[0] = False
         many.zero_grad()
