@@ -30,13 +30,14 @@ from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.pricing import Communication, Operation
 from meshwright_planner import EagerPlanner, explain
+from meshwright_planner.placing.program import GAP
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.planners.mcmc import McmcPlanner
 from meshwright_planner.reports.page import page
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
-from meshwright_planner.search.proving import TOLERANCE, floor_of, prove, settle
+from meshwright_planner.search.proving import floor_of, prove, settle
 
 
 def search_of(model: nn.Module, batch: object, request: PlanRequest, host: PluginHost = HOST) -> Search:
@@ -97,7 +98,7 @@ def test_nothing_is_faster_than_the_gap_allows(seed: int) -> None:
         assert plan.predicted is not None and plan.predicted.gap is not None and plan.predicted.proof
         least = plan.predicted.step_seconds * (1 - plan.predicted.gap)
         # what is faster than it may be stands before it in the list
-        assert sum(s < least * (1 - TOLERANCE) for s in fitting) <= place
+        assert sum(s < least * (1 - GAP) for s in fitting) <= place
     floor = floor_of(search, search.setting.cluster, found).seconds(1)
     assert all(floor <= c.step_seconds * (1 + 1e-9) for c in found)
     assert floor > 0.02 * found[0].step_seconds

@@ -71,6 +71,11 @@ class Link:
     outer_Bps: float = 0.0
     measured: tuple[MeasuredCollective, ...] = ()
 
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Names of the levels of links that it crosses, innermost first."""
+        return (*(() if self.inside is None else self.inside.levels), self.name)
+
     def seconds(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
         """Seconds of one collective over `degree` ranks, by the fastest algorithm; `nbytes` is the size of the full tensor.
 

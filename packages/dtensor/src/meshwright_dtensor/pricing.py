@@ -69,12 +69,7 @@ class Communication(NamedTuple):
     @property
     def levels(self) -> tuple[str, ...]:
         """Names of the levels of links that it crosses, innermost first: ("nvlink", "infiniband")."""
-        found: list[str] = []
-        link: Link | None = self.link
-        while link is not None:
-            found.append(link.name)
-            link = link.inside
-        return tuple(reversed(found))
+        return self.link.levels
 
 
 class CostModel(Protocol):

@@ -15,7 +15,7 @@ Objective: seconds of compute and communication, plus a price per byte of memory
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind
+from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
 from meshwright_planner.placing.answer import RESULT, Placement, along
 from meshwright_planner.placing.program import Conversion, Event, MemoryTerms, Phase, Program, User
@@ -36,6 +37,9 @@ TIE = 1e-9
 _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
 """(node, position among its inputs, the copies of the value that its copies read)."""
 
+
+_End: TypeAlias = tuple[Mapping[State, Sequence[int]], Mapping[State, Sequence[int]]]
+"""Of one end of edges: state -> the variables of which one says that it is that state; state -> those of the edges there."""
 
 _Way: TypeAlias = tuple[State, CollectiveKind | None, CollectiveKind | None]
 """Kind of a target in the forward pass, and what both passes of a conversion to it communicate."""
@@ -183,33 +187,38 @@ class Build:
                         share(("forward", source, kind, flow), ahead, user)
                     if back is not None and grad:
                         share(("backward", source, target, flow), back, user)
-            for source, columns in produced.items():
-                program.compare(leaving[source], columns, 0.0, 0.0)
-            for target, columns in wanted.items():
-                program.compare(arriving[target], columns, *((1.0, 1.0) if node == RESULT else (0.0, 0.0)))
+            self._flow(node, (produced, leaving), (wanted, arriving))
         for event in shared.values():
             self.events.append(event)
-            consumers_of: dict[tuple[int, int], list[int]] = defaultdict(list)
-            for user in event.users:
-                consumers_of[user.node, user.position].append(user.edge)
-            for edges_of in consumers_of.values():
-                program.compare([event.column], edges_of, 0.0, np.inf)
+            self._serve(event.column, ((user.node, user.position, user.edge) for user in event.users))
+
+    def _flow(self, node: int, out: _End, into: _End) -> None:
+        """A value leaves in the state that it is in, and arrives in the one that `node` wants."""
+        (produced, leaving), (wanted, arriving) = out, into
+        for source, columns in produced.items():
+            self.program.compare(leaving[source], columns, 0.0, 0.0)
+        once = 1.0 if node == RESULT else 0.0
+        for target, columns in wanted.items():
+            self.program.compare(arriving[target], columns, once, once)
+
+    def _serve(self, column: int, users: Iterable[tuple[int, int, int]]) -> None:
+        """What is done for several is done where one of them asks: (node, position, edge variable)."""
+        edges: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for node, position, edge in users:
+            edges[node, position].append(edge)
+        for asked in edges.values():
+            self.program.compare((column,), asked, 0.0, np.inf)
 
     def _saved(self) -> None:
         """Memory of what autograd keeps: one variable per storage and per way (whole, sharded) it is kept in."""
         users: dict[tuple[int | None, Hashable], dict[int, list[int]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        copies: dict[int, set[int]] = defaultdict(set)  # a mask that every layer keeps is kept once
-        for item in self.tape.saved:
-            if item.root is not None:
-                copies[self.quotient.value(item.root)].add(item.root)
+        places = SavedPlaces.of(self.problem)  # a mask that every layer keeps is kept once
         size: dict[tuple[int | None, Hashable], float] = {}
-        for number, item in enumerate(self.tape.saved):
-            node = self.quotient.node(item.node)
-            if node != item.node:
-                continue
-            count = self.quotient.node_count[node]
+        for number in places.representative:
+            item = self.tape.saved[number]
+            node, count = item.node, self.quotient.node_count[item.node]
             root = None if item.root is None else self.quotient.value(item.root)
             if root is None:
                 for column, option in zip(self.x[node], self.problem.options[node]):
@@ -221,7 +230,7 @@ class Build:
                 split = self.problem.kept_split(item, option)
                 key = (root, split)
                 users[key][node * 1_000_000 + number].append(column)
-                nbytes = item.nbytes * len(copies[root]) * self.costs.part(split)
+                nbytes = item.nbytes * places.copies[root] * self.costs.part(split)
                 size[key] = max(size.get(key, 0.0), nbytes)
         for (root, split), by_user in users.items():
             nbytes = size[root, split]

@@ -16,6 +16,9 @@ from meshwright_planner.costs.prices import Collective
 
 Phase: TypeAlias = Literal["forward", "backward"]
 
+GAP = 1e-4
+"""Part by which what the solver calls optimal may be above the least."""
+
 INFEASIBLE = 2
 """What scipy's milp says of a program without a solution."""
 
@@ -127,7 +130,7 @@ class Program:
             constraints=LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high)),
             integrality=np.asarray(self.integer),
             bounds=Bounds(0, 1),
-            options={"time_limit": time_limit, "mip_rel_gap": 1e-4},
+            options={"time_limit": time_limit, "mip_rel_gap": GAP},
         )
 
 

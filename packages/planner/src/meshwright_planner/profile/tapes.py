@@ -32,12 +32,8 @@ class Tapes:
 
     def of(self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1) -> Tape:
         """The tape of what one rank computes at once: a microbatch of its part of the batch."""
-        batch = basis.setting.batch
-        shapes = {
-            name: basis.local_shape(name, tuple(t.shape), degrees, microbatches)
-            for name, t in batch.tensors()
-        }
-        return self._find(basis, rules, batch, shapes)
+        shapes = _shapes(basis, degrees, microbatches)
+        return self._find(basis, rules, basis.setting.batch, shapes)
 
     def other(
         self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1
@@ -46,10 +42,7 @@ class Tapes:
         tape, batch = self.of(basis, rules, degrees, microbatches), basis.setting.batch
         if tape.origin is not None and tape.origin.rows != tape.rows:
             return tape.origin
-        shapes = {
-            name: basis.local_shape(name, tuple(t.shape), degrees, microbatches)
-            for name, t in batch.tensors()
-        }
+        shapes = _shapes(basis, degrees, microbatches)
         for rows, shaped in zip(LEARNT, self._pair(batch, shapes), strict=True):
             if tape.rows != rows <= batch.size:
                 with contextlib.suppress(UsageError):
@@ -134,3 +127,11 @@ def _part(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     for dim, size in enumerate(shape):
         tensor = tensor.narrow(dim, 0, size)
     return tensor.contiguous()  # as a rank holds it: models call view on their inputs
+
+
+def _shapes(basis: Basis, degrees: Mapping[str, int], microbatches: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a batch's tensors as one rank has them, of one of its microbatches."""
+    return {
+        name: basis.local_shape(name, tuple(t.shape), degrees, microbatches)
+        for name, t in basis.setting.batch.tensors()
+    }

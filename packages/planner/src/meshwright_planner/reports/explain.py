@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.links import Link
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.recomputation.asked import in_words
@@ -161,10 +160,7 @@ def crossed(plan: ParallelPlan, axes: str, cluster: Cluster) -> tuple[str, ...]:
     for axis in axes.split("+"):
         inner = list(plan.degrees)[list(plan.degrees).index(axis) + 1 :] if axis in plan.degrees else []
         stride = math.prod(plan.degree(other) for other in inner)
-        link: Link | None = cluster.link(stride, plan.degree(axis))
-        while link is not None:
-            found.add(link.name)
-            link = link.inside
+        found.update(cluster.link(stride, plan.degree(axis)).levels)
     return tuple(level.name for level in cluster.links if level.name in found)
 
 

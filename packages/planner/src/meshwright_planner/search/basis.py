@@ -13,7 +13,6 @@ from meshwright_dtensor.strategy import Link, SearchRequest
 from meshwright_dtensor.units import parameter_units
 from meshwright_planner.costs.memory import Sizes
 from meshwright_planner.costs.models import priced
-from meshwright_planner.profile.tape import Tape
 from meshwright_planner.search.setting import Setting
 from meshwright_planner.search.surveys import Surveys
 
@@ -25,7 +24,6 @@ class Basis:
         self.setting = setting
         axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
         self.surveys = surveyed.of({axis: setting.strategies[axis] for axis in axes})
-        self._numbers: frozenset[tuple[str, str]] | None = None
 
     @cached_property
     def bytes(self) -> tuple[int, int]:
@@ -42,12 +40,6 @@ class Basis:
     def units(self) -> tuple[tuple[tuple[str, nn.Parameter], ...], ...]:
         """The named parameters of each unit of the model (see units.parameter_units)."""
         return tuple(tuple(own) for _, _, own in parameter_units(self.setting.model))
-
-    def numbers(self, tape: Tape) -> frozenset[tuple[str, str]]:
-        """See SearchRequest; the same whichever `tape` of the model they are read from."""
-        if self._numbers is None:
-            self._numbers = tape.numbers
-        return self._numbers
 
     def request(self, axis: str | None = None) -> SearchRequest:
         """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""

@@ -81,7 +81,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
             survey=basis.surveys.get(outer),
             work=placed.work,
             company=company,
-            numbers=basis.numbers(tape),
+            numbers=problem.quotient.once("numbers", lambda: tape.numbers),
         )
         if easing is not None:
             asked = replace(asked, again=easing.again.work, relief=easing.relief)

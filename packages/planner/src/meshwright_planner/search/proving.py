@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PlanError
+from meshwright_planner.placing.program import GAP
 from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate, human_seconds, rank
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.floor import Floor, whole_sequence
 from meshwright_planner.search.points import BY_STAGE, Chosen, Point
 from meshwright_planner.search.setting import SHARED
-
-TOLERANCE = 1e-4
-"""Relative gap at which the solver calls a placement the best; see program.py."""
 
 MORE = 16
 """Configurations without a searched axis that are costed for the sake of the proof alone."""
@@ -66,11 +64,8 @@ def settle(
     ranked = sorted(exact, key=rank)
     while True:
         proof = prove(search, ranked, every, known)
-        best = min((c.step_seconds for c in ranked if not c.excess_bytes), default=math.inf)
-        others = (
-            c for c in proof.settled.values() if c is not None and not c.searched and not c.excess_bytes
-        )
-        better = sorted((c for c in others if c.step_seconds < best), key=rank)[:MORE]
+        best = _fastest(ranked)
+        better = sorted((c for c in _exact(proof.settled) if c.step_seconds < best), key=rank)[:MORE]
         if not better:
             return ranked, proof
         ranked = sorted([*ranked, *(search.evaluate(c.point) for c in better)], key=rank)
@@ -96,7 +91,7 @@ def prove(
     least, why = _unsolved(exact)
     cluster = setting.cluster if setting.cost_model is None else setting.cost_model.figures
     floor = None if cluster is None else floor_of(search, cluster, exact)
-    best = min((c.step_seconds for c in exact if not c.excess_bytes), default=math.inf)
+    best = _fastest(exact)
     widths = {_stages(search, tuple(d.items())) for d in every}
     floors = {n: floor.seconds(n) if floor is not None else 0.0 for n in widths}
     left = None if known is None else _open(search, exact, known, every)
@@ -108,8 +103,7 @@ def prove(
         # what is settled and was not evaluated takes what its estimate says
         evaluated = {c.point for c in exact}
         settled = {p: found for p, found in estimates.items() if p not in evaluated}
-        others = (c for c in settled.values() if c is not None and not c.searched and not c.excess_bytes)
-        least = min([least, *(c.step_seconds for c in others)])
+        least = min([least, *(c.step_seconds for c in _exact(settled))])
         widths = {_stages(search, point.degrees) for point in left}
     if floor is None and widths:
         assert setting.cost_model is not None
@@ -120,7 +114,7 @@ def prove(
     if min(bound, least) >= best:
         return Proof(
             min(bound, least),
-            f"exact: no configuration that was not evaluated can be faster, placements solved to {100 * TOLERANCE:g}%{why}",
+            f"exact: no configuration that was not evaluated can be faster, placements solved to {100 * GAP:g}%{why}",
             settled,
         )
     return Proof(
@@ -129,6 +123,15 @@ def prove(
         f"products with weights, calls and the update, divided over all ranks, and nothing else{why}",
         settled,
     )
+
+
+def _exact(settled: Mapping[Point, Candidate | None]) -> Iterator[Candidate]:
+    """Those that fit and whose estimates are exact: nothing is placed in them."""
+    return (c for c in settled.values() if c is not None and not c.searched and not c.excess_bytes)
+
+
+def _fastest(candidates: Iterable[Candidate]) -> float:
+    return min((c.step_seconds for c in candidates if not c.excess_bytes), default=math.inf)
 
 
 def floor_of(search: Search, cluster: Cluster, exact: Sequence[Candidate]) -> Floor:
@@ -152,7 +155,7 @@ def _unsolved(exact: Sequence[Candidate]) -> tuple[float, str]:
         if placement.bound is None or placement.objective <= 0:
             continue
         gap = 1.0 - placement.bound / placement.objective
-        if gap > TOLERANCE:
+        if gap > GAP:
             count += 1
             least = min(least, candidate.step_seconds * max(0.0, 1.0 - gap))
     return least, f"; {count} placement programs not solved to the end" if count else ""

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from meshwright_dtensor.states import State
 from meshwright_planner.placing.answer import RESULT, along
 from meshwright_planner.placing.building import TIE, Build
@@ -88,17 +86,10 @@ class JointBuild(Build):
                             column = program.variable(seconds)
                             shared[key] = _Made(column, value, stage, count)
                         shared[key].users.append((node, position, e))
-            for source, columns in produced.items():
-                program.compare(leaving[source], columns, 0.0, 0.0)
-            for target, columns in wanted.items():
-                program.compare(arriving[target], columns, *((1.0, 1.0) if node == RESULT else (0.0, 0.0)))
+            self._flow(node, (produced, leaving), (wanted, arriving))
         for made in shared.values():
             self.made.append(made)
-            edges: dict[tuple[int, int], list[int]] = defaultdict(list)
-            for node, position, edge in made.users:
-                edges[node, position].append(edge)
-            for asked in edges.values():
-                program.compare((made.column,), asked, 0.0, np.inf)
+            self._serve(made.column, made.users)
 
     def _chosen(self, x: Any) -> list[Conversion]:
         # what costs nothing may be chosen for nobody

@@ -17,7 +17,7 @@ from meshwright_planner.placing.answer import Placement
 from meshwright_planner.placing.building import Build
 from meshwright_planner.placing.joint.building import JointBuild, count_pairs
 from meshwright_planner.placing.placement import PlacementProblem
-from meshwright_planner.placing.program import MemoryTerms, Unsolved, placement_of
+from meshwright_planner.placing.program import GAP, MemoryTerms, Unsolved, placement_of
 
 if TYPE_CHECKING:
     from meshwright_planner.placing.joint.problem import JointProblem
@@ -30,9 +30,6 @@ TURNS = 8
 
 BOUND = 0.1
 """Part of the time of turns that is kept for the bound."""
-
-GAP = 1e-4
-"""Part by which what the solver calls optimal may be above the least (see Program.solve)."""
 
 
 def solve(
