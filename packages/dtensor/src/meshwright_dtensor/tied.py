@@ -9,12 +9,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+def all_names(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    """Every parameter of `model` once, with all of its names, in the order of the first ones."""
+    found: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), ([], parameter))[0].append(name)
+    return [(tuple(names), parameter) for names, parameter in found.values()]
+
+
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """First name -> its other names, of every parameter of `model` that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: tuple(others) for first, *others in names.values() if others}
+    return {names[0]: names[1:] for names, _ in all_names(model) if names[1:]}
 
 
 def with_ties(name: str, tied: Mapping[str, Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, format_state
 from meshwright_dtensor.strategy import Strategy
-from meshwright_dtensor.tied import with_ties
+from meshwright_dtensor.tied import all_names, with_ties
 from meshwright_parallel._torch import gradient_hooks, map_tensors
 from meshwright_parallel.composition import check_composition
 from meshwright_parallel.inputs import input_states, placed_of, size_of
@@ -130,15 +130,10 @@ def stored_states(
     Raises:
         PlanError: two names of one parameter are placed differently, or a placement does not fit its shape.
     """
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
     found: dict[str, tuple[State, ...]] = {}
-    for key, aliases in names.items():
+    for aliases, parameter in all_names(model):
         ruled = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
-        shape = tuple(tensors[key].shape)
+        shape = tuple(parameter.shape)
         by_name = {name: _states(name, shape, plan, strategies) for name in ruled}
         first = ruled[0]
         for name, states in by_name.items():

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.strategy import ModuleWork, Survey
+from meshwright_dtensor.tied import all_names
 from meshwright_pipeline.actions import Schedule
 from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
@@ -108,11 +109,6 @@ class Surveyed:
 
 def survey(model: nn.Module) -> Survey:
     """Look at the units of a model."""
-    names: dict[int, list[str]] = {}
-    sizes: dict[str, int] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        own = names.setdefault(id(parameter), [])
-        own.append(name)
-        sizes[own[0]] = parameter.numel() * parameter.element_size()
-    every = {own[0]: tuple(own) for own in names.values()}
+    every = {names[0]: names for names, _ in all_names(model)}
+    sizes = {names[0]: one.numel() * one.element_size() for names, one in all_names(model)}
     return Survey(details=Surveyed(find_units(model).names, every, sizes))

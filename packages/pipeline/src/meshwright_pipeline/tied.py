@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.commlog import record
+from meshwright_dtensor.tied import all_names
 from meshwright_pipeline._torch import local_gradient
 from meshwright_pipeline.spreading import Lost
 
@@ -40,14 +41,11 @@ def ties(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> list[Tie]:
     Args:
         holders: parameter name -> ranks that hold it under that name.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     found = []
-    for own in names.values():
+    for own, _ in all_names(model):
         ranks = sorted({rank for name in own for rank in holders[name]})
         if len(ranks) > 1:
-            found.append(Tie(tuple(own), tuple(ranks)))
+            found.append(Tie(own, tuple(ranks)))
     return found
 
 
