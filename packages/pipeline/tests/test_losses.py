@@ -34,7 +34,8 @@ LIMIT = 1e-5
 def verdict(judge: Judge, count: int = 4) -> adding.Adding | None:
     model = judged(judge)
     units = find_units(model).names
-    return adding.find(Profiler(skeleton(model, units), units), ((), judged_batch(0)), count)
+    profiler, call = Profiler(skeleton(model, units), units), ((), judged_batch(0))
+    return adding.find(profiler, profiler.run(*call), call, count)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

@@ -15,9 +15,9 @@ import torch
 from meshwright_pipeline.batching import Call, microbatches, rows_of
 from meshwright_pipeline.counting import Place
 from meshwright_pipeline.losses import loss_of
-from meshwright_pipeline.profiling import Profiler
+from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.rowwise import along
-from meshwright_pipeline.trees import leaves_of
+from meshwright_pipeline.trees import leaves_of, unlike_dims
 from meshwright_pipeline.watching import Watch, sketch
 
 Tensor = torch.Tensor
@@ -77,18 +77,19 @@ def of_one(result: Any) -> Adding:
     return Adding(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
 
 
-def find(profiler: Profiler, whole: Call, count: int) -> Adding | None:
+def find(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Adding | None:
     """How the loss of a batch follows from those of its microbatches; None where that is not proven.
 
     Args:
         profiler: of the skeleton.
+        entire: what it has found of the batch.
         whole: the batch, with ordinary tensors; its rows can be shared by the microbatches.
         count: of microbatches, two at least.
     """
     try:
         part, rows = microbatches(*whole, count)[0], rows_of(*whole)
         assert rows is not None  # else it would not have been cut
-        first = Watch(rows // count, profiler.run(*whole))
+        first = Watch(rows // count, entire)
         few = profiler.run(*part, watch=first)
         second = Watch(rows, few, first)
         last = profiler.run(*whole, watch=second)
@@ -119,7 +120,7 @@ def _leaf(leaf: Any, before: Any, watch: Watch) -> Leaf | None:
         if kind.power is None or leaf.dim():
             return None
         return Leaf(power=kind.power) if kind.live else Leaf()
-    grown = [dim for dim, size in enumerate(leaf.shape) if before.shape[dim] != size]
+    grown = unlike_dims(leaf, before)
     if len(grown) != 1:
         return None
     rest = [dim for dim in range(leaf.dim()) if dim != grown[0]]

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ Site = tuple[str, str, int]
 """A line of code that calls a function of torch: (function, file, line)."""
 Place = tuple[Site, int]
 """Which time in one forward a line calls it."""
-SUMS = {torch.sum: 1, torch.Tensor.sum: 1, torch.mean: 0, torch.Tensor.mean: 0}
+SUMS: Mapping[Any, int] = MappingProxyType(
+    {torch.sum: 1, torch.Tensor.sum: 1, torch.mean: 0, torch.Tensor.mean: 0}
+)
 """Functions that may be asked for a number which inputs alone decide: 1 where that of the batch is the sum of microbatches', 0
 where it is their mean."""
 _OF_TORCH = os.path.dirname(torch.__file__)

@@ -10,6 +10,7 @@ import torch
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline.interception import Label
 from meshwright_pipeline.profiling import Profile
+from meshwright_pipeline.trees import unlike_dims
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,7 @@ def joint(label: Label, part: Profile, whole: Profile, count: int) -> Joint:
         return Joint()
     one, every = part.leaf(label), whole.leaf(label)
     if isinstance(one, Tensor) and isinstance(every, Tensor) and one.dim() == every.dim():
-        grown = [dim for dim, size in enumerate(one.shape) if every.shape[dim] != size]
+        grown = unlike_dims(one, every)
         if len(grown) == 1 and every.shape[grown[0]] == count * one.shape[grown[0]]:
             return Joint(rows=grown[0])
         if not grown and label[:2] not in whole.of_batch:

@@ -126,7 +126,10 @@ class Preparing:
             if loss_of(output) is not None and self.shape.microbatches == 1:
                 prepared.adding = of_one(output)
             elif loss_of(output) is not None:
-                prepared.adding = find(prepared.profiler, self._whole(whole), self.shape.microbatches)
+                entire = prepared.whole or prepared.profiler.run(*self._whole(whole))
+                prepared.adding = find(prepared.profiler, entire, self._whole(whole), self.shape.microbatches)
+                if prepared.adding is None:  # the tail is then asked for, which is made by it
+                    prepared.whole = entire
         return prepared.adding
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:

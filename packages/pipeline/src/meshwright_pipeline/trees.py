@@ -28,6 +28,11 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
+def unlike_dims(one: torch.Tensor, other: torch.Tensor) -> list[int]:
+    """The dims of which two tensors with as many have different sizes."""
+    return [dim for dim, size in enumerate(one.shape) if other.shape[dim] != size]
+
+
 def nothing(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of zeros of that shape and dtype that takes no memory."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)

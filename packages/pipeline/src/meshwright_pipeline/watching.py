@@ -29,7 +29,7 @@ from meshwright_pipeline.rowwise import (
     moves,
     together,
 )
-from meshwright_pipeline.trees import map_leaves, nothing, tensors_of
+from meshwright_pipeline.trees import map_leaves, nothing, tensors_of, unlike_dims
 
 if TYPE_CHECKING:
     from meshwright_pipeline.interception import Label
@@ -92,10 +92,9 @@ class Watch:
 
     def returned(self, tensor: Tensor, label: Label) -> None:
         """A value that a unit has returned."""
-        other = self.like.leaf(label)
-        grown = [dim for dim, size in enumerate(tensor.shape) if other.shape[dim] != size]
-        if grown or label[:2] in self.like.of_batch:
-            self.seed(tensor, grown[0] if len(grown) == 1 else None, live=True)
+        dims = unlike_dims(tensor, self.like.leaf(label))
+        if dims or label[:2] in self.like.of_batch:
+            self.seed(tensor, dims[0] if len(dims) == 1 else None, live=True)
 
     # ---- below autograd
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -220,15 +219,12 @@ class Watch:
     def _scale(self, place: int, arg: str, arguments: dict[str, Any]) -> int | None:
         if self.before is None:
             return 0
-        tensors = tensors_of(arguments.get(arg))
-        known = [self.kind(t) is not None for t in tensors]
+        known = [self.kind(t) is not None for t in tensors_of(arguments.get(arg))]
         if all(known) and known:
             return 0
-        if any(known):  # beside constants in a list, each of which is to be the same
-            before, after = self.before.tape[place][1].get(arg), self.tape[place][1].get(arg)
-            return 0 if before == after else None
         before, after = self.before.tape[place][1].get(arg), self.tape[place][1].get(arg)
-        if isinstance(before, float) and isinstance(after, float):
+        # beside constants in a list, each of which is to be the same
+        if not any(known) and isinstance(before, float) and isinstance(after, float):
             return grown(before, after, self.before.rows, self.rows)
         return 0 if before == after else None
 
