@@ -15,24 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo import EXPERTS
 
 import meshwright as mw
 from meshwright_dtensor.testing import RankPool
 from meshwright_parallel.comparison import Comparison, compare, one_rounding_away
 
-BASE: Mapping[str, Any] = MappingProxyType(
-    {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 96,
-        "max_position_embeddings": 64,
-        "num_experts_per_tok": 2,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.5,
-    }
+BALANCED: Mapping[str, Any] = MappingProxyType(
+    {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 )
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -54,7 +44,7 @@ def make(family: str) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**BASE | FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**EXPERTS | BALANCED | FAMILIES[family])
     model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for p in model.parameters():

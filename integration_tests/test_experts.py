@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo import EXPERTS
 
 import meshwright as mw
 from meshwright_dtensor.commlog import CommEvent, communication
@@ -22,17 +23,6 @@ from meshwright_parallel.comparison import compare, one_rounding_away
 from meshwright_parallel.experts import detect
 from meshwright_parallel.experts.probe import Rejected
 
-BASE: Mapping[str, Any] = MappingProxyType(
-    {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 96,
-        "max_position_embeddings": 64,
-    }
-)
 LATENT: Mapping[str, Any] = MappingProxyType(
     {
         "num_key_value_heads": 4,
@@ -127,7 +117,7 @@ def make(family: str, implementation: str | None = None) -> nn.Module:
 
     name, settings = FAMILIES[family]
     plain = name in ("SwitchTransformers", "NllbMoe", "Dbrx")
-    config = getattr(transformers, f"{name}Config")(**({} if plain else BASE) | settings)
+    config = getattr(transformers, f"{name}Config")(**({} if plain else EXPERTS) | settings)
     if implementation is not None:
         config._experts_implementation = implementation
     kind = "ForConditionalGeneration" if "decoder_start_token_id" in settings else "ForCausalLM"

@@ -15,6 +15,18 @@ from torch import Tensor, nn
 
 ROWS, TOKENS = 4, 12
 IGNORED = -100
+EXPERTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "max_position_embeddings": 64,
+    }
+)
+"""Sizes that small mixtures of experts have in common, by the names of transformers."""
 
 
 @dataclass(frozen=True)
