@@ -19,6 +19,12 @@ def did_you_mean(name: object, options: Iterable[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
+def suggestion(name: object, options: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the end of a message, "" where nothing is close."""
+    close = did_you_mean(name, options)
+    return f"; did you mean {close!r}?" if close else ""
+
+
 def listing(names: Iterable[str], limit: int = 12) -> str:
     """`names` joined by commas, cut after `limit`; "none" where there are none."""
     names = list(names)

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor._names import did_you_mean, listing
+from meshwright_dtensor._names import listing, suggestion
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.space import Space
 
@@ -30,7 +30,5 @@ def share_attention(mesh: DeviceMesh, axis: str, form: str) -> None:
     if axis not in space.axes:
         raise UsageError(f"mesh axis {axis!r} does not exist; the axes are {listing(space.axes)}")
     if form not in FORMS:
-        close = did_you_mean(form, FORMS)
-        hint = f"; did you mean {close!r}?" if close else ""
-        raise UsageError(f"attention form {form!r} is none of {listing(FORMS)}{hint}")
+        raise UsageError(f"attention form {form!r} is none of {listing(FORMS)}{suggestion(form, FORMS)}")
     space.attention[axis] = form

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor._names import did_you_mean, suggestion
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sizes import parse_size
@@ -254,9 +254,7 @@ class PlanRequest:
 
 def unknown(name: str, value: object, choices: Collection[str]) -> str:
     """The message for a keyword whose value is none of its choices, with the one that was probably meant."""
-    close = did_you_mean(value, choices)
-    hint = f"; did you mean {close!r}?" if close else ""
-    return f"{name}={value!r} is unknown; give one of {', '.join(choices)}{hint}"
+    return f"{name}={value!r} is unknown; give one of {', '.join(choices)}{suggestion(value, choices)}"
 
 
 def _check_count(name: str, value: object) -> None:

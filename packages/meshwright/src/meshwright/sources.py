@@ -28,7 +28,7 @@ from meshwright.defaults import ROWS, TOKENS
 from meshwright.demo.models import RECIPES
 from meshwright.demo.tasks import batches
 from meshwright.demo.text import read_text
-from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor._names import suggestion
 from meshwright_dtensor.deferred import deferred_init
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 
@@ -109,10 +109,9 @@ def resolve(
         raise UsageError(
             f"--model {name} is a file; name a function of it that returns (model, batch), as {name}:make"
         )
-    close = did_you_mean(name, RECIPES)
     raise UsageError(
         f"--model {name} is not known; give one of {', '.join(RECIPES)}, a transformers config.json, "
-        "or file.py:function that returns (model, batch)" + (f"; did you mean {close!r}?" if close else "")
+        "or file.py:function that returns (model, batch)" + suggestion(name, RECIPES)
     )
 
 
@@ -165,10 +164,9 @@ def _function(name: str, sizes: Mapping[str, int | None], seed: int, usual: Mapp
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        close = did_you_mean(attribute, names)
-        hint = f"; did you mean {close!r}?" if close else ""
         raise UsageError(
-            f"--model {name}: {where} has no function {attribute!r}; name one that returns (model, batch){hint}"
+            f"--model {name}: {where} has no function {attribute!r}; name one that returns (model, batch)"
+            + suggestion(attribute, names)
         )
     keywords = _keywords(name, function, sizes, usual)
 

@@ -28,7 +28,7 @@ _PATH = click.Path(path_type=Path)
 def inspect(path: str, tensor: str | None, as_json: bool) -> None:
     """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
     from meshwright_checkpoint.places import place_of_path
-    from meshwright_dtensor._names import did_you_mean
+    from meshwright_dtensor._names import suggestion
     from meshwright_dtensor.errors import UsageError
 
     manifest = place_of_path(path).manifest()
@@ -37,8 +37,7 @@ def inspect(path: str, tensor: str | None, as_json: bool) -> None:
         wanted = (tensor, f"model/{tensor}", f"model/{manifest.model.aliases.get(name, name)}")
         key = next((k for k in wanted if k in manifest.tensors), None)
         if key is None:
-            close = did_you_mean(tensor, [k.removeprefix("model/") for k in manifest.tensors])
-            hint = f"; did you mean {close!r}?" if close else ""
+            hint = suggestion(tensor, [k.removeprefix("model/") for k in manifest.tensors])
             raise UsageError(f"--tensor {tensor} is not in {path}; inspect {path} lists the tensors{hint}")
         one = manifest.tensors[key]
         click.echo(json.dumps({"key": key, **one.model_dump(mode="json")}) if as_json else draw(key, one))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from meshwright.defaults import ROWS, TOKENS
-from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor._names import did_you_mean, suggestion
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.planning import DEGREES, KEYWORDS, PRECISIONS, Planner, PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
@@ -149,8 +149,7 @@ class Named(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value not in self.names:
-            close = did_you_mean(value, self.names)
-            hint = f"; did you mean {close!r}?" if close else ""
+            hint = suggestion(value, self.names)
             self.fail(f"{value!r} is not one of {', '.join(self.names)}{hint}", param, ctx)
         return value
 
@@ -252,30 +251,7 @@ PLANNING: tuple[Option, ...] = (
 )
 """One for each keyword of `plan`, beside --world-size and --top-k; a test holds the two together."""
 
-NAMES = (
-    *(
-        "cluster",
-        "planner",
-        "cost_model",
-        "optimizer",
-        "global_batch_size",
-        "degrees",
-        *DEGREES,
-        "zero",
-        "zero_degree",
-        "precision",
-    ),
-    *(
-        "schedule",
-        "microbatches",
-        "sequence_parallel",
-        "context_attention",
-        "context_balance",
-        "recompute",
-        "memory_limit",
-    ),
-    *("keep_user_sharding", "time_budget"),
-)
+NAMES = tuple(one.name for one in fields(PlanRequest) if one.name not in ("world_size", "top_k", "compile"))
 """The arguments that PLANNING makes."""
 
 OPTION: Mapping[str, str] = MappingProxyType({"degrees": "--degree", "keep_user_sharding": "--ignore-marks"})

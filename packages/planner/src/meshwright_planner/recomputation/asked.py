@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor._names import suggestion
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import RecomputeRule
 
@@ -33,10 +33,10 @@ def recompute_rules(model: nn.Module, wanted: str | None) -> tuple[RecomputeRule
         return tuple(RecomputeRule(pattern=pattern, policy=wanted) for pattern in patterns)  # type: ignore[arg-type]
     rule = RecomputeRule(pattern=wanted)
     if not any(name and rule.matches(name) for name, _ in model.named_modules()):
-        close = did_you_mean(wanted, [*POLICIES, *(name for name, _ in model.named_modules() if name)])
+        hint = suggestion(wanted, [*POLICIES, *(name for name, _ in model.named_modules() if name)])
         raise UsageError(
             f"recompute={wanted!r} is none of 'full', 'alternate' and 'selective', and no module of this "
-            f"{type(model).__name__} matches it" + (f"; did you mean {close!r}?" if close else "")
+            f"{type(model).__name__} matches it{hint}"
         )
     return (rule,)
 

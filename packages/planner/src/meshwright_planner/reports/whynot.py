@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor._names import did_you_mean, suggestion
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import DEGREES, PlanRequest
@@ -233,8 +233,7 @@ def _pinned(request: PlanRequest, pins: Mapping[str, Any]) -> PlanRequest:
     known = ", ".join((*DEGREES, *OPTIONS))
     for name, value in others.items():
         if not isinstance(value, int) or isinstance(value, bool):
-            close = did_you_mean(name, (*DEGREES, *OPTIONS))
-            hint = f"; did you mean {close!r}?" if close else ""
+            hint = suggestion(name, (*DEGREES, *OPTIONS))
             raise UsageError(
                 f"--why-not {name}={value}: there is no such option; give a degree, or one of {known}{hint}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor._names import suggestion
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 
@@ -60,10 +60,9 @@ def parse_link_fault(text: str, cluster: Cluster, world_size: int) -> list[LinkF
         )
     names = [level.name for level in cluster.links]
     if found["level"] not in names:
-        close = did_you_mean(found["level"], names)
         raise UsageError(
             f"--link-fault {text}: cluster {cluster.name!r} has no link {found['level']!r} (it has {', '.join(names)})"
-            + (f"; did you mean {close!r}?" if close else "")
+            + suggestion(found["level"], names)
         )
     ranks = _ranks(found, cluster, world_size, f"--link-fault {text}")
     return [LinkFault(rank, found["level"], share) for rank in ranks]
