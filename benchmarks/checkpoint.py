@@ -215,7 +215,14 @@ def measure(
 
 
 def saves(found: Times, model: nn.Module, path: Path, rank: int, number: int) -> None:
-    """Disks that take a burst favour who writes first, so each round another one does."""
+    """Disks that take a burst favour who writes first, so each round another one does.
+
+    Where a file system tells the disk which blocks are free (ext4's `discard`), the next commit does so: what the round before
+    has removed is settled first, else whoever begins pays for it.
+    """
+    if rank == 0:
+        os.sync()
+    dist.barrier()
     for name, write in [*WRITES.items()][number % len(WRITES) :] + [*WRITES.items()][: number % len(WRITES)]:
         found.setdefault(f"save: {name}", []).append(seconds(lambda w=write: w(model, path, rank)))
 
