@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,6 +19,9 @@ Phase: TypeAlias = Literal["forward", "backward"]
 
 GAP = 1e-4
 """Part by which what the solver calls optimal may be above the least."""
+
+WHOLE = 1e-6
+"""How far from a whole number a column may be, as the solver has it."""
 
 INFEASIBLE = 2
 """What scipy's milp says of a program without a solution."""
@@ -118,6 +122,7 @@ class Program:
         self.high.append(high)
 
     def solve(self, time_limit: float) -> Any:
+        """What scipy's milp says of it; `time_limit`: seconds."""
         rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
         entries, columns = np.asarray(self.entries, dtype=float), np.asarray(self.columns, dtype=int)
         matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), shape=(len(self.low), len(self.cost)))
@@ -125,13 +130,27 @@ class Program:
         scale = 1.0 / max(
             float(np.max(np.abs(cost), initial=0.0)), 1e-12
         )  # the solver's tolerances are absolute
-        return milp(
-            cost * scale * 1e3,
-            constraints=LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high)),
-            integrality=np.asarray(self.integer),
-            bounds=Bounds(0, 1),
-            options={"time_limit": time_limit, "mip_rel_gap": GAP},
-        )
+        limits = LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))
+
+        def solved(integer: Any, seconds: float) -> Any:
+            return milp(
+                cost * scale * 1e3,
+                constraints=limits,
+                integrality=integer,
+                bounds=Bounds(0, 1),
+                options={"time_limit": seconds, "mip_rel_gap": GAP},
+            )
+
+        # most of these programs have a whole vertex at their relaxation's best, which is found in half the time
+        start, integer = time.perf_counter(), np.asarray(self.integer)
+        relaxed = solved(np.zeros_like(integer), time_limit)
+        if relaxed.status == INFEASIBLE or (relaxed.status == 0 and _whole(relaxed.x[integer > 0])):
+            return relaxed
+        return solved(integer, max(0.0, time_limit - (time.perf_counter() - start)))
+
+
+def _whole(values: Any) -> bool:
+    return bool(np.all(np.abs(values - np.round(values)) <= WHOLE))
 
 
 class User(NamedTuple):
