@@ -123,13 +123,15 @@ class _Steps:
     """A checked schedule in numbers.
 
     Attributes:
-        actions: in an order in which each comes behind what it waits for: rank, kind and stage in one number (as in
-            `_lengths`), and place (from 1 on) of what it waits for on another rank, 0 for nothing.
+        doers, numbers, after: of each action, in an order in which each comes behind what it waits for: rank, kind and stage
+            in one number (as in `_lengths`), and place (from 1 on) of what it waits for on another rank, 0 for nothing.
         cuts: by kind and stage, the cut that the message crosses which an action waits for; -1 for none.
         ranks: the kinds (as in KINDS) and stages of each rank alone, in one number.
     """
 
-    actions: tuple[tuple[int, int, int], ...]
+    doers: tuple[int, ...]
+    numbers: tuple[int, ...]
+    after: tuple[int, ...]
     cuts: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
 
@@ -159,7 +161,7 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
         return Prediction(seconds, tuple(computing), held, fullest, alone)
     clock, silent = ([0.0] * shape.ranks for _ in range(2))
     ends, quiet = [0.0], [0.0]  # the first one is that of nothing; with messages, and if they took no time
-    for rank, number, place in steps.actions:
+    for rank, number, place in zip(steps.doers, steps.numbers, steps.after, strict=True):
         start, arrival, length = clock[rank], ends[place] + late[number], lengths[number]
         if arrival > start:
             start = arrival
@@ -177,7 +179,8 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
 def _by_rank(steps: _Steps, lengths: Sequence[float], late: Sequence[float]) -> list[list[Timed]]:
     """What each rank does in its own order."""
     found: list[list[Timed]] = [[] for _ in steps.ranks]
-    for place, (rank, number, after) in enumerate(steps.actions, 1):
+    every = zip(steps.doers, steps.numbers, steps.after, strict=True)
+    for place, (rank, number, after) in enumerate(every, 1):
         found[rank].append(Timed(place, lengths[number], after, late[number]))
     return found
 
@@ -247,5 +250,5 @@ def _steps(schedule: Schedule, shape: Shape) -> _Steps:
     for place, at in enumerate(order, 1):
         places[slots[at]] = place
     after = [places[other] if cuts[number] >= 0 else 0 for number, other in zip(numbers, waits, strict=True)]
-    every = list(zip(doers, numbers, after, strict=True))
-    return _Steps(tuple(map(every.__getitem__, order)), tuple(cuts), ranks)
+    doers, numbers, after = (list(map(own.__getitem__, order)) for own in (doers, numbers, after))
+    return _Steps(tuple(doers), tuple(numbers), tuple(after), tuple(cuts), ranks)

@@ -153,17 +153,17 @@ def moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
 def _of_rank(schedule: Schedule, shape: Shape, rank: int) -> tuple[Moment, ...]:
     own = {stage: place for place, stage in enumerate(schedule.own(rank, shape))}
     kept, made = [0] * len(own), [False] * len(own)
-    found: dict[Moment, None] = {}
+    found: set[tuple[tuple[int, ...], int, tuple[bool, ...]]] = set()
+    # whatever follows a forward, up to the next backward, holds no less: that backward is fuller
     for kind, stage, _ in schedule.actions(rank, shape):
-        place = own[stage]
         if kind == "F":
-            kept[place] += 1
-            found[Moment(tuple(kept), -1, tuple(made))] = None
+            kept[own[stage]] += 1
         elif kind != "W":  # the first half of a backward is all of it
-            found[Moment(tuple(kept), place, tuple(made))] = None
+            place = own[stage]
+            found.add((tuple(kept), place, tuple(made)))
             kept[place] -= 1
             made[place] = True
-    return _uncovered(found)
+    return _uncovered(Moment(*one) for one in found)
 
 
 def cheapest(
