@@ -177,23 +177,24 @@ def _key(view: NodeView) -> Any:
     """What a node's rows depend on: op, arguments, shapes, dtypes, axis size."""
 
     seen: dict[Ref, int] = {}
-
-    def freeze(x: Any) -> Any:
-        if isinstance(x, Ref):
-            return ("tensor", seen.setdefault(x, len(seen)), view.shape(x), view.dtype(x))
-        if isinstance(x, (list, tuple)):
-            return tuple(freeze(y) for y in x)
-        if isinstance(x, dict):
-            return tuple((k, freeze(v)) for k, v in x.items())
-        return (type(x), x if getattr(x, "__hash__", None) else repr(x))
-
     node = view.node
     return (
         node.name,
         view.n,
         view.attention,
-        freeze(node.args),
-        freeze(node.kwargs),
+        _frozen(node.args, view, seen),
+        _frozen(node.kwargs, view, seen),
         tuple(view.out_shapes),
         tuple(view.dtype(r) for r in node.outs),
     )
+
+
+def _frozen(x: Any, view: NodeView, seen: dict[Ref, int]) -> Any:
+    # no function within a function: one that calls itself keeps all it sees until garbage is looked for
+    if isinstance(x, Ref):
+        return ("tensor", seen.setdefault(x, len(seen)), view.shape(x), view.dtype(x))
+    if isinstance(x, (list, tuple)):
+        return tuple(_frozen(y, view, seen) for y in x)
+    if isinstance(x, dict):
+        return tuple((k, _frozen(v, view, seen)) for k, v in x.items())
+    return (type(x), x if getattr(x, "__hash__", None) else repr(x))

@@ -37,7 +37,7 @@ class Placed:
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
-        self._states: _States = _States(self) if like is None else like._states
+        self._states: _States = _States(basis, problem, placement) if like is None else like._states
 
     @cached_property
     def memory(self) -> dict[str, int]:
@@ -138,16 +138,16 @@ class Placed:
 class _States:
     """What follows from the states of a placement alone, not from sizes of activations."""
 
-    def __init__(self, placed: Placed) -> None:
-        self._placed = placed
+    def __init__(self, basis: Basis, problem: PlacementProblem, placement: Placement) -> None:
+        self._basis, self._problem, self._placement = basis, problem, placement
         self.own: dict[frozenset[str], tuple[float, float]] = {}
         self.sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
 
     @cached_property
     def units(self) -> tuple[dict[str, ParameterSize], ...]:
         """Per unit, its parameters."""
-        setting, placed = self._placed.basis.setting, self._placed
-        return parameter_sizes(placed.basis.units, setting.dtype, placed.problem, placed.placement)
+        basis = self._basis
+        return parameter_sizes(basis.units, basis.setting.dtype, self._problem, self._placement)
 
 
 def repeated(placement: Placement, times: int) -> Placement:

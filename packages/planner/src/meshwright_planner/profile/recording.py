@@ -292,26 +292,30 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Sa
     seen: dict[int, Saved | None] = {}
     inner: set[int | None] = set()
 
-    def entries(first: int, last: int) -> Iterator[Saved]:
-        for place in range(first, last):
-            index, what = watcher.packed[place]
-            if isinstance(what, Copy):
-                for item in entries(*what.packed):
-                    root, value = (None if i is None else what.value(i) for i in (item.root, item.value))
-                    yield Saved(item.node + what.shift, root, value, item.output, item.nbytes)
-                continue
-            if place not in seen:
-                seen[place] = _packed(watcher, index, what, inner)
-            found = seen[place]
-            if found is not None:
-                yield found
-
-    for item in entries(0, len(watcher.packed)):
+    for item in _entries(watcher, 0, len(watcher.packed), seen, inner):
         # inputs are packed before their node is recorded, outputs after
         own = item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
         node = kept.get(item.node - 1 if own else item.node)
         if node is not None:
             yield item._replace(node=node, output=own or item.root is None)
+
+
+def _entries(
+    watcher: Watcher, first: int, last: int, seen: dict[int, Saved | None], inner: set[int | None]
+) -> Iterator[Saved]:
+    """What was packed from one place to another, by the number of nodes that there were; of copies, what their first has."""
+    for place in range(first, last):
+        index, what = watcher.packed[place]
+        if isinstance(what, Copy):
+            for item in _entries(watcher, *what.packed, seen, inner):
+                root, value = (None if i is None else what.value(i) for i in (item.root, item.value))
+                yield Saved(item.node + what.shift, root, value, item.output, item.nbytes)
+            continue
+        if place not in seen:
+            seen[place] = _packed(watcher, index, what, inner)
+        found = seen[place]
+        if found is not None:
+            yield found
 
 
 def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int | None]) -> Saved | None:
