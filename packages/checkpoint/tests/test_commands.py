@@ -112,11 +112,34 @@ def test_verify_finds_damage_and_diff_differences(saved: Path, tmp_path: Path) -
     model = build("plain")
     train(model, adam(model), 2)
     save(tmp_path / "other", model=model, asynchronous=False)
-    _, text = run("diff", saved, tmp_path / "other")
+    code, text = run("diff", saved, tmp_path / "other")
+    assert code == 1 == run("diff", saved, tmp_path / "other", "--json")[0]
     assert (
         "values    model/first.weight: 576 of 576" in text
         and "only in A optimizer/first.weight/exp_avg" in text
     )
+
+
+def test_diff_exits_as_diff_does(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("diff", saved, saved) == (0, "the checkpoints hold the same\n")
+    assert run("diff", saved, saved, "--json") == (0, "[]\n")
+    run("reshard", saved, tmp_path / "torn", "--ranks", 2)
+    file = tmp_path / "torn" / "data-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 16
+    file.write_bytes(data)
+    for path in (tmp_path / "torn", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError) as trouble:
+            run("diff", saved, path)
+        assert trouble.value.exit_code == 2
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("meshwright_checkpoint.checking.compare", refuse)
+    with pytest.raises(CheckpointError, match="cannot be compared: not yours") as refused:
+        run("diff", saved, saved)
+    assert refused.value.exit_code == 2
 
 
 def test_export(saved: Path, tmp_path: Path) -> None:

@@ -79,19 +79,32 @@ def verify(path: str, as_json: bool) -> int:
 @click.argument("a")
 @click.argument("b")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def diff(a: str, b: str, as_json: bool) -> None:
-    """Say what differs between two checkpoints, whatever their layouts; values are compared bit for bit."""
+def diff(a: str, b: str, as_json: bool) -> int:
+    """Say what differs between two checkpoints, whatever their layouts; values are compared bit for bit.
+
+    Exit codes are those of diff(1): 0 where they hold the same, 1 where something differs, 2 where they could not be compared
+    (one is not there, or is damaged).
+    """
     from meshwright_checkpoint.checking import compare
     from meshwright_checkpoint.checkpoint import Checkpoint
+    from meshwright_checkpoint.errors import CheckpointError
     from meshwright_checkpoint.places import place_of_path
+    from meshwright_dtensor.errors import MeshwrightError
 
-    with Checkpoint(place_of_path(a)) as one, Checkpoint(place_of_path(b)) as other:
-        found = compare(one, other)
+    try:
+        with Checkpoint(place_of_path(a)) as one, Checkpoint(place_of_path(b)) as other:
+            found = compare(one, other)
+    except MeshwrightError as error:
+        error.exit_code = 2  # 4 of damage elsewhere; whoever asks for a difference has not been told of one
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{a} and {b} cannot be compared: {error}") from error
     if as_json:
         click.echo(json.dumps([difference.to_dict() for difference in found]))
     else:
         lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in found]
         click.echo("\n".join(lines) or "the checkpoints hold the same")
+    return 1 if found else 0
 
 
 @command.command("export")
