@@ -58,9 +58,9 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.T
             yield getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def peak(rank: int, size: int, text: str) -> int:
+def peak(rank: int, size: int, text: str, rooted: bool = False) -> int:
     """Most bytes of tensors at once on this rank, in a step that others came before."""
-    model = mw.parallelize(build(), ParallelPlan.from_json(text), batch=batch())
+    model = mw.parallelize(Rooted() if rooted else build(), ParallelPlan.from_json(text), batch=batch())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -88,6 +88,42 @@ def test_what_was_called_feasible_fits(rank_pool: RankPool, case: str) -> None:
     counted = max(rank_pool.run(2, peak, tight.to_json()))
     assert counted <= limit, f"{case}: {counted} bytes counted, {limit} allowed"
     assert counted >= 0.9 * limit  # the limit was no empty one
+
+
+class Rooted(nn.Module):
+    """With a loss that does not add up over microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        out = self.inner(input_ids=input_ids, labels=labels)
+        out.loss = out.loss.sqrt()
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_what_a_loss_of_the_whole_batch_takes_is_planned_for(rank_pool: RankPool, schedule: str) -> None:
+    """All microbatches are held, whatever the schedule: a plan that fits fits, and says why it needs so much."""
+    pins = {**OTHERS, **CASES["pp"], "schedule": schedule}
+    free, adding, full = (
+        mw.plan(model, batch(), world_size=2, cluster="laptop-cpu", **{**pins, **other})
+        for model, other in (
+            (Rooted(), {}),
+            (build(), {}),
+            (Rooted(), {"schedule": "gpipe" if schedule == "1f1b" else "looped-bfs"}),
+        )
+    )
+    assert free.predicted is not None and adding.predicted is not None and full.predicted is not None
+    assert free.predicted.total_bytes == full.predicted.total_bytes > 1.5 * adding.predicted.total_bytes
+    assert free.pipeline is not None and free.pipeline.loss == "batch"
+    said = [line for line in str(mw.explain(free)).splitlines() if "as under gpipe" in line]
+    assert len(said) == 1 and "is not proven to add up over microbatches" in said[0]
+    assert "as under gpipe" not in str(mw.explain(adding))
+    counted = max(rank_pool.run(2, peak, free.to_json(), True))
+    assert 0.9 * free.predicted.total_bytes <= counted <= allowing(free.predicted.total_bytes)
+    assert counted > 1.5 * adding.predicted.total_bytes  # what a plan that does not know would have said
 
 
 def step_of(rank: int, size: int, text: str) -> tuple[int, list[str]]:

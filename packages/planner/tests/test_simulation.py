@@ -23,6 +23,7 @@ from meshwright_planner.simulation import (
 )
 from meshwright_planner.simulation import simulate as simulate_with
 from meshwright_planner.simulation.events import Drain, Post, Receive, Send, Work, run
+from meshwright_planner.simulation.steps import steps_of
 
 BUCKET = 25 * 2**20
 FREE = replace(
@@ -110,6 +111,14 @@ def test_uniform_bubble(ranks: int, microbatches: int, schedule: str) -> None:
     assert found.seconds == pytest.approx((microbatches + ranks - 1) * 3.0)
     waits = sum(b.seconds["wait"] for b in found.busy) / (ranks * found.seconds)
     assert waits == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+def test_backwards_wait_where_the_loss_is_of_the_whole_batch() -> None:
+    plan = pipelined(2, 4, [(1.0, 2.0)] * 2)
+    assert plan.pipeline is not None
+    late = plan.replace(pipeline=plan.pipeline.model_copy(update={"loss": "batch"}))
+    kinds = [["".join(step.kind for step in own) for own in steps_of(one)] for one in (plan, late)]
+    assert kinds == [["FFBFBFBB", "FBFBFBFB"], ["FFFFBBBB"] * 2]
 
 
 def test_a_replay_says_what_it_does_not_know() -> None:

@@ -179,6 +179,9 @@ class PipelineRule(Model):
     schedule: name of a registered schedule.
     shared: patterns on names of modules and parameters that every stage holds; their gradients are summed.
     outputs: what a call with gradients returns beside the loss: nothing ("loss"), or everything on every rank ("all").
+    loss: what time and memory are predicted for: backwards that begin as the schedule says, since the loss adds up over
+        microbatches ("microbatches"), or behind all forwards, since it is made of the whole batch or outside of the model
+        ("batch"); None where nobody looked. What runs is found out in the first step, whatever stands here.
     """
 
     stages: tuple[tuple[Word, ...], ...]
@@ -186,6 +189,7 @@ class PipelineRule(Model):
     schedule: Word = "1f1b"
     shared: tuple[Word, ...] = ()
     outputs: Literal["loss", "all"] = "loss"
+    loss: Literal["microbatches", "batch"] | None = None
 
 
 class Provenance(Model):

@@ -55,3 +55,11 @@ def parse_size(value: object, name: str = "size") -> int:
             f"{shown} is out of range: it must be at least one byte, and less than 2**63; {example}"
         )
     return int(found)
+
+
+def human_bytes(size: float) -> str:
+    """ "1.5 GiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"

@@ -157,6 +157,8 @@ class SearchRequest:
         again: for the same strategy, policy of plan.RecomputeRule -> `work` where all that can run again does, one for one.
         relief: bytes that the fullest rank must hold less than if nothing ran again; the strategy chooses among `again` what does.
         numbers: for the same strategy, (module that made it, module that takes it) of tensors without dims made of inputs.
+        example: for the same strategy, positional and keyword arguments of the batch that is planned for; its tensors need
+            have no values. None where it is not known.
     """
 
     world_size: int
@@ -190,6 +192,7 @@ class SearchRequest:
     again: Mapping[str, tuple[ModuleWork, ...]] = field(default_factory=dict)
     relief: int = 0
     numbers: frozenset[tuple[str, str]] = frozenset()
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -211,10 +214,12 @@ class Peak:
     Args:
         gradients: the part of its gradients that is there.
         beside: bytes of what is alive beside parameters, gradients, states and what autograd keeps.
+        at_once: microbatches whose losses are computed as one.
     """
 
     gradients: float
     beside: float
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,7 @@ class StrategyCost:
         holds: names of the parameters that the fullest rank holds, None for all.
         peak: when the fullest rank holds most; None where that is when the whole model would.
         recompute: module -> policy by which it runs again, for SearchRequest.relief; empty where nothing relieves enough.
+        notes: what users should know of what was costed, a line each; they stand in the plan.
     """
 
     exposed_seconds: float = 0.0
@@ -251,6 +257,7 @@ class StrategyCost:
     holds: frozenset[str] | None = None
     peak: Peak | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class Division(ABC):

@@ -42,6 +42,11 @@ def hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
+def pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+    """Those that run before its forward."""
+    return module._forward_pre_hooks
+
+
 @contextlib.contextmanager
 def forward_hooks(module: nn.Module, hooks: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
     """Inside, a module has these forward hooks and no other."""
@@ -92,6 +97,11 @@ def remove_buffer(module: nn.Module, name: str) -> None:
     """Take a buffer out of a module."""
     del module._buffers[name]
     module._non_persistent_buffers_set.discard(name)
+
+
+def tensors_in(module: nn.Module) -> list[dict[str, Any]]:
+    """The tables in which a module, not those inside of it, keeps its parameters and its buffers."""
+    return [module._parameters, module._buffers]
 
 
 @contextlib.contextmanager

@@ -13,14 +13,18 @@ from typing import Any
 import torch
 
 from meshwright_pipeline.batching import Call, microbatches, rows_of
+from meshwright_pipeline.blaming import hook_in
 from meshwright_pipeline.counting import Place
 from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.rowwise import along
 from meshwright_pipeline.trees import leaves_of, unlike_dims
-from meshwright_pipeline.watching import Watch, sketch
+from meshwright_pipeline.watching import Unlike, Watch, sketch
 
 Tensor = torch.Tensor
+
+_REPEATS = ("expand", "expand_as")
+"""Functions that code may leave out for a single row: what constants are is compared where something is made of them."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +76,53 @@ class Adding:
         return None not in self.leaves
 
 
+@dataclass(frozen=True)
+class Why:
+    """Why a loss is not proven to add up. `hook`: the forward hook, in words, that reads values; "" where none does."""
+
+    text: str
+    hook: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+NO_LOSS = Why("the model returns no loss, so that it is made outside")
+BESIDE = Why('what is returned beside it, with pipeline.outputs "all", is not proven to')
+
+
+class Unproven(Exception):
+    """A loss is not proven to add up."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(why.text)
+        self.why = why
+
+
 def of_one(result: Any) -> Adding:
     """Where there is one microbatch."""
     return Adding(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
 
 
 def find(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Adding | None:
-    """How the loss of a batch follows from those of its microbatches; None where that is not proven.
+    """As `prove`; None where nothing is proven."""
+    try:
+        return prove(profiler, entire, whole, count)
+    except Unproven:
+        return None
+
+
+def prove(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Adding:
+    """How the loss of a batch follows from those of its microbatches.
 
     Args:
         profiler: of the skeleton.
         entire: what it has found of the batch.
         whole: the batch, with ordinary tensors; its rows can be shared by the microbatches.
         count: of microbatches, two at least.
+
+    Raises:
+        Unproven: that is not proven.
     """
     try:
         part, rows = microbatches(*whole, count)[0], rows_of(*whole)
@@ -93,21 +131,32 @@ def find(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Adding
         few = profiler.run(*part, watch=first)
         second = Watch(rows, few, first)
         last = profiler.run(*whole, watch=second)
-    except Exception:  # whatever code does that meets other numbers of rows than it expects
-        return None
-    if len(first.tape) != len(second.tape) or first.calls != second.calls:
-        return None
+    except Exception as error:  # whatever code does that meets other numbers of rows than it expects
+        hook = hook_in(profiler.model, error)
+        raise Unproven(Why(f"forward {hook} reads values" if hook else _said(error), hook)) from error
     loss = loss_of(last.output)
     befores, leaves = leaves_of(few.output), leaves_of(last.output)
-    if loss is None or len(befores) != len(leaves):
-        return None
+    calls = [[name for name in watch.calls if name not in _REPEATS] for watch in (first, second)]
+    same = len(first.tape) == len(second.tape) and calls[0] == calls[1]
+    if loss is None or not same or len(befores) != len(leaves):
+        raise Unproven(Why("with other numbers of rows the model does something else"))
     of_loss = _leaf(loss, loss_of(few.output), second)
     if of_loss is None or of_loss.rows is not None:
-        return None
+        raise Unproven(Why("it is not seen to be sums or means over rows"))
     if of_loss.power is None:  # the same in all microbatches: their mean
         of_loss = Leaf(power=0)
     found = tuple(_leaf(leaf, before, second) for leaf, before in zip(leaves, befores, strict=True))
     return Adding(of_loss, found, second.averaging, tuple(second.fixed))
+
+
+def _said(error: Exception) -> str:
+    """An error in a line."""
+    text = " ".join(str(error).split())
+    return (
+        text
+        if isinstance(error, Unlike)
+        else f"with its units skipped it raises {type(error).__name__}: {text[:200]}"
+    )
 
 
 def _leaf(leaf: Any, before: Any, watch: Watch) -> Leaf | None:

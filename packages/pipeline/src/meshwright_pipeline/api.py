@@ -39,7 +39,7 @@ def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:
     check_division(model, plan)
     group = dist.group.WORLD
     assert group is not None
-    division = StageDivision(model.to(device), plan.pipeline, group, split=True)
+    division = StageDivision(model.to(device), plan.pipeline, group, split=True, predicted=plan.predicted)
     division.install(model, None, device, plain=True)
     model.parallel_plan = plan  # type: ignore[assignment]
     return model

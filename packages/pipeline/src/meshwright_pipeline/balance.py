@@ -17,10 +17,12 @@ from meshwright_dtensor.strategy import (
     StrategyCost,
 )
 from meshwright_pipeline.actions import Schedule, Shape
+from meshwright_pipeline.behind import Behind, tail_of, with_tail, without_tail
 from meshwright_pipeline.choosing import microbatches
 from meshwright_pipeline.divided import Divided, divided, even_cuts
+from meshwright_pipeline.foreseeing import Foreseen
 from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
-from meshwright_pipeline.reading import Read
+from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
 from meshwright_pipeline.surveying import Surveyed
 
@@ -51,11 +53,17 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * schedule.stages_each, microbatches(request, degree))
     found = known.read(request.work)
+    tail: Run | None = None
+    single = shape.microbatches == request.batch_size
+    foreseen = known.foreseen(request.example, single) if shape.microbatches > 1 else None
+    late = foreseen is not None and not foreseen.adds
+    if late:  # what runs then, see behind
+        schedule, found, tail = Behind(schedule), without_tail(found), tail_of(found)
     parts = found.once(
         ("divided", shape.stages),
         lambda: divided(found, known, even_cuts(found, known, shape.ranks, shape.stages)),
     )
-    case = _Case(request, link, found, known, schedule, shape)
+    case = _Case(request, link, found, known, schedule, shape, tail)
     now = case.run(parts, not request.recompute)
     policies: Mapping[str, str] = {}
     if request.relief and request.again:
@@ -73,6 +81,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
             asked -= more
     parts, step, fullest = now.parts, now.step, now.fullest
     whole, around = found.whole * shape.microbatches, STEP_CALLS * request.call_seconds
+    loads = parts.loads if tail is None else [*parts.loads[:-1], parts.loads[-1].then(tail)]
     return StrategyCost(
         exposed_seconds=max(0.0, step.seconds - step.silent),
         parameters=fullest.share,
@@ -82,20 +91,27 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         collectives=tuple(_messages(parts.messages, shape.microbatches)),
         compute=(step.silent + around) / whole,
         idle=max(0.0, step.silent - max(step.busy)) / whole,
-        stages=tuple(one.seconds / found.whole for one in parts.loads),
-        forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in parts.loads),
+        stages=tuple(one.seconds / found.whole for one in loads),
+        forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in loads),
         holds=fullest.holds,
-        peak=fullest.moment(request),
+        peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,
+        notes=_notes(shape, foreseen),
         fields={
             "pipeline": {
                 "stages": parts.stages,
                 "microbatches": shape.microbatches,
                 "schedule": schedule.name,
                 "shared": found.shared,
+                **({} if foreseen is None else {"loss": "batch" if late else "microbatches"}),
             }
         },
     )
+
+
+def _notes(shape: Shape, foreseen: Foreseen | None) -> tuple[str, ...]:
+    """What users should know: why microbatches are all held."""
+    return () if foreseen is None or foreseen.adds else (foreseen.note(shape.microbatches),)
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,7 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Case:
-    """A model under a schedule."""
+    """A model under a schedule. `tail`: what runs once between all forwards and all backwards, None where nothing does."""
 
     request: SearchRequest
     link: Link
@@ -117,6 +133,7 @@ class _Case:
     known: Surveyed
     schedule: Schedule
     shape: Shape
+    tail: Run | None = None
 
     def run(self, parts: Divided, split: bool) -> _Outcome:
         """A step with these stages; `split`: split backwards are run in halves."""
@@ -129,6 +146,8 @@ class _Case:
             (schedule.name, shape, costs, company),
             functools.partial(_predicted, schedule, shape, costs, company),
         )
+        if self.tail is not None:
+            step = with_tail(step, self.tail, owners[-1], shape.microbatches)
         owned = found.once(
             ("owned", schedule.name, shape, parts.cuts),
             lambda: _owned(schedule, shape, parts.held, self.known),
@@ -150,10 +169,10 @@ class _Rank:
         lasting = self.share * request.resident_bytes
         return max(lasting, lasting - self.share * request.gradient_bytes + self.peak.total), self.share
 
-    def moment(self, request: SearchRequest) -> Peak:
+    def moment(self, request: SearchRequest, at_once: int) -> Peak:
         """As the planner takes it."""
         own = self.share * request.gradient_bytes
-        return Peak(min(1.0, self.peak.gradients / own) if own else 1.0, self.peak.over)
+        return Peak(min(1.0, self.peak.gradients / own) if own else 1.0, self.peak.over, at_once)
 
 
 _Owned: TypeAlias = tuple[list[int], frozenset[str], float]

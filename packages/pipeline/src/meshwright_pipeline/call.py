@@ -17,7 +17,7 @@ from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_dtensor.random import drawn_whole
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
 from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
-from meshwright_pipeline.adding import Adding
+from meshwright_pipeline.adding import BESIDE, Adding
 from meshwright_pipeline.batching import Call, described, microbatches
 from meshwright_pipeline.counting import Numbers, of_batch
 from meshwright_pipeline.drawing import Drawn, Replay, Streams
@@ -29,6 +29,7 @@ from meshwright_pipeline.mates import Mates
 from meshwright_pipeline.preparing import Prepared, Preparing
 from meshwright_pipeline.runtime import Running, Step
 from meshwright_pipeline.spreading import Lost
+from meshwright_pipeline.surprise import Surprise
 from meshwright_pipeline.tail import Ran
 from meshwright_pipeline.tied import TiedSum
 from meshwright_pipeline.transport import Transport
@@ -67,6 +68,7 @@ class PipelinedCall:
         place: where this rank stands.
         keep_outputs: a step returns everything on every rank, not the loss alone.
         split: see Runtime.
+        surprise: says what the first step finds out.
     """
 
     def __init__(
@@ -80,11 +82,12 @@ class PipelinedCall:
         tied: TiedSum,
         place: Place,
         keep_outputs: bool,
+        surprise: Surprise,
         split: bool = True,
     ) -> None:
         self._model = weakref.ref(model)  # it keeps us
         self.owned, self.schedule, self.table, self.shape = owned, schedule, table, shape
-        self.tied, self.place, self.keep_outputs = tied, place, keep_outputs
+        self.tied, self.place, self.keep_outputs, self.surprise = tied, place, keep_outputs, surprise
         transport = Transport(place.group, place.device)
         mesh = None if place.plain else place.mesh
         self.preparing = Preparing(
@@ -150,8 +153,11 @@ class PipelinedCall:
         calls = microbatches(args, kwargs, self.shape.microbatches)
         prepared = self.preparing.prepared(self.model, calls[0], (args, kwargs), training)
         adding = self.preparing.adding(prepared, (args, kwargs)) if training else None
+        why = prepared.unproven
         if adding is not None and self.keep_outputs and not adding.whole:
-            adding = None
+            adding, why = None, BESIDE
+        if training and why is not None:
+            self.surprise.tell(why)
         if adding is None:
             self.preparing.tail(self.model, prepared, (args, kwargs))
         numbers = None if adding is None else self._numbers(prepared, adding, calls)
@@ -220,6 +226,7 @@ class PipelinedCall:
                     )
                     given = need_loss(ran.result) if only else ran.result
                     made = [_whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(given)]
+                    ran.result = given = None  # logits, say, that nobody is given
                 except (
                     Exception
                 ) as error:  # of whatever kind, the other ranks must come to the end of the step

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import PipelineRule
+from meshwright_dtensor.plan import PipelineRule, Prediction
 from meshwright_dtensor.stages import StageInfo, describe_stages
 from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
@@ -21,6 +21,7 @@ from meshwright_pipeline.call import PipelinedCall
 from meshwright_pipeline.ending import Place
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.skeleton import empty, skeleton
+from meshwright_pipeline.surprise import Surprise
 from meshwright_pipeline.tied import TiedSum, ties
 from meshwright_pipeline.units import Ownership, ownership
 
@@ -36,6 +37,7 @@ class StageDivision(Division):
         group: the ranks of the axis.
         dtype: what a float32 model is computed in.
         split: split backwards are run in two halves; what is recomputed would be so for each.
+        predicted: what the plan predicts.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class StageDivision(Division):
         group: dist.ProcessGroup,
         dtype: torch.dtype = torch.float32,
         split: bool = True,
+        predicted: Prediction | None = None,
     ) -> None:
+        self.predicted = predicted
         self.rule, self.group, self.dtype, self.split = rule, group, dtype, split
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.owned = ownership(model, rule)
@@ -93,6 +97,7 @@ class StageDivision(Division):
             TiedSum(self.ties, self.group),
             Place(self.group, everyone, mesh, plain, device, speaks, self.dtype),
             self.rule.outputs == "all",
+            Surprise(self.rule, self.table, self.shape, self.predicted, quiet=dist.get_rank() != 0),
             self.split,
         )
         call.hooks_are_ours(self.known)

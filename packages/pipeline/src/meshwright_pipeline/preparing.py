@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.actions import Schedule, Shape, Timetable
-from meshwright_pipeline.adding import Adding, find, of_one
+from meshwright_pipeline.adding import NO_LOSS, Adding, Unproven, Why, of_one, prove
 from meshwright_pipeline.batching import Call, signature
 from meshwright_pipeline.cutting import Cut, cut
 from meshwright_pipeline.drawing import Streams
@@ -37,6 +37,7 @@ class Prepared:
         profile: that of a microbatch; `whole` that of the batch, where it is known.
         sameness: of how the loss is computed in each step.
         tail, adding: the code behind the last unit, and how the loss adds up, once that has been asked for.
+        unproven: why it does not; NO_LOSS where there is none.
     """
 
     runtime: Runtime
@@ -47,6 +48,7 @@ class Prepared:
     cut: Cut
     tail: Tail | None = None
     adding: Adding | None = None
+    unproven: Why | None = None
     asked: bool = False
     sameness: Sameness = field(default_factory=Sameness)
 
@@ -127,9 +129,13 @@ class Preparing:
                 prepared.adding = of_one(output)
             elif loss_of(output) is not None:
                 entire = prepared.whole or prepared.profiler.run(*self._whole(whole))
-                prepared.adding = find(prepared.profiler, entire, self._whole(whole), self.shape.microbatches)
-                if prepared.adding is None:  # the tail is then asked for, which is made by it
-                    prepared.whole = entire
+                try:
+                    count = self.shape.microbatches
+                    prepared.adding = prove(prepared.profiler, entire, self._whole(whole), count)
+                except Unproven as unproven:  # the tail is then asked for, which is made by the profile
+                    prepared.whole, prepared.unproven = entire, unproven.why
+            else:
+                prepared.unproven = NO_LOSS
         return prepared.adding
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:

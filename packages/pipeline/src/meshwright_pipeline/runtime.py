@@ -137,7 +137,7 @@ class Running:
         self.step = Step(failure=failure)
         self.mail = Mail(runtime, batch, backward, self.fail)
         self.held: dict[tuple[int, int], _Held] = {}
-        self.gradients: Mapping[int, Sequence[Tensor | None]] | None = None
+        self.gradients: dict[int, Sequence[Tensor | None]] | None = None
         self.cut_off = False  # something did not come, since another rank has failed
         self.began = time.perf_counter()
 
@@ -158,7 +158,7 @@ class Running:
         Args:
             gradients: microbatch -> gradients of what `ends` gave, on the rank of the last stage.
         """
-        self.gradients = gradients
+        self.gradients = dict(gradients)
         self.mail.return_all()
         self._go(lambda action: action.kind != "F")
         return self.step
@@ -250,7 +250,8 @@ class Running:
         if not last:
             gradients = [_shaped(g, o) for g, o in zip(given, held.outputs, strict=True)]
         elif self.gradients is not None:
-            pairs = list(zip(held.outputs, self.gradients[action.microbatch], strict=True))
+            # taken out: nothing keeps them longer than they are needed
+            pairs = list(zip(held.outputs, self.gradients.pop(action.microbatch), strict=True))
             held.outputs = [output for output, gradient in pairs if gradient is not None]
             gradients = [gradient for _, gradient in pairs if gradient is not None]
         if held.outputs and held.outputs[0].requires_grad:  # a loss may have none

@@ -60,4 +60,5 @@ class Pipeline(Strategy):
 
         assert plan.pipeline is not None
         dtype = DTYPES["fp32" if plan.precision is None else plan.precision.parameters]
-        return StageDivision(model, plan.pipeline, mesh.get_group(self.axis), dtype, split=not plan.recompute)
+        group = mesh.get_group(self.axis)
+        return StageDivision(model, plan.pipeline, group, dtype, not plan.recompute, plan.predicted)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.strategy import ModuleWork, Survey
 from meshwright_dtensor.tied import all_names
 from meshwright_pipeline.actions import Schedule
+from meshwright_pipeline.foreseeing import Foreseen, foresee
 from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.units import find_units
@@ -25,11 +27,13 @@ class Surveyed:
         units: names of its units, in the order of registration.
         names: first name of a parameter -> all its names.
         sizes: first name of a parameter -> its bytes.
+        model: whose they are.
     """
 
     units: tuple[str, ...]
     names: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def holding(self) -> frozenset[str]:
@@ -95,6 +99,20 @@ class Surveyed:
         """What is installed, looked for once for a search."""
         return discover()
 
+    def foreseen(
+        self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, single: bool
+    ) -> Foreseen | None:
+        """What there is to know of the loss, found once; None without an example batch. `single`: see foresee."""
+        if example is None or self.model is None:
+            return None
+        if single not in self._foreseen:
+            self._foreseen[single] = foresee(self.model, self.units, example, single)
+        return self._foreseen[single]
+
+    @cached_property
+    def _foreseen(self) -> dict[bool, Foreseen]:
+        return {}
+
     def read(self, work: tuple[ModuleWork, ...]) -> Read:
         """What there is to divide, found once for the same work."""
         found = self._read.get(id(work))
@@ -111,4 +129,4 @@ def survey(model: nn.Module) -> Survey:
     """Look at the units of a model."""
     every = {names[0]: names for names, _ in all_names(model)}
     sizes = {names[0]: one.numel() * one.element_size() for names, one in all_names(model)}
-    return Survey(details=Surveyed(find_units(model).names, every, sizes))
+    return Survey(details=Surveyed(find_units(model).names, every, sizes, model))

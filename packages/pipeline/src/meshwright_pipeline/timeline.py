@@ -14,6 +14,7 @@ from torch import nn
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_pipeline.actions import DURATION, NAMES, Shape, Timetable
+from meshwright_pipeline.behind import Behind
 from meshwright_pipeline.division import call_of, checked_timetable
 from meshwright_pipeline.runtime import Span
 from meshwright_pipeline.schedules.named import schedule_named
@@ -30,7 +31,8 @@ def planned(plan: ParallelPlan) -> Timetable:
     if rule is None:
         raise UsageError("the plan has no pipeline: there is no schedule to draw; plan with pp=2, say")
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
-    return checked_timetable(schedule_named(rule.schedule), shape)
+    schedule = schedule_named(rule.schedule)
+    return checked_timetable(Behind(schedule) if rule.loss == "batch" else schedule, shape)
 
 
 def text(table: Timetable, width: int = 110) -> str:

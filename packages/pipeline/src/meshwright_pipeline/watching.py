@@ -122,7 +122,7 @@ class Watch:
             for target in tensors_of([given[name] for name in written]):
                 self._spoiled.add(target.untyped_storage().data_ptr())
             if live:
-                raise Unlike(f"results are written to memory that is given: {op_name(func)}")
+                raise Unlike(f"results are written to memory that is given ({op_name(func)})")
             return func(*args, **kwargs)
         target = given["self"]
         if target.dim() == 0 and id(target) in known and known[id(target)].power is not None:
@@ -162,9 +162,9 @@ class Watch:
         arguments = _named(func, args, kwargs)
         here = self._note(name, {k: _unknown(v, known) for k, v in arguments.items()})
         if not outs:
-            raise Unlike(f"a value is read: {name}")  # what is done with it is not seen
+            raise Unlike(f"a value is read ({name.strip('_')})")  # what is done with it is not seen
         if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or _masks(arguments["indices"])):
-            raise Unlike(f"values decide a shape: {name}")
+            raise Unlike(f"values decide a shape ({name})")
         if any(kind.rows is None and kind.power is None for kind in known.values()):
             return [MIXED] * len(outs)
         if moves(name) and all(kind.rows is not None for kind in known.values()):
@@ -213,7 +213,7 @@ class Watch:
         name = "view" if name == "_unsafe_view" else name  # of what has been cloned
         self.tape.append((name, {arg: sketch(value) for arg, value in arguments.items()}))
         if self.before is not None and (place >= len(self.before.tape) or self.before.tape[place][0] != name):
-            raise Unlike(name)
+            raise Unlike(f"with other numbers of rows it does something else: {name}")
         return place
 
     def _scale(self, place: int, arg: str, arguments: dict[str, Any]) -> int | None:
@@ -240,7 +240,7 @@ class Watch:
             self.kinds[zero] = self._averaged(averaging)
             return zero
         if func in _READS and any(self.kind(t) is not None for t in tensors_of((args, kwargs))):
-            raise Unlike(f"values are read: {func.__name__}")
+            raise Unlike(f"values are read ({func.__name__})")
         self.function, self._made = func, []
         try:
             result = func(*args, **kwargs)

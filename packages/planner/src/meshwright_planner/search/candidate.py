@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
+from meshwright_dtensor.sizes import human_bytes as human_bytes
 from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.recomputation.asked import in_words
@@ -138,14 +139,6 @@ def rank(candidate: Candidate) -> tuple[Any, ...]:
         tuple(-d for d in candidate.degrees.values()),
         candidate.name,
     )
-
-
-def human_bytes(size: float) -> str:
-    """ "1.5 GiB"."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size:.0f} B"
 
 
 def human_seconds(seconds: float) -> str:

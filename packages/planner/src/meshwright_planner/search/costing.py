@@ -82,6 +82,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
             work=placed.work,
             company=company,
             numbers=problem.quotient.once("numbers", lambda: tape.numbers),
+            example=(setting.batch.args, setting.batch.kwargs),
         )
         if easing is not None:
             asked = replace(asked, again=easing.again.work, relief=easing.relief)
@@ -104,6 +105,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
     # what ranks share is summed over the replicas of each shard
     parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
     fields: dict[str, Any] = {}
+    said: list[str] = []
     lasting = 0.0
     summed = [
         axis
@@ -140,6 +142,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
         exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds + taken
         hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
         fields.update(found.fields)
+        said += found.notes
         stepped = math.ceil(stepped * found.optimizer)
         # whole gradients lie in buffers that stay
         if strategy.gathers and point.stage == 1 and outer is None:
@@ -161,7 +164,8 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
         )
     else:
         meshed = any(degree > 1 for axis, degree in degrees.items() if axis != outer)
-        beside = divided.peak.beside + (0.0 if meshed else placed.replay.more_without_mesh)
+        torchs = 0.0 if meshed else placed.replay.more_without_mesh * divided.peak.at_once
+        beside = divided.peak.beside + torchs
         memory = at_peak(memory, (Moment(1.0, divided.peak.gradients, beside), placed.update))
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
@@ -183,7 +187,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
         fields=fields,
         placements=placements(setting.strategies, basis.surveys, degrees),
         apart=tuple(m for a, survey in basis.surveys.items() if degrees[a] > 1 for m in survey.modules),
-        notes=tuple(n for a, survey in basis.surveys.items() if degrees[a] > 1 for n in survey.notes),
+        notes=(*(n for a, survey in basis.surveys.items() if degrees[a] > 1 for n in survey.notes), *said),
         point=point,
         recompute=again,
     )

@@ -79,10 +79,12 @@ def steps_of(plan: ParallelPlan, host: PluginHost | None = None) -> list[list[St
     found: Any = (host or discover()).get(ScheduleSpec, rule.schedule).load()
     schedule = found() if isinstance(found, type) else found
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
-    return [
-        [_step(action, schedule, shape) for action in schedule.actions(rank, shape)]
-        for rank in range(shape.ranks)
+    ranks = [
+        [_step(action, schedule, shape) for action in schedule.actions(r, shape)] for r in range(shape.ranks)
     ]
+    if rule.loss == "batch":  # backwards follow when the loss has been made, behind all forwards
+        return [sorted(own, key=lambda step: step.kind != "F") for own in ranks]
+    return ranks
 
 
 def _step(action: _Action, schedule: Any, shape: Shape) -> Step:
