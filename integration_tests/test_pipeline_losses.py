@@ -83,10 +83,16 @@ class Numbered(nn.Module):
         return x.square().mean() + 0.1 * total
 
 
+def said(plan: mw.ParallelPlan) -> str:
+    """What explain says, as one line."""
+    return " ".join(str(mw.explain(plan)).split())
+
+
 def planned(rank: int, size: int) -> list[str]:
     batch = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(3))}
     plan = mw.plan(Numbered(), batch, world_size=size, cluster="laptop-cpu", pp=2)
     assert plan.pipeline is not None and plan.pipeline.microbatches == 1
+    assert "one microbatch" in said(plan) and "'layers.0' makes a number" in said(plan)
     report = verify(Numbered, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
@@ -98,6 +104,32 @@ def test_numbers_that_modules_make_are_planned_with_one_microbatch(rank_pool: Ra
         mw.plan(
             Numbered(), {"x": torch.randn(8, 6)}, world_size=2, cluster="laptop-cpu", pp=2, microbatches=4
         )
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def normed(rank: int, size: int) -> list[str]:
+    batch = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(3))}
+    plan = mw.plan(Normed(), batch, world_size=size, cluster="laptop-cpu", pp=2)
+    assert plan.pipeline is not None and plan.pipeline.microbatches == 1
+    assert "'layers.0.1' normalises by the whole batch" in said(plan)
+    report = verify(Normed, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
+
+
+def test_statistics_of_the_batch_are_planned_with_one_microbatch(rank_pool: RankPool) -> None:
+    for failures in rank_pool.run(2, normed):
+        assert not failures
 
 
 def mixtral() -> nn.Module:

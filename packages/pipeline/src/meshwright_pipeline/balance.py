@@ -18,7 +18,7 @@ from meshwright_dtensor.strategy import (
 )
 from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.behind import Behind, tail_of, with_tail, without_tail
-from meshwright_pipeline.choosing import microbatches
+from meshwright_pipeline.choosing import microbatches, note
 from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.foreseeing import Foreseen
 from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
@@ -96,7 +96,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         holds=fullest.holds,
         peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,
-        notes=_notes(shape, foreseen),
+        notes=_notes(request, shape, foreseen),
         fields={
             "pipeline": {
                 "stages": parts.stages,
@@ -109,8 +109,11 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     )
 
 
-def _notes(shape: Shape, foreseen: Foreseen | None) -> tuple[str, ...]:
-    """What users should know: why microbatches are all held."""
+def _notes(request: SearchRequest, shape: Shape, foreseen: Foreseen | None) -> tuple[str, ...]:
+    """What users should know: why there is one microbatch, or why several are all held."""
+    if shape.microbatches == 1:
+        one = note(request)
+        return () if one is None else (one,)
     return () if foreseen is None or foreseen.adds else (foreseen.note(shape.microbatches),)
 
 

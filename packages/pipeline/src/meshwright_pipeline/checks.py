@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_pipeline.actions import Shape
 from meshwright_pipeline.division import checked_timetable
 from meshwright_pipeline.schedules.named import schedule_named
-from meshwright_pipeline.units import ownership
+from meshwright_pipeline.units import normalising, ownership
 
 
 def check_division(model: nn.Module, plan: ParallelPlan) -> None:
@@ -29,11 +28,10 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     if plan.precision is not None and plan.precision.parameters == "fp16":
         text = "a step runs its backward passes before a scaler can scale the loss, and small gradients would be lost"
         raise PlanError("precision.parameters", "fp16", f"{text}; take bf16", "bf16")
-    if rule.microbatches > 1:
-        for name, module in model.named_modules():
-            if isinstance(module, _BatchNorm) and module.training:
-                text = f"module {name!r} normalises by the whole batch, which microbatches would change; take 1, or eval()"
-                raise PlanError("pipeline.microbatches", rule.microbatches, text, "1")
+    norm = normalising(model) if rule.microbatches > 1 else None
+    if norm is not None:
+        text = f"module {norm!r} normalises by the whole batch, which microbatches would change; take 1, or eval()"
+        raise PlanError("pipeline.microbatches", rule.microbatches, text, "1")
     for index, recomputed in enumerate(plan.recompute):
         for name, _ in model.named_modules():
             inside = any(unit.startswith(f"{name}.") for unit in owned.units)

@@ -60,13 +60,34 @@ def _counts(request: SearchRequest, degree: int) -> list[int]:
     return kept
 
 
-def _rowless(request: SearchRequest) -> str | None:
-    """A module that makes a number of rows inside of a unit, which code between units takes; None where there is none."""
+def _rowless(request: SearchRequest) -> tuple[str, str] | None:
+    """What keeps a batch from being cut, and what would help: a module that makes something of all rows; None for nothing."""
     if request.survey is None:
         return None
     known: Surveyed = request.survey.details
     found = (made for made, taken in request.numbers if known.unit(made) and not known.unit(taken))
-    return min(found, default=None)
+    first = min(found, default=None)
+    if first is not None:
+        why = (
+            f"module {first!r} makes a number of the rows that it is given, which code outside takes: what it is for the whole "
+            "batch cannot be known from microbatches"
+        )
+        return why, "compute it outside of the module, or take one"
+    norm = known.normalising
+    if norm is None:
+        return None
+    return (
+        f"module {norm!r} normalises by the whole batch, which microbatches would change",
+        "take one, or eval()",
+    )
+
+
+def note(request: SearchRequest) -> str | None:
+    """Why there is one microbatch, in a line; None where there may be more."""
+    rowless = _rowless(request)
+    if rowless is None:
+        return None
+    return f"pipeline: one microbatch, so that its ranks compute one after the other: {rowless[0]}"
 
 
 def possible(request: SearchRequest) -> list[int]:
@@ -85,11 +106,7 @@ def microbatches(request: SearchRequest, degree: int) -> int:
     said = request.options.get("microbatches")
     rowless = _rowless(request)
     if said is not None and int(said) > 1 and rowless is not None:
-        rule = (
-            f"module {rowless!r} makes a number of the rows that it is given, which code outside takes: what it is for the whole "
-            "batch cannot be known from microbatches; compute it outside of the module, or take one"
-        )
-        raise PlanError("pipeline.microbatches", int(said), rule, "1")
+        raise PlanError("pipeline.microbatches", int(said), "; ".join(rowless), "1")
     if said is not None:
         return _checked(int(said), request.batch_size)
     if rowless is not None:

@@ -16,7 +16,7 @@ from meshwright_pipeline.actions import Schedule
 from meshwright_pipeline.foreseeing import Foreseen, foresee
 from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
-from meshwright_pipeline.units import find_units
+from meshwright_pipeline.units import find_units, normalising
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ class Surveyed:
         if single not in self._foreseen:
             self._foreseen[single] = foresee(self.model, self.units, example, single)
         return self._foreseen[single]
+
+    @cached_property
+    def normalising(self) -> str | None:
+        """A module that normalises by the statistics of the batch that it is given; None where there is none."""
+        return None if self.model is None else normalising(self.model)
 
     @cached_property
     def _foreseen(self) -> dict[bool, Foreseen]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright_dtensor._names import did_you_mean, listing
 from meshwright_dtensor.errors import PlanError
@@ -75,6 +76,12 @@ def _repeats(module: nn.Module) -> bool:
 
 def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
+
+
+def normalising(model: nn.Module) -> str | None:
+    """The first module that normalises by the statistics of the rows that it is given; None where there is none."""
+    found = (name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training)
+    return next(found, None)
 
 
 @dataclass(frozen=True)

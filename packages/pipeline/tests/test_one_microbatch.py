@@ -1,0 +1,59 @@
+"""Models whose units make something of all rows together: planned with one microbatch, and the plan says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pipe_models import Chain
+from torch import Tensor, nn
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_pipeline.strategy import Pipeline
+
+LINK = Link("test", 1e-6, 1e9)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def asked(model: nn.Module, **options: object) -> SearchRequest:
+    work = tuple(ModuleWork(f"layers.{i}", 1.0, 64.0) for i in range(4))
+    return SearchRequest(2, 8, options=options, survey=Pipeline().survey(model), work=work)
+
+
+def cost(request: SearchRequest) -> StrategyCost:
+    return Pipeline().cost(request, 2, LINK)
+
+
+def test_statistics_of_the_batch_take_one_microbatch() -> None:
+    request = asked(Normed(), schedule="1f1b")
+    assert [way["microbatches"] for way in Pipeline().ways(request, 2)] == [1]
+    found = cost(request)
+    (note,) = found.notes
+    assert found.fields["pipeline"]["microbatches"] == 1
+    assert "one microbatch, so that its ranks compute one after the other" in note
+    assert "module 'layers.0.1' normalises by the whole batch" in note
+    with pytest.raises(PlanError, match=r"'layers.0.1' normalises by the whole batch.*eval\(\).*legal: 1"):
+        cost(asked(Normed(), schedule="1f1b", microbatches=4))
+    still = cost(asked(Normed().eval(), schedule="1f1b", microbatches=4))  # then they are those of training
+    assert not still.notes and still.fields["pipeline"]["microbatches"] == 4
+
+
+def test_numbers_that_units_make_take_one_microbatch() -> None:
+    request = replace(asked(Chain(), schedule="1f1b"), numbers=frozenset({("layers.0", "")}))
+    assert [way["microbatches"] for way in Pipeline().ways(request, 2)] == [1]
+    (note,) = cost(request).notes
+    assert "one microbatch" in note and "module 'layers.0' makes a number of the rows" in note
+    assert not cost(asked(Chain(), schedule="1f1b")).notes
