@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import planner_models
 import pytest
 import torch
 import torch.nn.functional as F
-from planner_models import LAPTOP_CPU, Transformer, eager, tokens
+from planner_models import LAPTOP_CPU, DataLike, Transformer, eager, host_of, tokens
 from torch import nn
 
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
+from meshwright_dtensor.strategy import GradientKind
+from meshwright_planner import EagerPlanner
 from meshwright_planner.calibration.counting import Counting
 from meshwright_planner.costs.keeping import kept_bytes
 from meshwright_planner.costs.peak import Moment, Replay, at_peak, moments
@@ -27,6 +30,7 @@ from meshwright_planner.profile.quotient import quotient
 from meshwright_planner.profile.recording import record
 from meshwright_planner.recomputation.asked import recompute_rules
 from meshwright_planner.recomputation.effect import recomputed
+from meshwright_planner.search import costing
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> int:
@@ -153,3 +157,35 @@ def test_no_moment_that_may_hold_most_is_left_out() -> None:
         found = moments(SimpleNamespace(moments=lambda every=every: every[1:]), every[0])  # type: ignore[arg-type]
         best = {one for one in every if not any(other.covers(one) and other != one for other in every)}
         assert set(found) == best and len(found) == len(best)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_gradients_in_buckets_stay_on_a_cpu(accelerated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where activations are most, the memory of small gradients is there too; not on accelerators, nor that of large ones."""
+
+    class Summed(DataLike):
+        gradient: ClassVar[GradientKind] = "deferred"
+
+    monkeypatch.setattr(planner_models, "Summed", Summed, raising=False)
+    Summed.__qualname__, Summed.__module__ = "Summed", planner_models.__name__
+    monkeypatch.setattr(costing, "BUCKET_BYTES", 2**10)  # the first gradients are small
+    model, batch = Transformer(layers=4), tokens(8)
+    cluster = replace(LAPTOP_CPU, fused_attention=accelerated)
+
+    def gradients(staying: int) -> int:
+        monkeypatch.setattr(costing, "STAYING_BYTES", staying)
+        found = EagerPlanner(host_of(Summed)).plan(
+            model, batch, PlanRequest(cluster=cluster, world_size=2, dp=2)
+        )
+        assert found[0].predicted is not None
+        assert found[0].predicted.memory_bytes["activations"] > 0
+        return found[0].predicted.memory_bytes["gradients"]
+
+    sizes = [p.numel() * 4 for p in model.parameters()]
+    some, median = sum(sizes), sorted(sizes)[len(sizes) // 2]
+    none, part, every = (gradients(staying) for staying in (0, median, some))
+    if accelerated:
+        assert none == part == every < some
+    else:
+        assert none < part < every == some
+        assert part >= sum(size for size in sizes if size < median)

@@ -107,6 +107,11 @@ def just_accumulated(gradient: torch.Tensor) -> bool:
     return _storage_uses(gradient) <= _uses_alone() + 1
 
 
+def seen_by_none_else(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor or array lies in the memory of this one."""
+    return _storage_uses(tensor) <= _uses_alone()
+
+
 def _storage_uses(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 

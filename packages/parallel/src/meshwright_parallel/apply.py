@@ -11,6 +11,7 @@ Every parameter becomes a DTensor of which this rank holds its part only; make o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -100,7 +101,9 @@ def parallelize(
     for strategy in strategies:
         strategy.attach(model, mesh, inner)
     install_apart(model, apart)
-    install_reduction(model, mesh, install_copies(model, mesh, inner, strategies))
+    filling = install_copies(model, mesh, inner, strategies)
+    # what is divided has its gradients in other memory until the step is over
+    install_reduction(model, mesh, replace(filling, again=division is None))
     if division is not None:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]

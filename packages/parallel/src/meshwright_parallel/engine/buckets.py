@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.commlog import record
 from meshwright_dtensor.mesh import group_over
-from meshwright_parallel._torch import just_accumulated, local_of
+from meshwright_parallel._torch import just_accumulated, local_of, seen_by_none_else
 from meshwright_parallel.engine.shards import Shards, single_bytes
 
 Axes = tuple[str, ...]
@@ -104,7 +104,9 @@ class Bucket:
         shared, count: axis of the reduce-scatter and its ranks; "" and 1 where there is none.
         dtype: of the sums, which is that of the holders.
         keep: the buffer outlives the pass (whole gradients are not freed as soon as they are shared).
+        again: the buffer is taken again once no gradient lies in it any more: a CPU gets fresh memory page by page.
         guests: by its index, where among the flags lies that of a slot that is summed alone.
+        before: the buffer of an earlier pass, for `again`.
         views: by position, what `view` has made in this pass.
     """
 
@@ -114,11 +116,13 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
     keep: bool = False
+    again: bool = False
     slots: list[Slot] = field(default_factory=list)
     guests: dict[int, int] = field(default_factory=dict)
     numel: int = 0
     arrived: set[int] = field(default_factory=set)
     rows: torch.Tensor | None = None
+    before: torch.Tensor | None = None
     result: torch.Tensor | None = None
     work: dist.Work | None = None
     views: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -140,7 +144,9 @@ class Bucket:
         self.numel += slot.numel
 
     def buffer(self) -> torch.Tensor:
-        """The buffer [ranks that share, width]; new in every pass, where gradients become views of it."""
+        """The buffer [ranks that share, width]; in every pass one that nobody else sees, where gradients become views of it."""
+        if self.rows is None and self.before is not None and seen_by_none_else(self.before):
+            self.rows = self.before
         if self.rows is None:
             self.rows = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
         return self.rows
@@ -209,6 +215,8 @@ class Bucket:
         """Forget the pass; a sum still in flight ends first, since its buffer goes."""
         if self.work is not None:
             self.work.wait()
+        if self.again and self.before is None:
+            self.before = self.rows
         if not (self.keep and self.shared):
             self.rows = None
         self.result, self.work = None, None
@@ -286,11 +294,13 @@ class Filling:
         nbytes: bytes of gradients at which a bucket is launched, where they are not shared: those have one per unit.
         keep: see Bucket.
         single: bytes from which a gradient is summed alone; None: see `single_bytes`.
+        again: see Bucket; only on a CPU, and where ranks do not share the gradients.
     """
 
     nbytes: int
     keep: bool = False
     single: int | None = None
+    again: bool = False
 
     def alone(self, slot: Slot) -> bool:
         """Whether a slot has a collective of its own."""
@@ -314,7 +324,8 @@ def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
         key = _key(slot)
         left[key] -= 1
         if filling.alone(slot):
-            single = _bucket(Single, slot, replace(filling, keep=False))
+            # its memory is whatever autograd brings
+            single = _bucket(Single, slot, replace(filling, keep=False, again=False))
             single.add(slot)
             closed.append(single)
             singles.setdefault(key, []).append(single)
@@ -342,8 +353,9 @@ def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
 
 def _bucket(kind: type[_Kind], slot: Slot, filling: Filling) -> _Kind:
     """An empty one for a slot and its like."""
-    count = 1 if slot.shards is None else slot.shards.count
-    return kind(slot.axes, slot.shared, count, slot.holder.dtype, slot.holder.device, filling.keep)
+    count, device = 1 if slot.shards is None else slot.shards.count, slot.holder.device
+    again = filling.again and device.type == "cpu" and not slot.shared
+    return kind(slot.axes, slot.shared, count, slot.holder.dtype, device, filling.keep, again)
 
 
 def _key(slot: Slot) -> tuple[object, ...]:

@@ -22,6 +22,9 @@ from meshwright_planner.profile.tape import Tape
 BUCKET_BYTES = 25 * 2**20
 """Gradients that ranks sum lie in buckets of about this size, each there whole once it has its first gradient."""
 
+STAYING_BYTES = 4 * 2**20
+"""Where ranks only sum them, gradients below this size lie in buckets whose memory a CPU's engine takes again each step."""
+
 UPDATED = 2
 """Copies of a parameter that a step of AdamW makes, one parameter after the other."""
 

@@ -75,6 +75,11 @@ class Placed:
             found[names] = parameter_bytes(self.basis.sizes, self.problem, self.placement, names)
         return found[names]
 
+    @property
+    def parameters(self) -> tuple[dict[str, ParameterSize], ...]:
+        """Per unit, its parameters by name."""
+        return self._states.units
+
     def sizes(self, holds: frozenset[str] | None = None) -> tuple[tuple[ParameterSize, ...], ...]:
         """The parameters of each unit; `holds`: names that the rank has, None for all."""
         found = self._states.sizes
