@@ -111,6 +111,21 @@ def test_explain_says_everything(plan: ParallelPlan) -> None:
     assert "\x1b" not in text and all(len(line) <= 110 for line in text.splitlines())
 
 
+def test_parts_that_nothing_is_held_of_are_left_out(plan: ParallelPlan) -> None:
+    """Activations of a step whose memory is fullest while the optimizer runs are none then, and that is said."""
+
+    def said(memory: dict[str, int]) -> str:
+        assert plan.predicted is not None
+        other = plan.replace(predicted=plan.predicted.model_copy(update={"memory_bytes": memory}))
+        return " ".join(other.explain().split())
+
+    zero = said({"parameters": 1000, "buffers": 0, "activations": 0, "total": 1000})
+    assert "(parameters 1000 B; no activations are kept then, as while the optimizer steps)" in zero
+    assert "0 B," not in zero
+    unknown = said({"parameters": 1000, "total": 1000})
+    assert "(parameters 1000 B)" in unknown and "no activations" not in unknown
+
+
 def test_explain_fits_the_width_and_loses_nothing(plan: ParallelPlan) -> None:
     pattern = "model.layers.*." + "very_long_name." * 6 + "weight"
     text = plan.replace(parameters=[ParameterRule(pattern=pattern)]).explain(width=60)

@@ -234,6 +234,12 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
         and "too much" in text
         and "world_size=2: dp 1 x tp 2" in text
     )
+    lines = text.splitlines()
+    assert lines[0].startswith("no plan for 1 rank(s)") and "Would fit:" in lines
+    assert max(map(len, lines)) <= 100 - len("Error: ")
+    reasons = [line for line in lines if line.startswith("  - ")]
+    assert sum("too much" in line for line in reasons) == 1 and len(reasons) > 2
+    assert any(line.startswith("  - world_size=2: dp 1 x tp 2") for line in reasons)
     # the negative control: what is advised does fit
     assert best(model, tokens(rows=2), cluster=small, world_size=2, tp=2).degree("tp") == 2
 
@@ -242,7 +248,7 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
 def test_infeasible_names_a_memory_that_is_enough(world_size: int) -> None:
     """However small the limit, one fix is left, and it works."""
     model = Transformer(layers=2, hidden=128)
-    with pytest.raises(InfeasibleError, match=r"Would fit: .*memory_limit=") as caught:
+    with pytest.raises(InfeasibleError, match=r"Would fit:\n(.*\n)*  - memory_limit=") as caught:
         best(model, tokens(rows=2), world_size=world_size, memory_limit=1000)
     found = re.search(r"memory_limit=(\d+)", str(caught.value))
     assert found is not None

@@ -75,6 +75,24 @@ def by_hand(compute: float, tp: float) -> ParallelPlan:
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "cell", "said"), [(0, "none*", True), (None, "-", False), (1 << 20, "1.0 MiB", False)]
+)
+def test_what_is_said_of_activations_is_true(
+    plans: list[ParallelPlan], size: int | None, cell: str, said: bool
+) -> None:
+    """None at the peak, unknown, or so many."""
+    plan = plans[0]
+    assert plan.predicted is not None
+    memory = {part: n for part, n in plan.predicted.memory_bytes.items() if part != "activations"}
+    memory |= {} if size is None else {"activations": size}
+    other = plan.replace(predicted=plan.predicted.model_copy(update={"memory_bytes": memory}))
+    text = str(explain(other, width=160))
+    row = next(line for line in text.splitlines() if line.strip().startswith("1 "))
+    assert f" {cell} " in row and " 0 B " not in row
+    assert ("*none: memory is fullest when no activations are kept" in text) == said
+
+
 def test_what_to_buy() -> None:
     slow, talks = by_hand(10.0, 1.0), by_hand(1.0, 10.0)
     assert upgrades(slow, DGX_H100, HOST)[0].what == "devices twice as fast"

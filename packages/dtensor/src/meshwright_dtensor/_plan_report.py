@@ -182,7 +182,9 @@ def _prediction(plan: ParallelPlan, console: Console) -> None:
         console.print(Text(f"gap to the best there may be: {gap} ({predicted.proof})"))
     if predicted.memory_bytes:
         by_size = sorted(predicted.memory_bytes.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{part} {size(n)}" for part, n in by_size if part != "total")
+        shown = ", ".join(f"{part} {size(n)}" for part, n in by_size if part != "total" and n)
+        if predicted.memory_bytes.get("activations") == 0:
+            shown += "; no activations are kept then, as while the optimizer steps"
         console.print(
             Text(
                 f"predicted memory of the fullest rank at its peak: {size(predicted.total_bytes)}"

@@ -42,9 +42,16 @@ class PluginError(UsageError):
 
 
 class InfeasibleError(MeshwrightError):
-    """No plan satisfies the request (memory, degrees or pins). The message names the smallest change that would."""
+    """No plan satisfies the request (memory, degrees or pins). The message names the smallest change that would.
+
+    `listed`: it has a line for each reason, which the command line keeps.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, listed: bool = False) -> None:
+        super().__init__(message)
+        self.listed = listed
 
 
 class VerificationError(MeshwrightError):

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from meshwright.ranks import fail, leave
-from meshwright_dtensor.errors import MeshwrightError, PluginError
+from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PluginError
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered, discover
 
 
@@ -94,9 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.Abort:
         fail("interrupted", 130)
     except MeshwrightError as error:
-        fail(" ".join(str(error).split()), error.exit_code)
+        fail(_text(error), error.exit_code)
     else:
         leave(result if isinstance(result, int) else 0)
+
+
+def _text(error: MeshwrightError) -> str:
+    """An error in one line, but for one that has a reason on each of several."""
+    if isinstance(error, InfeasibleError) and error.listed:
+        return str(error)
+    return " ".join(str(error).split())
 
 
 def _help_hint(error: click.ClickException) -> str:

@@ -100,7 +100,7 @@ def compare(
         try:
             plan = planner.plan(model, batch, replace(request, planner=name, top_k=1))[0]
         except (InfeasibleError, PlanError, UsageError) as error:  # the others may still answer
-            failure, refusal = str(error), error
+            failure, refusal = str(error).rstrip(), error
         answers.append(Answer(name, plan, time.perf_counter() - start, time.process_time() - worked, failure))
     if refusal is not None and not isinstance(refusal, InfeasibleError) and not any(a.plan for a in answers):
         raise refusal

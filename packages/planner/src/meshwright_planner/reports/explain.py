@@ -230,11 +230,22 @@ def _table(shown: Sequence[Explained]) -> Table:
             *([human_seconds(seconds.get("bubble", 0.0))] if piped else []),
             human_seconds(seconds["optimizer"]),
             human_bytes(predicted.total_bytes),
-            human_bytes(predicted.memory_bytes.get("activations", 0)),
+            _activations(predicted),
             "-" if predicted.gap is None else f"{100 * predicted.gap:.1f}%",
             explained.bound.partition(",")[0],
         )
     return table
+
+
+NO_ACTIVATIONS = "*none: memory is fullest when no activations are kept, as while the optimizer steps"
+
+
+def _activations(predicted: Prediction) -> str:
+    """Bytes of them at the peak; "-" where nothing is said of them."""
+    size = predicted.memory_bytes.get("activations")
+    if size is None:
+        return "-"
+    return human_bytes(size) if size else "none*"
 
 
 def _details(explained: Explained, alone: bool) -> list[str]:
@@ -258,6 +269,8 @@ def _details(explained: Explained, alone: bool) -> list[str]:
         by_size = sorted(memory.items(), key=lambda item: (-item[1], item[0]))
         if by_size:
             lines.append("memory: " + ", ".join(f"{part} {human_bytes(n)}" for part, n in by_size if n))
+        if memory.get("activations") == 0:
+            lines.append(NO_ACTIVATIONS)
     lines += _by_stage(plan)
     lines += _communication(plan, explained.links)
     if explained.next_to_buy is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_planner.profile.batch import scaled
@@ -16,21 +18,44 @@ from meshwright_planner.search.setting import SHARED, allowing
 MOST_RANKS = 64
 """How many times the asked number of ranks is tried at most."""
 
+SHOWN = 4
+"""Configurations that are said to be closest."""
+
+WIDTH = 90
+"""Columns of a line; the command line puts "Error: " before the first, so that 100 are enough."""
+
 
 def infeasible(search: Search, candidates: Sequence[Candidate]) -> InfeasibleError:
-    """The error for `candidates`, none of which fits, with what was tried and would fit."""
+    """The error for `candidates`, none of which fits, with what was tried and would fit: a line for each."""
     setting = search.setting
     closest = sorted(candidates, key=lambda c: (c.excess_bytes, c.step_seconds))
-    misses = "; ".join(
+    misses = [
         f"{c.name} needs {human_bytes(c.total_bytes)}, {human_bytes(c.excess_bytes)} too much ({_largest(c)})"
-        for c in closest[:4]
+        for c in closest[:SHOWN]
+    ]
+    if len(closest) > SHOWN:
+        misses.append(f"and {len(closest) - SHOWN} more")
+    advice = [*_changes(search), *_more_memory(search, closest[0])] or ["nothing that was tried"]
+    head = (
+        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} that each "
+        f"has ({human_bytes(setting.allowed - setting.limit)} kept back):"
     )
-    more = f" and {len(closest) - 4} more" if len(closest) > 4 else ""
-    advice = "; ".join([*_changes(search), *_more_memory(search, closest[0])]) or "nothing that was tried"
-    return InfeasibleError(
-        f"no plan for {setting.world_size} rank(s) of {setting.cluster.name} fits the {human_bytes(setting.allowed)} "
-        f"that each has ({human_bytes(setting.allowed - setting.limit)} kept back): {misses}{more}. Would fit: {advice}"
+    lines = [*_wrapped(head), *_listed(misses), "Would fit:", *_listed(advice)]
+    return InfeasibleError("\n".join(lines), listed=True)
+
+
+def _listed(reasons: Iterable[str]) -> Iterator[str]:
+    """A line for each, broken where it is too long."""
+    return (line for reason in reasons for line in _wrapped(reason, "  - ", "    "))
+
+
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Lines that are not too long; a size and its unit stay together."""
+    together = re.sub(r"(\d) (?=[KMG]iB|B\b)", "\\1\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(
+        together, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False
     )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def _largest(candidate: Candidate) -> str:
