@@ -240,9 +240,18 @@ def test_what_does_not_grow_with_the_batch_counts_once(rows: int) -> None:
     assert 0.5 * wide / (8 // rows) < least < 0.75 * wide  # counted for the batch it would be `wide`
 
 
-def test_what_grows_with_the_batch_counts_for_all_of_it() -> None:
+class Unlike(Transformer):
+    """Of several rows it takes an operation more than of one."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(ids, labels)
+        return loss if ids.shape[0] == 1 else loss.tanh()
+
+
+@pytest.mark.parametrize("kind", [Transformer, Unlike])
+def test_what_grows_with_the_batch_counts_for_all_of_it(kind: type[Transformer]) -> None:
     """However many rows are looked at, the floor is the same."""
-    model, batch = Transformer(layers=2), tokens(rows=8)
+    model, batch = kind(layers=2), tokens(rows=8)
     found = []
     for ranks in (1, 2, 4, 8):
         search = search_of(model, batch, PlanRequest(cluster=BUSY, world_size=ranks), host_of(DataLike))

@@ -15,6 +15,8 @@ and what streams count as nothing: this is a bound, not an estimate.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from meshwright_dtensor.cluster import Cluster, MeasuredWork
 from meshwright_dtensor.links import Points
@@ -43,10 +45,8 @@ class Floor:
         setting, problem = basis.setting, candidate.problem
         tape, (rows, tokens) = problem.tape, _local(basis, candidate)
         by_rows, sequence = setting.batch.size / rows, setting.batch.sequence_length is not None
-        lengths = _Lengths(tape, sequence)
-        others = (
-            _Lengths(other, sequence) if other is not None and len(other.nodes) == len(tape.nodes) else None
-        )
+        lengths = _lengths(tape, sequence)
+        others = {} if other is None else _alike(lengths, _lengths(other, sequence))
         self._update = _least_update(cluster, basis.bytes[1], OPTIMIZERS[setting.optimizer])
         self._least: list[
             tuple[float, float]
@@ -55,9 +55,9 @@ class Floor:
             node, count = tape.nodes[k], problem.quotient.node_count[k]
             flops = problem.legality.flops(k)
             work = work_of(node, tape.values, tape.grad, flops)
-            long = lengths.of(k)
+            long = lengths[k].length if k in lengths else 0
             times = float(long in (rows, tokens))
-            if others is not None and others.of(k) * rows == long * others.tape.rows:
+            if other is not None and others.get(k, 0) * rows == long * other.rows:
                 times *= by_rows
             product = _product(cluster, work, flops * times)
             self._least.append((count * product, count * _issued(cluster, work)))
@@ -89,16 +89,29 @@ def whole_sequence(basis: Basis, candidate: Candidate) -> bool:
     return tokens == rows * (basis.setting.batch.sequence_length or 1)
 
 
-class _Lengths:
-    """How long what comes from the batch is where a tape multiplies it by a weight."""
+class _Product(NamedTuple):
+    """A product of weights with what comes from the batch, which has so many rows (or tokens)."""
 
-    def __init__(self, tape: Tape, sequence: bool) -> None:
-        self.tape, self._sequence = tape, sequence
-        self._flows = _from_the_batch(tape, tape.rows)
+    weights: frozenset[str]
+    length: int
 
-    def of(self, k: int) -> int:
-        """Of node `k`: rows (or tokens), 0 where it is no such product."""
-        return _length(self.tape.nodes[k], self.tape, self._flows, self._sequence)
+
+def _lengths(tape: Tape, sequence: bool) -> dict[int, _Product]:
+    """The products of a tape, by node."""
+    flows = _from_the_batch(tape, tape.rows)
+    found: dict[int, _Product] = {}
+    for k, node in enumerate(tape.nodes):
+        length = _length(node, tape, flows, sequence)
+        if length:
+            found[k] = _Product(frozenset(tape.values[r.i].name or "" for r in node.ins), length)
+    return found
+
+
+def _alike(some: Mapping[int, _Product], others: Mapping[int, _Product]) -> dict[int, int]:
+    """Node of `some` -> length of the same product among `others`; one row may take a few nodes less, but has the same products."""
+    if [one.weights for one in some.values()] != [one.weights for one in others.values()]:
+        return {}
+    return {k: one.length for k, one in zip(some, others.values(), strict=True)}
 
 
 def _from_the_batch(tape: Tape, rows: int) -> set[int]:
