@@ -46,10 +46,12 @@ class Outcome:
         return Outcome(finished=float("inf"))
 
 
-def run_worker(rank: int, pipe: Connection, folder: str) -> None:
+def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, str]) -> None:
     """Serve jobs (sys.path, module and file of the function, world size, meeting file, payload)
-    until end of file.
+    until end of file, in the pool's environment.
     """
+    os.environ.clear()  # a fork's is that of the time when its server started
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes the pipe
     with open(Path(folder) / f"stack-{os.getpid()}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

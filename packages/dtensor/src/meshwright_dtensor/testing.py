@@ -2,7 +2,9 @@
 pretends.
 
 Starting a rank costs seconds (it imports torch), using one costs milliseconds: a `RankPool` starts each rank
-once, on first need, and keeps it for the whole test session. Functions travel by name, so they must be
+once, on first need, and keeps it for the whole test session. Rank 0 is started from nothing; the others are
+forked from one server that has imported torch. So a world has two hash seeds, as ranks under torchrun have
+many: an order of collectives that depends on one still shows. Functions travel by name, so they must be
 top-level ones:
 
     def summed(rank, world_size, value):
@@ -24,10 +26,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from meshwright_dtensor.errors import MeshwrightError, UsageError
 
 MAX_RANKS = 8
 DEFAULT_TIMEOUT = 300.0
+WORKER = "meshwright_dtensor._rank_worker"
 RUNS_PER_WORLD = 8
 """After so many runs a world is made anew: nothing else ends the process groups that its runs have made."""
 
@@ -61,9 +65,9 @@ class RankPool:
     Use it as a context manager, or call `close`. Not thread-safe: one `run` at a time.
     """
 
-    def __init__(self, max_ranks: int = MAX_RANKS, grace: float = 10.0) -> None:
+    def __init__(self, max_ranks: int = MAX_RANKS, grace: float = 10.0, preload: Sequence[str] = ()) -> None:
         """`max_ranks`: the largest world allowed. `grace`: seconds other ranks get to end once one has
-        failed.
+        failed. `preload`: modules that ranks but the first are forked with (those of the first pool of a process).
         """
         self._max_ranks = max_ranks
         self._grace = grace
@@ -72,7 +76,11 @@ class RankPool:
         self._meetings = 0
         self._world_size: int | None = None
         self._runs = 0
-        self._context = multiprocessing.get_context("spawn")
+        self._first = multiprocessing.get_context("spawn")
+        self._others: SpawnContext | ForkServerContext = self._first
+        if "forkserver" in multiprocessing.get_all_start_methods():
+            self._others = multiprocessing.get_context("forkserver")
+            self._others.set_forkserver_preload([WORKER, *preload])
 
     def run(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
@@ -137,9 +145,13 @@ class RankPool:
         if dead:
             self._kill()
         for index in range(len(self._ranks), world_size):
-            here, there = self._context.Pipe()
-            process = self._context.Process(
-                target=run_worker, args=(index, there, str(self._folder)), name=f"rank-{index}", daemon=True
+            context = self._others if index else self._first
+            here, there = context.Pipe()
+            process = context.Process(
+                target=run_worker,
+                args=(index, there, str(self._folder), dict(os.environ)),
+                name=f"rank-{index}",
+                daemon=True,
             )
             process.start()
             there.close()
