@@ -184,6 +184,10 @@ def magnitude(tensor: torch.Tensor | None) -> float:
     """The largest finite magnitude of any element, 0 of none."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        low, high = (float(x) for x in torch.aminmax(tensor.detach()))
+        if math.isfinite(low) and math.isfinite(high):  # nearly always, and in a fifth of the time
+            return max(-low, high)
     finite = torch.nan_to_num(_wide(tensor.detach()), nan=0.0, posinf=0.0, neginf=0.0)
     return float(finite.abs().max().item())
 
@@ -201,6 +205,9 @@ def apart(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[float, s
     if want.numel() == 0:
         return 0.0, ""
     a, b = _wide(want), _wide(got.to(want.device))
+    worst = float((a - b).abs_().max())
+    if math.isfinite(worst):  # then so is every element of both
+        return worst, ""
     unlike = (
         (torch.isfinite(a) != torch.isfinite(b))
         | (torch.isnan(a) != torch.isnan(b))
