@@ -1,11 +1,23 @@
-"""Run the command line as a user does: in a process of its own, on two or more ranks."""
+"""Run the command line: as a user does, in processes of its own, or on ranks that have imported torch already."""
 
 from __future__ import annotations
 
+import io
 import os
+import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from meshwright.cli import State, group
+from meshwright_dtensor.testing import RankPool
+
+HERE = Path(__file__).parent
 
 
 def run_ranks(
@@ -19,5 +31,45 @@ def run_ranks(
         text=True,
         timeout=timeout,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parent,
+        cwd=HERE,
     )
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one rank of a command returned and printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_on(pool: RankPool, size: int, arguments: list[str], folder: Path) -> list[Done]:
+    """`meshwright ARGUMENTS` on every rank of a pool, in the environment that torchrun gives them; what each did.
+
+    The command makes its own world, as always. An error of the user's is raised, as it is; `meshwright.cli.main`, which
+    prints it and ends the process, is for `run_ranks`. A `--model` is named by its whole path. `folder`: any new one.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return pool.run(size, _command, arguments, port, str(folder / f"after-{port}"))
+
+
+def _command(rank: int, size: int, arguments: list[str], port: int, meeting: str) -> Done:
+    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    dist.destroy_process_group()  # the pool's
+    os.environ.update({k: str(v) for k, v in job.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            code = group.main(
+                list(arguments), "meshwright", standalone_mode=False, obj=State(tuple(arguments))
+            )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    # what the pool's next run on these ranks expects to find
+    dist.init_process_group("gloo", store=FileStore(meeting, size), rank=rank, world_size=size)
+    return Done(code or 0, out.getvalue(), err.getvalue())

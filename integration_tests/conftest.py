@@ -12,5 +12,5 @@ from meshwright_dtensor.testing import RankPool
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Real ranks on this machine, started on first use and kept for the session."""
-    with RankPool() as pool:
+    with RankPool(preload=["meshwright_planner", "transformers.models.llama.modeling_llama"]) as pool:
         yield pool

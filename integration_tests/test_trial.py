@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import HERE
 
 import meshwright as mw
 from meshwright_dtensor.errors import UsageError
@@ -25,7 +26,7 @@ def test_trial_of_the_command_line(tmp_path: Path) -> None:
         "meshwright",
         "plan",
         "--model",
-        "gpt2",
+        f"{HERE}/refusing.py:small_llama",
         *sizes,
         "--trial",
         "2",

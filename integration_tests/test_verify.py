@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
-import pytest
-from commands import run_ranks
+from commands import HERE, run_on, run_ranks
+
+from meshwright_dtensor.testing import RankPool
 
 LAYOUT = [
     "--world-size",
@@ -22,41 +25,41 @@ LAYOUT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [("refusing.py:small_llama", "sgd-momentum"), ("gpt2", "adamw")],
-)
-def test_three_steps_are_those_of_one_device(model: str, optimizer: str) -> None:
-    size = ["--batch-size", "4", "--sequence-length", "16"]
-    done = run_ranks(["verify", "--model", model, "--optimizer", optimizer, *LAYOUT, *size], launcher=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    report = json.loads(done.stdout)
+SIZE = ["--batch-size", "4", "--sequence-length", "16"]
+
+
+def check(report: Any, states: set[str], no_measure: set[tuple[str, bool]]) -> None:
+    """Everything is there and right; `states`: of the optimizer; `no_measure`: kinds that are not held to a tolerance."""
     assert report["ok"] and report["steps"] == 3 and report["degrees"]["dp"] == report["degrees"]["tp"] == 2
     entries = report["comparisons"]
     gradients = {entry["name"] for entry in entries if entry["kind"] == "gradient"}
     parameters = {entry["name"] for entry in entries if entry["kind"] == "parameter"}
     assert gradients == parameters and len(gradients) > 10
-    states = {entry["name"].rpartition("/")[2] for entry in entries if entry["kind"] == "state"}
-    assert states == ({"exp_avg", "exp_avg_sq", "step"} if optimizer == "adamw" else {"momentum_buffer"})
+    assert {entry["name"].rpartition("/")[2] for entry in entries if entry["kind"] == "state"} == states
     assert all(entry["tolerance"] <= 1e-5 for entry in entries)
-    apart = {(entry["kind"], entry["step"] < 0) for entry in entries if not entry["measured"]}
-    assert apart == ({("parameter", False)} if optimizer == "adamw" else set())
+    assert {(entry["kind"], entry["step"] < 0) for entry in entries if not entry["measured"]} == no_measure
 
 
-def test_a_model_that_is_not_the_same_everywhere_is_caught() -> None:
-    arguments = [
-        "verify",
-        "--model",
-        "refusing.py:rankish",
-        "--world-size",
-        "2",
-        "--degree",
-        "tp=2",
-        "--json",
-    ]
-    done = run_ranks(arguments, launcher=False)
-    assert done.returncode == 4, done.stderr
-    report = json.loads(done.stdout)
+def test_three_steps_are_those_of_one_device() -> None:
+    done = run_ranks(["verify", "--model", "gpt2", "--optimizer", "adamw", *LAYOUT, *SIZE], launcher=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    check(json.loads(done.stdout), {"exp_avg", "exp_avg_sq", "step"}, {("parameter", False)})
+
+
+def test_with_momentum_every_parameter_is_measured(rank_pool: RankPool, tmp_path: Path) -> None:
+    arguments = ["verify", "--model", f"{HERE}/refusing.py:small_llama", "--optimizer", "sgd-momentum"]
+    first, *others = run_on(rank_pool, 4, [*arguments, *LAYOUT, *SIZE], tmp_path)
+    assert first.returncode == 0, first.stdout[-2000:]
+    check(json.loads(first.stdout), {"momentum_buffer"}, set())
+    assert all(other.returncode == 0 and not other.stdout for other in others)
+
+
+def test_a_model_that_is_not_the_same_everywhere_is_caught(rank_pool: RankPool, tmp_path: Path) -> None:
+    model = f"{HERE}/refusing.py:rankish"
+    arguments = ["verify", "--model", model, "--world-size", "2", "--degree", "tp=2", "--json"]
+    done = run_on(rank_pool, 2, arguments, tmp_path)
+    assert [one.returncode for one in done] == [4, 4]
+    report = json.loads(done[0].stdout)
     assert not report["ok"] and report["failures"] > 0
 
 
