@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from once import plan_once
 from zoo import CASES
 
 import meshwright as mw
@@ -52,9 +53,7 @@ def compare(rank: int, world_size: int, name: str, degrees: dict[str, int]) -> D
     torch.manual_seed(3)
     with mw.deferred_init():
         model = case.model()
-    plan = mw.plan(model, batch, world_size=world_size, **degrees)
-    assert isinstance(plan, ParallelPlan)
-    return compare_with(model, plan, name)
+    return compare_with(model, plan_once(model, batch, **degrees), name)
 
 
 def compare_plan(rank: int, world_size: int, name: str, plan_json: str) -> Difference:

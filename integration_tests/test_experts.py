@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import plan_once
 from torch import nn
 from zoo import EXPERTS
 
@@ -160,8 +161,8 @@ def _of_tokens(event: CommEvent) -> bool:
 def beside(rank: int, world_size: int, family: str, implementation: str | None, pins: dict[str, int]) -> Told:
     single, near = make(family, implementation), make(family, implementation)
     model = copy.deepcopy(single)
-    plan = mw.plan(model, batch(), world_size=world_size, **pins)
-    mw.parallelize(model, plan, batch=batch())  # type: ignore[arg-type]
+    plan = plan_once(model, batch(), **pins)
+    mw.parallelize(model, plan, batch=batch())
     one_rounding_away(near.parameters())
     torch.manual_seed(5)  # Switch's router draws noise
     with communication() as log:
@@ -182,7 +183,7 @@ def beside(rank: int, world_size: int, family: str, implementation: str | None, 
         sum(p.to_local().numel() for _, p in held) / sum(p.numel() for _, p in held),
         {e.kind for e in log.events if ".experts" in e.module},
         {(e.axis, e.kind, e.function) for e in log.events if _of_tokens(e)},
-        tuple(plan.provenance.notes),  # type: ignore[union-attr]
+        tuple(plan.provenance.notes),
     )
 
 

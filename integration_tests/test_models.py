@@ -20,6 +20,8 @@ TENSOR_ONLY = (
     "llama-tied",
     "qwen3",
 )
+WHOLE = ("plain",)
+"""So small that at tp 2 nothing need be shared."""
 RUNS = [(case, layout) for case in EVERYWHERE for layout in LAYOUTS] + [
     (case, layout) for case in TENSOR_ONLY for layout in ("tp2", "dp2-tp2")
 ]
@@ -40,13 +42,8 @@ def test_a_model_is_that_of_one_device(rank_pool: RankPool, case: str, layout: s
     for difference in rank_pool.run(world_size, compare, case, degrees):
         assert {axis: difference.degrees.get(axis, 1) for axis in degrees} == degrees
         check(difference)
-
-
-@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "vit", "t5", "opt"])
-def test_tensor_parallelism_shards_weights(rank_pool: RankPool, case: str) -> None:
-    """A plan that replicates everything would pass every comparison: at tp 2 some weights must be shared."""
-    difference = rank_pool.run(2, compare, case, LAYOUTS["tp2"])[0]
-    assert difference.sharded
+        # a plan that replicates everything would pass every comparison
+        assert difference.sharded or degrees["tp"] == 1 or case in WHOLE
 
 
 def test_four_way_tensor_parallelism_with_two_key_value_heads(rank_pool: RankPool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from once import plan_once
 from torch import Tensor, nn
 from training_zoo import SCRIPTS, Models, Script
 
@@ -42,9 +43,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 def planned(model: nn.Module, example: Any, world_size: int, degrees: dict[str, int]) -> ParallelPlan:
     """The plan of the planner for pinned degrees."""
-    plan = mw.plan(model, example, world_size=world_size, **degrees)
-    assert isinstance(plan, ParallelPlan)
-    return plan
+    return plan_once(model, example, **degrees)
 
 
 def by_hand(model: nn.Module, example: Any, world_size: int, degrees: dict[str, int]) -> ParallelPlan:
