@@ -7,16 +7,20 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.testing import RUNS_PER_WORLD, RankError, RankPool, fake_group
+from meshwright_dtensor.testing import RUNS_PER_WORLD, WORKER, RankError, RankPool, fake_group
 
 
 @dataclass
@@ -165,6 +169,43 @@ def make_groups(rank: int, world_size: int) -> int:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).redistribute(placements=[Replicate()])
     return len(os.listdir("/proc/self/task"))
+
+
+def fails_to_join(rank: int, world_size: int, path: str) -> None:
+    if rank == 0:
+        dist.destroy_process_group()
+        store = FileStore(path, world_size)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.2))
+
+
+def test_a_rank_that_could_not_join_finds_its_peers_next_time(rank_pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        rank_pool.run(2, fails_to_join, str(tmp_path / "alone"))
+    assert len(rank_pool.run(2, draw, timeout=30.0)) == 2
+
+
+def parent_and_environment(rank: int, world_size: int, name: str) -> tuple[int, str | None]:
+    return os.getppid(), os.environ.get(name)
+
+
+def test_ranks_are_forked_and_have_the_environment_of_their_pool(
+    rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rank_pool.run(3, parent_and_environment, "SET_LATER")
+    (first, *others), mine = [parent for parent, _ in before], os.getpid()
+    assert first == mine and mine not in others and len(set(others)) == 1
+    monkeypatch.setenv("SET_LATER", "yes")  # the server that ranks are forked from runs already
+    with RankPool() as pool:
+        after = pool.run(2, parent_and_environment, "SET_LATER")
+    assert [value for _, value in before] == [None] * 3 and [value for _, value in after] == ["yes"] * 2
+    assert after[1][0] == others[0]
+
+
+def test_what_ranks_are_forked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(ForkServerContext, "set_forkserver_preload", lambda _, modules: asked.append(modules))
+    RankPool(preload=["colorsys"]).close()
+    assert asked == [[WORKER, "colorsys"]]
 
 
 def test_groups_of_earlier_runs_end() -> None:

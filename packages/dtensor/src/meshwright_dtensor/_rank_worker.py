@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from meshwright_dtensor._torch_meshes import forget_meshes
+from meshwright_dtensor._torch_meshes import forget_failed_join, forget_meshes
 
 
 @dataclass
@@ -106,6 +106,7 @@ def _leave() -> None:
             dist.destroy_process_group()
         forget_meshes()
         gc.collect()  # what is left of models holds process groups, whose threads wake up a hundred times a second
+    forget_failed_join()
 
 
 def _reset() -> None:

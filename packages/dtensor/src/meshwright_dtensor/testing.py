@@ -3,9 +3,8 @@ pretends.
 
 Starting a rank costs seconds (it imports torch), using one costs milliseconds: a `RankPool` starts each rank
 once, on first need, and keeps it for the whole test session. Rank 0 is started from nothing; the others are
-forked from one server that has imported torch. So a world has two hash seeds, as ranks under torchrun have
-many: an order of collectives that depends on one still shows. Functions travel by name, so they must be
-top-level ones:
+forked from one server that has imported torch. So a world has two hash seeds (if PYTHONHASHSEED names none): an
+order of collectives that depends on one still shows. Functions travel by name, so they must be top-level ones:
 
     def summed(rank, world_size, value):
         tensor = torch.full((), float(value + rank))
