@@ -80,6 +80,35 @@ def test_rows_are_shortened_where_the_model_runs_on_short_ones(tokens: int) -> N
     )
 
 
+class Counted(nn.Linear):
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.runs += 1
+        return super().forward(x)
+
+
+class Deep(nn.Module):
+    """Copies of a layer, and convolutions that only their strides tell apart."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counted(16, 16) for _ in range(layers))
+        self.folds = nn.ModuleList(nn.Conv1d(1, 1, 2, stride=s) for s in (1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        one, other = (fold(x[:, None]) for fold in self.folds)
+        return one.view(-1, 15).square().mean() + other.view(-1, 5).square().mean()
+
+
+def test_of_copies_one_is_run() -> None:
+    Counted.runs = 0
+    assert not why(Deep(12), {"x": torch.ones(8, 16)})
+    assert Counted.runs == 2  # with two and with four rows
+
+
 class Lazy(nn.Module):
     """Repeats a constant only where there are several rows, as models of transformers do with positions."""
 

@@ -152,6 +152,18 @@ class Profiler:
                 stand_in(self.model.get_submodule(unit), device)
             return self._run(args, kwargs, device, watch)
 
+    def shapes(
+        self,
+        unit: str,
+        forward: Calls,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        drawn: Draws,
+    ) -> Result:
+        """What a call of a unit returns, as zeros; `drawn` takes down what it draws."""
+        return _shape_run(self.model.get_submodule(unit), forward, args, kwargs, device, drawn)
+
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, watch: Watch | None
     ) -> Profile:
@@ -176,7 +188,7 @@ class Profiler:
             taint.inside, taint.key = taint.inside + 1, key
             try:
                 with glue.paused() if isinstance(glue, Functions) else glue:
-                    result = _shape_run(self.model.get_submodule(key[0]), forward, a, k, device, taint.draws)
+                    result = self.shapes(key[0], forward, a, k, device, taint.draws)
             finally:
                 taint.inside, taint.key = taint.inside - 1, BETWEEN
             results[key] = result
