@@ -74,7 +74,10 @@ def test_it_is_taken_up_where_nothing_else_fits() -> None:
 def test_precision_is_planned() -> None:
     full, half = planned(dp=4, tp=1), planned(dp=4, tp=1, precision="bf16")
     assert half.precision.parameters == "bf16" and full.precision is None
-    assert half.predicted.memory_bytes["activations"] < 0.75 * full.predicted.memory_bytes["activations"]
+    # what is alive while the step holds most, whichever moment that is
+    alive = [plan.predicted.memory_bytes for plan in (full, half)]
+    beside_it = [parts["activations"] + parts["temporaries"] for parts in alive]
+    assert beside_it[1] < 0.8 * beside_it[0]
     assert half.predicted.memory_bytes["parameters"] == pytest.approx(
         1.5 * full.predicted.memory_bytes["parameters"], rel=1e-3
     )
