@@ -18,7 +18,7 @@ from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, Strateg
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
 from meshwright_pipeline.behind import Behind
-from meshwright_pipeline.foreseeing import foresee
+from meshwright_pipeline.foreseeing import Lookout
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.timeline import planned
@@ -29,7 +29,7 @@ NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "du
 
 
 def why(model: nn.Module, batch: dict[str, Tensor], single: bool = False) -> str:
-    return foresee(model, find_units(model).names, ((), batch), single).why
+    return Lookout(model, find_units(model).names).look(((), batch), single).why
 
 
 @pytest.mark.parametrize("single", [False, True])

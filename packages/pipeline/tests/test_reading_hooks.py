@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import call_of, pipeline
-from meshwright_pipeline.foreseeing import foresee
+from meshwright_pipeline.foreseeing import Lookout
 from meshwright_pipeline.units import find_units
 
 
@@ -72,7 +72,7 @@ NAMED = {
 @pytest.mark.parametrize("kind", [*NAMED, "tensors"])
 def test_planning_names_the_hook(kind: str) -> None:
     model = hooked(kind)
-    why = foresee(model, find_units(model).names, ((), judged_batch(0))).why
+    why = Lookout(model, find_units(model).names).look(((), judged_batch(0))).why
     assert f"(forward {NAMED[kind]} reads values)" in why if kind in NAMED else not why
 
 

@@ -51,31 +51,44 @@ class Foreseen:
         )
 
 
-def foresee(
-    model: nn.Module, units: tuple[str, ...], example: tuple[Any, Mapping[str, Any]], single: bool = False
-) -> Foreseen:
-    """Look at the loss of `model` for an example batch: its positional and keyword arguments, with or without values.
+class Lookout:
+    """Looks at the loss of one model.
 
-    `single`: microbatches have one row, of which models make what they make of none other (they leave out what repeats rows).
+    Args:
+        model: it is left as it is.
+        units: names of its units.
     """
-    args, kwargs = example
-    size = BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((args, dict(kwargs))))
-    rows = 2 if single else min(ROWS, size.rows or 1) // 2 * 2
-    if rows < 2 or (size.rows or 1) < 2:
-        return Foreseen("the example batch has no rows that microbatches could share")
-    error: Exception | None = None
-    long = size.tokens or 0
-    for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
-        try:
-            call = _small((args, dict(kwargs)), size, rows, tokens)
-            profiler = _Copies(_hollow(model, units), units)
-            entire = profiler.run(*call)
-        except Exception as raised:  # whatever a model does with so few tokens, or tensors without values
-            error = raised
-            continue
-        return _judged(profiler, entire, call)
-    text = " ".join(str(error).split())[:200]
-    return Foreseen(f"the loss could not be looked at when planning ({type(error).__name__}: {text})")
+
+    def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
+        self._model, self._units = model, units
+        self._profiler: _Copies | None = None
+
+    def look(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> Foreseen:
+        """What is foreseen for an example batch: its positional and keyword arguments, with or without values.
+
+        `single`: microbatches have one row, of which models make what they make of none other (they leave out what repeats
+        rows).
+        """
+        args, kwargs = example
+        size = BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((args, dict(kwargs))))
+        rows = 2 if single else min(ROWS, size.rows or 1) // 2 * 2
+        if rows < 2 or (size.rows or 1) < 2:
+            return Foreseen("the example batch has no rows that microbatches could share")
+        error: Exception | None = None
+        long = size.tokens or 0
+        for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
+            try:
+                call = _small((args, dict(kwargs)), size, rows, tokens)
+                profiler = self._profiler or _Copies(_hollow(self._model, self._units), self._units)
+                self._profiler = None  # another one, should this fail half-way
+                entire = profiler.run(*call)
+            except Exception as raised:  # whatever a model does with so few tokens, or tensors without values
+                error = raised
+                continue
+            self._profiler = profiler
+            return _judged(profiler, entire, call)
+        text = " ".join(str(error).split())[:200]
+        return Foreseen(f"the loss could not be looked at when planning ({type(error).__name__}: {text})")
 
 
 class _Copies(Profiler):

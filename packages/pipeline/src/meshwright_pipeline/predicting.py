@@ -93,14 +93,11 @@ def predict(
     if company and (len(company) != shape.ranks or min(company) <= 0):
         raise UsageError(f"company={company}: it takes a positive number for each of the {shape.ranks} ranks")
     require(schedule, shape)  # of a long step, others are walked through
-    few, more = 2 * shape.stages, 3 * shape.stages
-    # drawing out takes two walks
-    if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= few + more:
+    walked = walks(shape)
+    if len(walked) == 1:
         return _walk(schedule, shape, costs, company)
-    # whatever groups a schedule takes microbatches in, as many as there are stages are whole groups
-    short, longer = (
-        _walk(schedule, Shape(shape.ranks, shape.stages, count), costs, company) for count in (few, more)
-    )
+    short, longer = (_walk(schedule, one, costs, company) for one in walked)
+    few, more = (one.microbatches for one in walked)
     factor = (shape.microbatches - more) / (more - few)
 
     def drawn(a: float, b: float) -> float:
@@ -118,8 +115,18 @@ def predict(
     )
 
 
+def walks(shape: Shape) -> tuple[Shape, ...]:
+    """What is walked through of a step: itself, or the two shorter ones that its steady part is drawn out from."""
+    few, more = 2 * shape.stages, 3 * shape.stages
+    # drawing out takes two walks
+    if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= few + more:
+        return (shape,)
+    # whatever groups a schedule takes microbatches in, as many as there are stages are whole groups
+    return tuple(Shape(shape.ranks, shape.stages, count) for count in (few, more))
+
+
 @dataclass(frozen=True)
-class _Steps:
+class Steps:
     """A checked schedule in numbers.
 
     Attributes:
@@ -150,7 +157,7 @@ def _lengths(costs: StageCosts) -> tuple[float, ...]:
 
 
 def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[float, ...]) -> Prediction:
-    steps, lengths = _steps(schedule, shape), _lengths(costs)
+    steps, lengths = steps_of(schedule, shape), _lengths(costs)
     sending = (*(costs.sending or (0.0,) * shape.stages), 0.0)  # the last one is that of no message, -1
     late = [sending[cut] for cut in steps.cuts]
     held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
@@ -161,8 +168,9 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
         return Prediction(seconds, tuple(computing), held, fullest, alone)
     clock, silent = ([0.0] * shape.ranks for _ in range(2))
     ends, quiet = [0.0], [0.0]  # the first one is that of nothing; with messages, and if they took no time
-    for rank, number, place in zip(steps.doers, steps.numbers, steps.after, strict=True):
-        start, arrival, length = clock[rank], ends[place] + late[number], lengths[number]
+    lasting, delays = (map(own.__getitem__, steps.numbers) for own in (lengths, late))
+    for rank, length, place, delay in zip(steps.doers, lasting, steps.after, delays, strict=True):
+        start, arrival = clock[rank], ends[place] + delay
         if arrival > start:
             start = arrival
         clock[rank] = end = start + length
@@ -176,7 +184,7 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
     return Prediction(max(clock), busy, held, fullest, max(silent))
 
 
-def _by_rank(steps: _Steps, lengths: Sequence[float], late: Sequence[float]) -> list[list[Timed]]:
+def _by_rank(steps: Steps, lengths: Sequence[float], late: Sequence[float]) -> list[list[Timed]]:
     """What each rank does in its own order."""
     found: list[list[Timed]] = [[] for _ in steps.ranks]
     every = zip(steps.doers, steps.numbers, steps.after, strict=True)
@@ -185,7 +193,7 @@ def _by_rank(steps: _Steps, lengths: Sequence[float], late: Sequence[float]) -> 
     return found
 
 
-def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
+def _held(steps: Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
     """What ranks hold, from action to action, as in Prediction."""
     nothing = (0.0,) * shape.stages
     saved, over, waiting = costs.saved, costs.over or nothing, costs.waiting or nothing
@@ -226,7 +234,7 @@ def _held(steps: _Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, 
 
 
 @functools.lru_cache(maxsize=256)
-def _steps(schedule: Schedule, shape: Shape) -> _Steps:
+def steps_of(schedule: Schedule, shape: Shape) -> Steps:
     """The actions of a checked schedule; kept, since a search asks for the same ones again and again."""
     found = ordered(schedule, shape)
     owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
@@ -251,4 +259,4 @@ def _steps(schedule: Schedule, shape: Shape) -> _Steps:
         places[slots[at]] = place
     after = [places[other] if cuts[number] >= 0 else 0 for number, other in zip(numbers, waits, strict=True)]
     doers, numbers, after = (list(map(own.__getitem__, order)) for own in (doers, numbers, after))
-    return _Steps(tuple(doers), tuple(numbers), tuple(after), tuple(cuts), ranks)
+    return Steps(tuple(doers), tuple(numbers), tuple(after), tuple(cuts), ranks)

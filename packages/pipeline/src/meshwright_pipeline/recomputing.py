@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from meshwright_pipeline.actions import Schedule, Shape
+from meshwright_pipeline.predicting import KINDS, steps_of, walks
 
 MOST = 512
 """Choices of a row of units that are gone on with; of more, which only units that all differ have, an even part is."""
@@ -139,27 +140,38 @@ def _uncovered(found: Iterable[Moment]) -> tuple[Moment, ...]:
 
 @functools.lru_cache(maxsize=256)
 def moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank, the moments at which it may be fullest; no backward is split, as where modules run again."""
-    few = 3 * shape.stages
-    shorter = [Shape(shape.ranks, shape.stages, count) for count in (few, few - shape.stages)]
-    # of a long step the steady part is like that of a shorter one, where it is steady and the schedule takes such
-    if shape.microbatches > few and not any(schedule.refusal(one) for one in shorter):
-        short = [moments(schedule, one) for one in shorter]
-        if short[0] == short[1]:
-            return short[0]
-    return tuple(_of_rank(schedule, shape, rank) for rank in range(shape.ranks))
+    """Per rank, the moments at which it may be fullest; no backward is split, as where modules run again.
+
+    Raises:
+        UsageError: as `predict`.
+    """
+    shorter = walks(shape)
+    if len(shorter) > 1 and not any(schedule.refusal(one) for one in shorter):
+        # of a long step the steady part is like that of a shorter one, where it is steady
+        short, longer = (_moments(schedule, one) for one in shorter)
+        if short == longer:
+            return longer
+    return _moments(schedule, shape)
 
 
-def _of_rank(schedule: Schedule, shape: Shape, rank: int) -> tuple[Moment, ...]:
-    own = {stage: place for place, stage in enumerate(schedule.own(rank, shape))}
+@functools.lru_cache(maxsize=256)
+def _moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
+    own = (schedule.own(rank, shape) for rank in range(shape.ranks))
+    return tuple(map(_of_rank, own, steps_of(schedule, shape).ranks, [shape.stages] * shape.ranks))
+
+
+def _of_rank(stages: Sequence[int], actions: Sequence[int], count: int) -> tuple[Moment, ...]:
+    """Of a rank with these stages (of `count`) and actions, as in Steps."""
+    own = {stage: place for place, stage in enumerate(stages)}
     kept, made = [0] * len(own), [False] * len(own)
     found: set[tuple[tuple[int, ...], int, tuple[bool, ...]]] = set()
+    late = KINDS.index("W") * count
     # whatever follows a forward, up to the next backward, holds no less: that backward is fuller
-    for kind, stage, _ in schedule.actions(rank, shape):
-        if kind == "F":
-            kept[own[stage]] += 1
-        elif kind != "W":  # the first half of a backward is all of it
-            place = own[stage]
+    for action in actions:
+        if action < count:
+            kept[own[action]] += 1
+        elif action < late:  # the first half of a backward is all of it
+            place = own[action % count]
             found.add((tuple(kept), place, tuple(made)))
             kept[place] -= 1
             made[place] = True

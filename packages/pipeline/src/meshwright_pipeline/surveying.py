@@ -13,7 +13,7 @@ from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.strategy import ModuleWork, Survey
 from meshwright_dtensor.tied import all_names
 from meshwright_pipeline.actions import Schedule
-from meshwright_pipeline.foreseeing import Foreseen, foresee
+from meshwright_pipeline.foreseeing import Foreseen, Lookout
 from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.units import find_units, normalising
@@ -102,17 +102,22 @@ class Surveyed:
     def foreseen(
         self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, single: bool
     ) -> Foreseen | None:
-        """What there is to know of the loss, found once; None without an example batch. `single`: see foresee."""
+        """What there is to know of the loss, found once; None without an example batch. `single`: see Lookout."""
         if example is None or self.model is None:
             return None
         if single not in self._foreseen:
-            self._foreseen[single] = foresee(self.model, self.units, example, single)
+            self._foreseen[single] = self._lookout.look(example, single)
         return self._foreseen[single]
 
     @cached_property
     def normalising(self) -> str | None:
         """A module that normalises by the statistics of the batch that it is given; None where there is none."""
         return None if self.model is None else normalising(self.model)
+
+    @cached_property
+    def _lookout(self) -> Lookout:
+        assert self.model is not None
+        return Lookout(self.model, self.units)
 
     @cached_property
     def _foreseen(self) -> dict[bool, Foreseen]:

@@ -37,6 +37,7 @@ class Placed:
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
+        self._times: dict[int, Placement] = {1: placement}
         self._states: _States = _States(basis, problem, placement) if like is None else like._states
 
     @cached_property
@@ -128,6 +129,12 @@ class Placed:
             self._others[key] = Placed(self.basis, self.rules, problem, problem.again(self.placement), self)
         return self._others[key]
 
+    def repeated(self, times: int) -> Placement:
+        """The placement of `times` microbatches, one after the other."""
+        if times not in self._times:
+            self._times[times] = _repeated(self.placement, times)
+        return self._times[times]
+
     def with_recompute(self, rules: Sequence[RecomputeRule]) -> Placed:
         """The same placement where these modules run twice."""
         if not rules:
@@ -155,10 +162,7 @@ class _States:
         return parameter_sizes(basis.units, basis.setting.dtype, self._problem, self._placement)
 
 
-def repeated(placement: Placement, times: int) -> Placement:
-    """A placement of `times` microbatches, one after the other."""
-    if times == 1:
-        return placement
+def _repeated(placement: Placement, times: int) -> Placement:
     return replace(
         placement,
         conversions=[replace(c, count=c.count * times) for c in placement.conversions],

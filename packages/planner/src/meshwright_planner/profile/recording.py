@@ -249,12 +249,25 @@ def _module_frames(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
+    inside: dict[int, frozenset[int]] = {}
     return {
         name: ModuleInfo(
-            type(module).__name__, sum(1 for _ in module.parameters()), next(module.children(), None) is None
+            type(module).__name__,
+            len(_parameters_in(module, inside)),
+            next(module.children(), None) is None,
         )
         for name, module in model.named_modules()
     }
+
+
+def _parameters_in(module: nn.Module, inside: dict[int, frozenset[int]]) -> frozenset[int]:
+    """Which parameters a module has, each once, by identity; `inside`: those of modules that were looked at."""
+    found = inside.get(id(module))
+    if found is None:
+        own = (id(p) for p in module.parameters(recurse=False))
+        parts = (_parameters_in(child, inside) for child in module.children())
+        found = inside[id(module)] = frozenset(own).union(*parts)
+    return found
 
 
 def _results(out: Any) -> tuple[list[torch.Tensor], bool]:

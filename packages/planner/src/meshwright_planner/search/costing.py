@@ -12,7 +12,7 @@ from meshwright_dtensor.strategy import CollectiveUse, ParameterSize, StrategyCo
 from meshwright_planner.costs.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.costs.peak import BUCKET_BYTES, STAYING_BYTES, Moment, at_peak
 from meshwright_planner.costs.work import inside_of
-from meshwright_planner.placing.placed import Placed, repeated
+from meshwright_planner.placing.placed import Placed
 from meshwright_planner.placing.placement import Placement
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.easing import Again, Easing
@@ -38,7 +38,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
     """
     basis, times, degrees = placed.basis, point.microbatches, dict(point.degrees)
     setting, problem = basis.setting, placed.problem
-    placement, tape = repeated(placed.placement, times), problem.tape
+    placement, tape = placed.repeated(times), problem.tape
     memory = dict(placed.memory)
     memory["activations"] *= times
     stepped = memory["gradients"]
