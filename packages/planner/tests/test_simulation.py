@@ -117,7 +117,7 @@ def test_backwards_wait_where_the_loss_is_of_the_whole_batch() -> None:
     plan = pipelined(2, 4, [(1.0, 2.0)] * 2)
     assert plan.pipeline is not None
     late = plan.replace(pipeline=plan.pipeline.model_copy(update={"loss": "batch"}))
-    kinds = [["".join(step.kind for step in own) for own in steps_of(one)] for one in (plan, late)]
+    kinds = [["".join(step.kind for step in own) for own in steps_of(one, HOST)] for one in (plan, late)]
     assert kinds == [["FFBFBFBB", "FBFBFBFB"], ["FFFFBBBB"] * 2]
 
 
