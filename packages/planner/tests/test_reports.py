@@ -14,13 +14,13 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
+from meshwright_dtensor.sizes import human_bytes
 from meshwright_planner import explain
 from meshwright_planner.machines.known import DGX_H100
 from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.reports.buying import memory_limit, upgrades
 from meshwright_planner.reports.page import page
 from meshwright_planner.reports.whynot import parse_pins, why_not
-from meshwright_planner.search.candidate import human_bytes
 
 
 @pytest.fixture(scope="module")

@@ -104,14 +104,6 @@ def of_one(result: Any) -> Adding:
     return Adding(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
 
 
-def find(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Adding | None:
-    """As `prove`; None where nothing is proven."""
-    try:
-        return prove(profiler, entire, whole, count)
-    except Unproven:
-        return None
-
-
 def prove(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Adding:
     """How the loss of a batch follows from those of its microbatches.
 

@@ -6,7 +6,7 @@ long sequence, its first tokens; so the first step, which has other sizes and va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,8 @@ from meshwright_dtensor.deferred import has_values
 from meshwright_pipeline._torch import hooks_of, pytree, tensors_in
 from meshwright_pipeline.adding import Unproven, prove
 from meshwright_pipeline.batching import Call, signature
-from meshwright_pipeline.drawing import Draws
-from meshwright_pipeline.interception import Calls
 from meshwright_pipeline.losses import loss_of
-from meshwright_pipeline.profiling import Profile, Profiler, Result
+from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.skeleton import emptied, skeleton
 from meshwright_pipeline.trees import tensors_of
 
@@ -96,32 +94,17 @@ class _Copies(Profiler):
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         super().__init__(model, units)
-        self._built: dict[str, object] = {}
-        self._known: dict[object, Result] = {}
+        self._built: dict[str, Hashable] = {}
 
-    def shapes(
-        self,
-        unit: str,
-        forward: Calls,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        drawn: Draws,
-    ) -> Result:
+    def alike(self, unit: str, call: Call) -> Hashable:
         """See Profiler."""
         if unit not in self._built:
             module = self.model.get_submodule(unit)
             watched = any(hooks_of(part) for part in module.modules())
-            parts = (
-                type(module),
-                repr(module),
-            )  # classes of its parts, strides and the like; no numbers of layers
+            # the text has the classes of its parts, strides and the like; no numbers of layers
             sizes = tuple((name, value.shape, value.dtype) for _, name, value in emptied(module))
-            self._built[unit] = unit if watched else (parts, sizes)
-        key = (self._built[unit], signature((args, kwargs)))
-        if key not in self._known:
-            self._known[key] = super().shapes(unit, forward, args, kwargs, device, drawn)
-        return self._known[key]
+            self._built[unit] = unit if watched else (type(module), repr(module), sizes)
+        return self._built[unit], signature(call)
 
 
 def _judged(profiler: Profiler, entire: Profile, call: Call) -> Foreseen:

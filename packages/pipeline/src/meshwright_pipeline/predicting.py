@@ -258,5 +258,5 @@ def steps_of(schedule: Schedule, shape: Shape) -> Steps:
     for place, at in enumerate(order, 1):
         places[slots[at]] = place
     after = [places[other] if cuts[number] >= 0 else 0 for number, other in zip(numbers, waits, strict=True)]
-    doers, numbers, after = (list(map(own.__getitem__, order)) for own in (doers, numbers, after))
+    doers, numbers, after = ([own[place] for place in order] for own in (doers, numbers, after))
     return Steps(tuple(doers), tuple(numbers), tuple(after), tuple(cuts), ranks)

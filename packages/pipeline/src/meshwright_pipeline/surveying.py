@@ -137,6 +137,7 @@ class Surveyed:
 
 def survey(model: nn.Module) -> Survey:
     """Look at the units of a model."""
-    every = {names[0]: names for names, _ in all_names(model)}
-    sizes = {names[0]: one.numel() * one.element_size() for names, one in all_names(model)}
-    return Survey(details=Surveyed(find_units(model).names, every, sizes, model))
+    every = all_names(model)
+    names = {own[0]: own for own, _ in every}
+    sizes = {own[0]: parameter.numel() * parameter.element_size() for own, parameter in every}
+    return Survey(details=Surveyed(find_units(model).names, names, sizes, model))

@@ -17,9 +17,10 @@ from rich.text import Text
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.sizes import human_bytes
 from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.reports.buying import Upgrade, memory_is_full, upgrades
-from meshwright_planner.search.candidate import human_bytes, human_seconds
+from meshwright_planner.search.candidate import human_seconds
 
 WIDTH = 110
 

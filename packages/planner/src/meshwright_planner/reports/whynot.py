@@ -14,9 +14,10 @@ from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanErro
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import DEGREES, PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
+from meshwright_dtensor.sizes import human_bytes
 from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.reports.explain import name_of, seconds_of
-from meshwright_planner.search.candidate import human_bytes, human_seconds
+from meshwright_planner.search.candidate import human_seconds
 
 OPTIONS = ("zero", "zero_degree", "microbatches", "schedule", "recompute", "sequence_parallel", "precision",
            "context_attention", "context_balance")  # fmt: skip

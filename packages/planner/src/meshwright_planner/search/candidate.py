@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
-from meshwright_dtensor.sizes import human_bytes as human_bytes
 from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.recomputation.asked import in_words

@@ -19,8 +19,9 @@ from meshwright_dtensor.plan import (
     StepSplit,
     ZeroRule,
 )
+from meshwright_dtensor.sizes import human_bytes
 from meshwright_planner.recomputation.effect import communicated
-from meshwright_planner.search.candidate import Candidate, human_bytes, human_seconds
+from meshwright_planner.search.candidate import Candidate, human_seconds
 from meshwright_planner.search.proving import Proof
 from meshwright_planner.search.setting import Setting
 from meshwright_planner.writing.writer import Writer

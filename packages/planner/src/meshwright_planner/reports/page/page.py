@@ -10,11 +10,12 @@ import jinja2
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.sizes import human_bytes
 from meshwright_planner.reports.buying import memory_limit
 from meshwright_planner.reports.explain import Explained, explain, how_good
 from meshwright_planner.reports.page.drawings import mesh_drawing, timeline
 from meshwright_planner.reports.page.tree import tree_of
-from meshwright_planner.search.candidate import human_bytes, human_seconds
+from meshwright_planner.search.candidate import human_seconds
 
 COLOURS = {
     "compute": "#3b6ea5",
