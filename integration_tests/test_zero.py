@@ -41,8 +41,8 @@ def test_what_is_planned_is_executed(rank_pool: RankPool, options: dict[str, Any
         assert planned == executed and len(planned) >= 3
 
 
-def planned(**options: Any) -> Any:
-    return mw.plan(build("gpt2"), example(8), cluster="laptop-cpu", world_size=4, **options)
+def planned(rows: int = 8, **options: Any) -> Any:
+    return mw.plan(build("gpt2"), example(rows), cluster="laptop-cpu", world_size=4, **options)
 
 
 def used(plan: Any) -> dict[str, int]:
@@ -72,12 +72,10 @@ def test_it_is_taken_up_where_nothing_else_fits() -> None:
 
 
 def test_precision_is_planned() -> None:
-    full, half = planned(dp=4, tp=1), planned(dp=4, tp=1, precision="bf16")
+    # so many rows that both hold most when all activations are kept
+    full, half = planned(16, dp=4, tp=1), planned(16, dp=4, tp=1, precision="bf16")
     assert half.precision.parameters == "bf16" and full.precision is None
-    # what is alive while the step holds most, whichever moment that is
-    alive = [plan.predicted.memory_bytes for plan in (full, half)]
-    beside_it = [parts["activations"] + parts["temporaries"] for parts in alive]
-    assert beside_it[1] < 0.8 * beside_it[0]
+    assert half.predicted.memory_bytes["activations"] < 0.75 * full.predicted.memory_bytes["activations"]
     assert half.predicted.memory_bytes["parameters"] == pytest.approx(
         1.5 * full.predicted.memory_bytes["parameters"], rel=1e-3
     )
