@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.testing import RUNS_PER_WORLD, WORKER, RankError, RankPool, fake_group
+from meshwright_dtensor.testing import RUNS_PER_WORLD, RankError, RankPool, fake_group
 
 
 @dataclass
@@ -201,11 +202,24 @@ def test_ranks_are_forked_and_have_the_environment_of_their_pool(
     assert after[1][0] == others[0]
 
 
-def test_what_ranks_are_forked_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(ForkServerContext, "set_forkserver_preload", lambda _, modules: asked.append(modules))
-    RankPool(preload=["colorsys"]).close()
-    assert asked == [[WORKER, "colorsys"]]
+FORKED_WITH = """
+import sys
+from meshwright_dtensor.testing import RankPool
+
+def loaded(rank, world_size):
+    return "zipapp" in sys.modules
+
+if __name__ == "__main__":
+    with RankPool(preload=["zipapp"]) as pool, RankPool() as later:
+        print(pool.run(2, loaded), later.run(2, loaded))
+"""
+
+
+def test_what_ranks_are_forked_with(tmp_path: Path) -> None:
+    script = tmp_path / "forked.py"  # in a process of its own: that of the tests has its server
+    script.write_text(FORKED_WITH)
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
+    assert said.split("\n")[0] == "[False, True] [False, True]"
 
 
 def test_groups_of_earlier_runs_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,19 @@ def test_data_cost() -> None:
     assert long.exposed_seconds + long.overlapped_seconds == pytest.approx(bare.exposed_seconds)
     one = Data().cost(SearchRequest(8, 8, gradient_bytes=1000, backward_seconds=100.0), 4, LINK)
     assert one.overlapped_seconds == 0.0  # a single bucket starts when the backward pass has ended
+
+
+def test_what_stays_of_gradients() -> None:
+    """On a CPU what lies in buckets, where whole gradients are summed or shared; on accelerators nothing."""
+    small, large = (ParameterSize((rows, 1024), (), (4, 4), True) for rows in (512, 1024))
+    block, rest = (large, small), (replace(small, trainable=False), replace(large, itemsize=(4, 2)))
+    request = SearchRequest(2, 2, gradient_bytes=22 * 2**20, units=(block, block, block, rest))
+    assert Data().cost(request, 2, LINK).lasting == 0.0
+    found = Data().cost(replace(request, accelerated=False), 2, LINK)
+    assert (found.lasting, found.bucket) == (pytest.approx((3 * 2 + 4) / 22), BUCKET_BYTES)
+    for stage, part in (1, 2 / 3), (2, 0.0), (3, 0.0):  # the whole beside this rank's half
+        found = Zero().cost(replace(request, units=(block,), stage=stage), 2, LINK)
+        assert found.lasting == pytest.approx(part, rel=1e-3) and not found.bucket
 
 
 def test_states() -> None:

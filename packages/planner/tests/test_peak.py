@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from torch import nn
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
-from meshwright_dtensor.strategy import GradientKind
+from meshwright_dtensor.strategy import GradientKind, Link, ParameterSize, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner
 from meshwright_planner.calibration.counting import Counting
 from meshwright_planner.costs.keeping import kept_bytes
@@ -30,7 +31,7 @@ from meshwright_planner.profile.quotient import quotient
 from meshwright_planner.profile.recording import record
 from meshwright_planner.recomputation.asked import recompute_rules
 from meshwright_planner.recomputation.effect import recomputed
-from meshwright_planner.search import costing
+from meshwright_planner.search.summing import summed_units
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> int:
@@ -159,33 +160,49 @@ def test_no_moment_that_may_hold_most_is_left_out() -> None:
         assert set(found) == best and len(found) == len(best)
 
 
-@pytest.mark.parametrize("accelerated", [False, True])
-def test_gradients_in_buckets_stay_on_a_cpu(accelerated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where activations are most, the memory of small gradients is there too; not on accelerators, nor that of large ones."""
-
-    class Summed(DataLike):
-        gradient: ClassVar[GradientKind] = "deferred"
-
-    monkeypatch.setattr(planner_models, "Summed", Summed, raising=False)
-    Summed.__qualname__, Summed.__module__ = "Summed", planner_models.__name__
-    monkeypatch.setattr(costing, "BUCKET_BYTES", 2**10)  # the first gradients are small
+def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where activations are most, what the strategy says that stays is there too; and a bucket of the others."""
     model, batch = Transformer(layers=4), tokens(8)
-    cluster = replace(LAPTOP_CPU, fused_attention=accelerated)
+    sizes = [p.numel() * 4 for p in model.parameters()]
+    seen: list[SearchRequest] = []
 
-    def gradients(staying: int) -> int:
-        monkeypatch.setattr(costing, "STAYING_BYTES", staying)
+    def gradients(staying: float, bucket: int = 2**10) -> int:
+        class Summed(DataLike):
+            gradient: ClassVar[GradientKind] = "deferred"
+
+            def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+                seen.append(request)
+                return replace(super().cost(request, degree, link), lasting=staying, bucket=bucket)
+
+        Summed.__qualname__, Summed.__module__ = "Summed", planner_models.__name__
+        monkeypatch.setattr(planner_models, "Summed", Summed, raising=False)
         found = EagerPlanner(host_of(Summed)).plan(
-            model, batch, PlanRequest(cluster=cluster, world_size=2, dp=2)
+            model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=2, dp=2)
         )
         assert found[0].predicted is not None
         assert found[0].predicted.memory_bytes["activations"] > 0
         return found[0].predicted.memory_bytes["gradients"]
 
-    sizes = [p.numel() * 4 for p in model.parameters()]
-    some, median = sum(sizes), sorted(sizes)[len(sizes) // 2]
-    none, part, every = (gradients(staying) for staying in (0, median, some))
-    if accelerated:
-        assert none == part == every < some
-    else:
-        assert none < part < every == some
-        assert part >= sum(size for size in sizes if size < median)
+    none, part, every = map(gradients, (0.0, 0.5, 1.0))
+    assert none < sum(sizes) / 2 <= part < every == sum(sizes)
+    assert gradients(0.0, 2**20) > 2**20 / 2
+    # what the strategy may tell it from
+    assert {sum(p.numel * p.itemsize[0] for unit in one.units for p in unit) for one in seen} == {sum(sizes)}
+
+
+def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:
+    """What is cut is smaller; of whole ones a rank has a part; what is only summed over the axis is not summed at all."""
+    size = ParameterSize((8, 6), (), (4, 4), True)
+    cut, both = replace(size, shape=(2, 6), taken=(0,)), replace(size, shape=(2, 3), taken=(0, 1))
+    owned = [*(f"own.{n}" for n in range(8)), "cut", "both"]
+    unit = dict.fromkeys(["free", *owned], size)
+    stated = {"cut": {"ep": "S(0)"}, "both": {"ep": "S(0)", "tp": "S(1)"}}
+
+    def found(*over: str) -> list[tuple[ParameterSize, ...]]:
+        return list(
+            summed_units([unit, unit], {"ep": frozenset(owned)}, stated, {"dp": 2, "ep": 4, "tp": 2}, over)
+        )
+
+    first, second = found("dp", "ep")
+    assert first is second and Counter(first) == {size: 1 + 2, cut: 1, both: 1}
+    assert found("ep") == [(size,)] * 2

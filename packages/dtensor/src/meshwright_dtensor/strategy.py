@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright_dtensor.links import CollectiveKind as CollectiveKind
 from meshwright_dtensor.links import Link as Link
+from meshwright_dtensor.strategy_cost import CollectiveUse as CollectiveUse
+from meshwright_dtensor.strategy_cost import Peak as Peak
+from meshwright_dtensor.strategy_cost import Phase as Phase
+from meshwright_dtensor.strategy_cost import StrategyCost as StrategyCost
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +28,6 @@ if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.states import State
 
-Phase = Literal["forward", "backward"]
 GradientKind = Literal["complete", "deferred"]
 
 
@@ -138,7 +141,8 @@ class SearchRequest:
         options: keywords of `plan` that a strategy may know by name, those that were given.
         forward_seconds: the same of the forward pass.
         stage: what ranks that share training state share (see plan.ZeroRule), 0 where it is not decided.
-        units: parameters by unit (see units.parameter_units), the one outside of blocks last.
+        units: parameters by unit (see units.parameter_units), the one outside of blocks last. For the strategy that sums
+            gradients, those whose gradients it sums whole, as all axes leave them to one rank.
         survey: what the strategy that is asked found in the model.
         own_bytes, own_gradient_bytes: those of the parameters that its survey names, which the others include.
         entering: module of the survey -> (shape, bytes) of every floating-point tensor that goes into it.
@@ -193,71 +197,6 @@ class SearchRequest:
     relief: int = 0
     numbers: frozenset[tuple[str, str]] = frozenset()
     example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class CollectiveUse:
-    """`count` collectives of `nbytes` each (bytes of the full tensor) that one step runs on the strategy's axis."""
-
-    kind: CollectiveKind
-    nbytes: int
-    count: int = 1
-    phase: Phase = "backward"
-    why: str = ""
-    module: str = ""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment at which a rank holds most, but for the optimizer's step.
-
-    Args:
-        gradients: the part of its gradients that is there.
-        beside: bytes of what is alive beside parameters, gradients, states and what autograd keeps.
-        at_once: microbatches whose losses are computed as one.
-    """
-
-    gradients: float
-    beside: float
-    at_once: int = 1
-
-
-@dataclass(frozen=True)
-class StrategyCost:
-    """What a degree of a strategy costs per step, beside what the searched placements cost.
-
-    Args:
-        exposed_seconds: time added to the step.
-        overlapped_seconds: communication time hidden behind compute (not added to the step).
-        parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
-        collectives: what is communicated.
-        fields: fields of the plan that say which way was costed, such as {"context": {...}}.
-        compute: factor on the time that one rank computes, waiting for others included.
-        idle: the part of that factor that is waiting.
-        stages: per stage, its part of the time that the whole model computes; for strategies that divide a model.
-        forwards: per stage, the part of its time that is the forward pass; () for a third of each.
-        holds: names of the parameters that the fullest rank holds, None for all.
-        peak: when the fullest rank holds most; None where that is when the whole model would.
-        recompute: module -> policy by which it runs again, for SearchRequest.relief; empty where nothing relieves enough.
-        notes: what users should know of what was costed, a line each; they stand in the plan.
-    """
-
-    exposed_seconds: float = 0.0
-    overlapped_seconds: float = 0.0
-    parameters: float = 1.0
-    gradients: float = 1.0
-    optimizer: float = 1.0
-    activations: float = 1.0
-    collectives: tuple[CollectiveUse, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    compute: float = 1.0
-    idle: float = 0.0
-    stages: tuple[float, ...] = ()
-    forwards: tuple[float, ...] = ()
-    holds: frozenset[str] | None = None
-    peak: Peak | None = None
-    recompute: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 class Division(ABC):

@@ -66,7 +66,8 @@ class RankPool:
 
     def __init__(self, max_ranks: int = MAX_RANKS, grace: float = 10.0, preload: Sequence[str] = ()) -> None:
         """`max_ranks`: the largest world allowed. `grace`: seconds other ranks get to end once one has
-        failed. `preload`: modules that ranks but the first are forked with (those of the first pool of a process).
+        failed. `preload`: modules that ranks but the first are forked with; those of the pool of a process that forks
+        the first of them, since all are forked from one server.
         """
         self._max_ranks = max_ranks
         self._grace = grace
@@ -77,9 +78,9 @@ class RankPool:
         self._runs = 0
         self._first = multiprocessing.get_context("spawn")
         self._others: SpawnContext | ForkServerContext = self._first
+        self._preload = [WORKER, *preload]
         if "forkserver" in multiprocessing.get_all_start_methods():
             self._others = multiprocessing.get_context("forkserver")
-            self._others.set_forkserver_preload([WORKER, *preload])
 
     def run(
         self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
@@ -145,6 +146,8 @@ class RankPool:
             self._kill()
         for index in range(len(self._ranks), world_size):
             context = self._others if index else self._first
+            if isinstance(context, ForkServerContext):  # a server that runs already takes no note of it
+                context.set_forkserver_preload(self._preload)
             here, there = context.Pipe()
             process = context.Process(
                 target=run_worker,

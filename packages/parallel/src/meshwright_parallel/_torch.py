@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
@@ -103,23 +104,27 @@ def just_accumulated(gradient: torch.Tensor) -> bool:
 
     Autograd takes a gradient over as it is where it holds it alone, but what it holds may be a view of what others use.
     """
+    uses, names = _uses(gradient)
     # the tensor that autograd has taken it from still stands there
-    return _storage_uses(gradient) <= _uses_alone() + 1
+    return uses <= _uses_alone()[0] + 1 and names <= _uses_alone()[1]
 
 
 def seen_by_none_else(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor or array lies in the memory of this one."""
-    return _storage_uses(tensor) <= _uses_alone()
+    """Whether no other tensor or array lies in the memory of this one, and nobody has its storage at hand."""
+    uses, names = _uses(tensor)
+    return uses <= _uses_alone()[0] and names <= _uses_alone()[1]
 
 
-def _storage_uses(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of the storage, and of the Python object that stands for it: there is one, whoever asks, and it counts as one use."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 @cache
-def _uses_alone() -> int:
+def _uses_alone() -> tuple[int, int]:
     """The tensor's own use, and that of the object with which the question is asked."""
-    return _storage_uses(torch.empty(1))
+    return _uses(torch.empty(1))
 
 
 def backward_is_running() -> bool:

@@ -106,7 +106,8 @@ class Bucket:
         keep: the buffer outlives the pass (whole gradients are not freed as soon as they are shared).
         again: the buffer is taken again once no gradient lies in it any more: a CPU gets fresh memory page by page.
         guests: by its index, where among the flags lies that of a slot that is summed alone.
-        before: the buffer of an earlier pass, for `again`.
+        before: the last buffer in which gradients were left, for `again`.
+        lent: gradients are left in the buffer of this pass.
         views: by position, what `view` has made in this pass.
     """
 
@@ -123,6 +124,7 @@ class Bucket:
     arrived: set[int] = field(default_factory=set)
     rows: torch.Tensor | None = None
     before: torch.Tensor | None = None
+    lent: bool = False
     result: torch.Tensor | None = None
     work: dist.Work | None = None
     views: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -164,6 +166,11 @@ class Bucket:
             view = rows.as_strided(slot.shape, slot.strides, rows.storage_offset() + slot.offset)
             self.views[slot.position] = view
         return view
+
+    def lend(self, slot: Slot) -> torch.Tensor:
+        """The same, as a gradient that lies there beyond the pass."""
+        self.lent = True
+        return self.view(slot)
 
     def put(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Take this rank's part of a gradient in."""
@@ -215,11 +222,11 @@ class Bucket:
         """Forget the pass; a sum still in flight ends first, since its buffer goes."""
         if self.work is not None:
             self.work.wait()
-        if self.again and self.before is None:
+        if self.again and self.lent:  # not in a pass that adds to gradients: those lie in the one before
             self.before = self.rows
         if not (self.keep and self.shared):
             self.rows = None
-        self.result, self.work = None, None
+        self.result, self.work, self.lent = None, None, False
         self.arrived.clear()
         self.views.clear()
 

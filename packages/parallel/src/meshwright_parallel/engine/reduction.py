@@ -168,7 +168,7 @@ class DataReduction:
         else:
             prior = self._priors[slot.index]
             # without a prior the sum arrives where the gradient lies, and nothing is left to do
-            leaf.grad = with_local(leaf, bucket.view(slot)) if prior is None else prior
+            leaf.grad = with_local(leaf, bucket.lend(slot)) if prior is None else prior
         self._ready.append(slot.index)
         copy = self._copies[slot.index]
         if copy is not None:
@@ -226,7 +226,7 @@ class DataReduction:
                     before.append(local_of(prior))
                     increments.append(bucket.view(slot))
                 elif slot.copied or slot.index not in priors:
-                    slot.holder.grad = with_local(slot.holder, bucket.view(slot))
+                    slot.holder.grad = with_local(slot.holder, bucket.lend(slot))
             add_in_place(before, increments)
         self._forget_pass()
         for gathering in {id(c.unit.engine): c.unit.engine for c in self._copies if c is not None}.values():

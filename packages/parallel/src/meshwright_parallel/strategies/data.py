@@ -6,6 +6,7 @@ since a plain tensor is the global value.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +14,7 @@ from meshwright_dtensor.strategy import (
     CollectiveUse,
     GradientKind,
     Link,
+    ParameterSize,
     SearchRequest,
     Strategy,
     StrategyCost,
@@ -56,6 +58,7 @@ class Data(Strategy):
         """
         if degree <= 1 or request.gradient_bytes <= 0:
             return StrategyCost()
+        staying = 0 if request.accelerated else sum(_staying(unit) * n for unit, n in counted(request.units))
         count = max(1, round(request.gradient_bytes / BUCKET_BYTES))
         each = request.gradient_bytes / count
         one = link.seconds("all_reduce", each, degree)
@@ -63,8 +66,30 @@ class Data(Strategy):
         hideable = request.backward_seconds * (count - 1) / count
         exposed = max(one, total - hideable)
         use = CollectiveUse("all_reduce", round(each), count, "backward", "gradients, in buckets")
-        return StrategyCost(exposed_seconds=exposed, overlapped_seconds=total - exposed, collectives=(use,))
+        return StrategyCost(
+            exposed_seconds=exposed,
+            overlapped_seconds=total - exposed,
+            collectives=(use,),
+            lasting=min(1.0, staying / request.gradient_bytes),
+            bucket=BUCKET_BYTES,
+        )
 
     def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
         """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
         return rows_state(shape, batch_size, degree)
+
+
+def counted(units: Iterable[Sequence[ParameterSize]]) -> Iterable[tuple[Sequence[ParameterSize], int]]:
+    """Each unit with how often it is there: most are one and the same object, and to hash one is dear."""
+    numbers = Counter(map(id, units))
+    return [(unit, numbers[key]) for key, unit in {id(unit): unit for unit in units}.items()]
+
+
+def _staying(unit: Iterable[ParameterSize]) -> int:
+    """Bytes of gradients in buckets, whose memory a CPU takes again each step (engine.buckets.Filling.alone says which)."""
+    return sum(
+        p.numel * p.itemsize[0]
+        for p in unit
+        # what is computed with in another dtype is copied anyway
+        if p.trainable and (p.itemsize[0] != p.itemsize[1] or p.numel * p.itemsize[0] < SUMMED_ALONE_BYTES)
+    )

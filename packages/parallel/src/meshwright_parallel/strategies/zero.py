@@ -10,17 +10,20 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from meshwright_dtensor.links import CollectiveKind
 from meshwright_dtensor.strategy import (
     CollectiveUse,
     GradientKind,
     Link,
     ParameterSize,
+    Phase,
     SearchRequest,
     Strategy,
     StrategyCost,
@@ -93,21 +96,9 @@ class Zero(Strategy):
         often = request.microbatches if request.stage == 3 else 1
         again = (blocks if piped else blocks[:-1]) if request.stage == 3 else []
         uses = [
-            *(
-                CollectiveUse("all_gather", n, often, "forward", "parameters")
-                for u in units
-                for n in u.gathers
-            ),
-            *(
-                CollectiveUse("all_gather", n, often, "backward", "parameters")
-                for u in again
-                for n in u.gathers
-            ),
-            *(
-                CollectiveUse("reduce_scatter", n, 1, "backward", "gradients")
-                for u in units
-                for n in u.shares
-            ),
+            *_uses("all_gather", (unit.gathers for unit in units), often, "forward", "parameters"),
+            *_uses("all_gather", (unit.gathers for unit in again), often, "backward", "parameters"),
+            *_uses("reduce_scatter", (unit.shares for unit in units), 1, "backward", "gradients"),
         ]
         left = sum(unit.left for unit in units)
         if left:
@@ -115,8 +106,7 @@ class Zero(Strategy):
         exposed = total = 0.0
         for phase, seconds in (("forward", request.forward_seconds), ("backward", request.backward_seconds)):
             now = [use for use in uses if use.phase == phase]
-            once = {key: link.seconds(*key, degree) for key in {(use.kind, use.nbytes) for use in now}}
-            each = [once[use.kind, use.nbytes] * use.count for use in now]
+            each = [link.seconds(use.kind, use.nbytes, degree) * use.count for use in now]
             late = sum(s for use, s in zip(now, each, strict=True) if piped and use.kind != "all_gather")
             if each:
                 if phase == "forward":
@@ -137,13 +127,16 @@ class Zero(Strategy):
         trained = sum(unit.trained for unit in units)
         rest = trained if piped else sum(unit.trained_kept for unit in units)
         gradients = rest + buffers(unit.buffered for unit in units)
+        own = sum(unit.trained_kept for unit in units)
         return StrategyCost(
             exposed_seconds=exposed,
             overlapped_seconds=total - exposed,
             parameters=(shards + held) / whole,
             gradients=gradients / trained if trained else 1.0,
-            optimizer=sum(unit.trained_kept for unit in units) / trained if trained else 1.0,
-            collectives=tuple(_counted(uses)),
+            optimizer=own / trained if trained else 1.0,
+            collectives=tuple(uses),
+            # whole gradients lie in buffers that stay
+            lasting=max(0.0, 1.0 - own / gradients) if request.stage == 1 and gradients else 0.0,
         )
 
 
@@ -209,10 +202,12 @@ def _by_id(units: Iterable[Sequence[ParameterSize]]) -> dict[int, Sequence[Param
     return {id(unit): unit for unit in units}
 
 
-def _counted(uses: Iterable[CollectiveUse]) -> list[CollectiveUse]:
-    """Equal ones as one."""
-    count = Counter(uses)
-    return [replace(use, count=number * use.count) for use, number in count.items()]
+def _uses(
+    kind: CollectiveKind, sizes: Iterable[Iterable[int]], often: int, phase: Phase, what: str
+) -> list[CollectiveUse]:
+    """Collectives of these sizes, each as `often`; equal ones as one."""
+    every = Counter(itertools.chain.from_iterable(sizes))
+    return [CollectiveUse(kind, nbytes, number * often, phase, what) for nbytes, number in every.items()]
 
 
 def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:

@@ -19,12 +19,6 @@ from meshwright_planner.costs.kinds import VIEWS, base_name
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Tape
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradients that ranks sum lie in buckets of about this size, each there whole once it has its first gradient."""
-
-STAYING_BYTES = 4 * 2**20
-"""Where ranks only sum them, gradients below this size lie in buckets whose memory a CPU's engine takes again each step."""
-
 UPDATED = 2
 """Copies of a parameter that a step of AdamW makes, one parameter after the other."""
 
@@ -77,7 +71,7 @@ def at_peak(
 ) -> dict[str, int]:
     """Bytes by part at the moment that holds most, of the bytes that each part has at most.
 
-    `bucket`: bytes of gradients that come at once: BUCKET_BYTES where an engine sums them, all where microbatches add up.
+    `bucket`: bytes of gradients that come at once: StrategyCost.bucket, all where microbatches add up.
     `always`: bytes of gradients that are there at every moment.
     `copies`: an engine with buckets copies even large gradients into them (shared ones go from where they lie).
     """

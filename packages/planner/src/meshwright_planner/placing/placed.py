@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,6 +18,8 @@ from meshwright_planner.profile.attention import attention_uses
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.recomputation.effect import recomputed
 from meshwright_planner.search.basis import Basis
+from meshwright_planner.search.summing import summed_units
+from meshwright_planner.search.surveys import placements
 
 
 class Placed:
@@ -95,6 +97,21 @@ class Placed:
             found[holds] = tuple(alike.setdefault(unit, unit) for unit in every)
         return found[holds]
 
+    def summed(
+        self, degrees: Mapping[str, int], over: Sequence[str]
+    ) -> tuple[tuple[ParameterSize, ...], ...]:
+        """The parameters of each unit whose gradients are summed `over` these axes, as all axes leave them to a rank."""
+        surveys = {a: s for a, s in self.basis.surveys.items() if degrees[a] > 1 and s.parameters}
+        if not surveys:
+            return self.sizes()
+        key = (tuple(over), tuple((axis, degrees[axis]) for axis in surveys))
+        found = self._states.summed
+        if key not in found:
+            owners = {axis: survey.parameters for axis, survey in surveys.items()}
+            stated = placements(self.basis.setting.strategies, surveys, degrees)
+            found[key] = summed_units(self._states.units, owners, stated, degrees, over)
+        return found[key]
+
     def trained(self, holds: frozenset[str] | None) -> int:
         """How many parameters an optimizer steps on one rank; `holds`: names of those that it has, None for all."""
         return sum(size.trainable for unit in self.sizes(holds) for size in unit)
@@ -154,6 +171,7 @@ class _States:
         self._basis, self._problem, self._placement = basis, problem, placement
         self.own: dict[frozenset[str], tuple[float, float]] = {}
         self.sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
+        self.summed: dict[object, tuple[tuple[ParameterSize, ...], ...]] = {}
 
     @cached_property
     def units(self) -> tuple[dict[str, ParameterSize], ...]:

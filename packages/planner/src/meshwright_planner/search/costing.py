@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright_dtensor.strategy import CollectiveUse, ParameterSize, StrategyCost
 from meshwright_planner.costs.operations import OPTIMIZERS, optimizer_seconds, update_of
-from meshwright_planner.costs.peak import BUCKET_BYTES, STAYING_BYTES, Moment, at_peak
+from meshwright_planner.costs.peak import Moment, at_peak
 from meshwright_planner.costs.work import inside_of
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.placing.placement import Placement
@@ -106,7 +106,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
     parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
     fields: dict[str, Any] = {}
     said: list[str] = []
-    lasting = 0.0
+    lasting = bucket = 0.0
     summed = [
         axis
         for axis, s in setting.strategies.items()
@@ -124,6 +124,9 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
             name == SUMS and times > 1
         ):  # a pipeline hands gradients over when its last microbatch has gone back
             request = replace(request, backward_seconds=0.0)
+        if name == SUMS:  # ranks share gradients, or have them in other memory, where they are not whole
+            units = placed.summed(degrees, summed) if shards == 1 and outer is None else ()
+            request = replace(request, units=units)
         survey = basis.surveys.get(name)
         mine, mine_trained = own.get(name, (0.0, 0.0))
         others = sum((1 - 1 / degrees[a]) * trained for a, (_, trained) in own.items() if a != name)
@@ -144,9 +147,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
         fields.update(found.fields)
         said += found.notes
         stepped = math.ceil(stepped * found.optimizer)
-        # whole gradients lie in buffers that stay
-        if strategy.gathers and point.stage == 1 and outer is None:
-            lasting = max(0.0, 1.0 - found.optimizer / found.gradients) if found.gradients else 0.0
+        lasting, bucket = max(lasting, found.lasting), max(bucket, found.bucket)
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))
         uses += ((axes, use) for use in found.collectives)
@@ -154,11 +155,9 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
     for axis, own_share in zip(searched, problem.shares(placed.placement)):
         exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * own_share * busy
     placed_apart = sum(trained / degrees[a] for a, (_, trained) in own.items())
-    if summed and shards == 1 and outer is None and not setting.cluster.accelerated:
-        # what an axis holds for itself is not summed over it
-        alone = [s.parameters for a, s in basis.surveys.items() if summed == [a]]
-        lasting = _staying(placed, frozenset().union(*alone))
-    bucket = min(BUCKET_BYTES, max(0.0, memory["gradients"] - placed_apart)) if summed else 0.0
+    if outer is not None:  # gradients are in other memory until the step is over
+        lasting = 0.0
+    bucket = min(bucket, max(0.0, memory["gradients"] - placed_apart))
     if shards > 1:  # whole until all of a unit are there, but for those in buffers that stay
         bucket = max(bucket, _largest_unit(common.units) / (shards if lasting else 1))
     if divided.peak is None:
@@ -226,14 +225,6 @@ def _largest_unit(units: Iterable[Iterable[ParameterSize]]) -> float:
     """Bytes of the gradients of the unit that has most."""
     different = {id(unit): unit for unit in units}.values()  # equal units are one object
     return max((sum(p.numel * p.itemsize[0] for p in unit if p.trainable) for unit in different), default=0.0)
-
-
-def _staying(placed: Placed, alone: frozenset[str]) -> float:
-    """The part of all gradients whose memory stays from step to step; `alone`: names of those that are not summed."""
-    trained = {name: size for unit in placed.parameters for name, size in unit.items() if size.trainable}
-    every = {name: size.numel * size.itemsize[0] for name, size in trained.items()}
-    staying = sum(n for name, n in every.items() if name not in alone and n < STAYING_BYTES)
-    return staying / sum(every.values()) if every else 0.0
 
 
 def _resident(memory: Mapping[str, int], shards: int, stage: int) -> int:

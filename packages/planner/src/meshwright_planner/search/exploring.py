@@ -178,7 +178,10 @@ class _Explorer:
             if self.late or (place >= 0 and least >= self.steps[place]):
                 break
             point = candidate.point.but(recompute=BY_STAGE)
-            for stage in (2, 3) if point.stage == 3 and not setting.stage else (point.stage,):
+            # where all of it running again did not fit at stage 2, a part of it does not
+            all_of_it = candidate.point.recompute == self.search.can_recompute(dict(point.degrees))[-1]
+            free = point.stage == 3 and not setting.stage and not all_of_it
+            for stage in (2, 3) if free else (point.stage,):
                 eased = self._estimate(point.but(stage=stage))
                 if eased is not None and not eased.excess_bytes:
                     if eased.step_seconds < candidate.step_seconds:
