@@ -82,8 +82,10 @@ def test_a_wrong_plan_names_its_field(stages: object, shared: object, message: s
     assert message in str(caught.value)
 
 
-def test_batch_norm_and_microbatches_are_refused() -> None:
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+@pytest.mark.parametrize("tracks", [True, False])  # with no statistics of its own, in eval() too
+def test_batch_norm_and_microbatches_are_refused(tracks: bool) -> None:
+    norms = (torch.nn.BatchNorm1d(4, track_running_stats=tracks) for _ in range(2))
+    model = torch.nn.Sequential(*norms).train(tracks)
     with pytest.raises(PlanError, match="normalises by the whole batch"):
         check_division(model, plan_of(stages=[["0"], ["1"]], microbatches=2))
     check_division(model, plan_of(stages=[["0"], ["1"]], microbatches=1))

@@ -17,8 +17,11 @@ from meshwright_dtensor.plan import Prediction
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
-from meshwright_pipeline.behind import Behind
+from meshwright_pipeline.behind import Behind, with_tail
 from meshwright_pipeline.foreseeing import Lookout
+from meshwright_pipeline.predicting import Fullest
+from meshwright_pipeline.predicting import Prediction as Steps
+from meshwright_pipeline.reading import NOTHING
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.timeline import planned
@@ -179,6 +182,14 @@ def test_what_lies_behind_the_units_runs_once_between() -> None:
     assert found.compute * 4 * 7.5 == pytest.approx((4 + 3 / 4) * 4 + 4 * 0.5)
     assert found.activations * 4 * KEPT == pytest.approx(4 * (4 * 64 + 960 + 128))
     assert found.peak is not None and found.peak.beside >= 4 * (320 + 128)
+
+
+def test_gradients_of_what_it_takes_lie_beside_backwards() -> None:
+    """4 x 128 bytes on the last rank, whose backwards have much beside."""
+    tail = replace(NOTHING, entering=frozenset({(7, "head", 128)}))
+    step = Steps(1.0, (1.0, 1.0), (100.0, 100.0), (Fullest(100, 5000, 0), Fullest(100, 5000, 0)))
+    first, last = with_tail(step, tail, 1, 4).fullest
+    assert first == Fullest(100, 5000, 0) and last == Fullest(100, 5000 + 4 * 128, 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,11 +16,10 @@ LINK = Link("test", 1e-6, 1e9)
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, tracks: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(4)
-        )
+        norms = [nn.BatchNorm1d(4, track_running_stats=tracks) for _ in range(4)]
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh()) for norm in norms)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -49,6 +48,8 @@ def test_statistics_of_the_batch_take_one_microbatch() -> None:
         cost(asked(Normed(), schedule="1f1b", microbatches=4))
     still = cost(asked(Normed().eval(), schedule="1f1b", microbatches=4))  # then they are those of training
     assert not still.notes and still.fields["pipeline"]["microbatches"] == 4
+    untracked = cost(asked(Normed(tracks=False).eval(), schedule="1f1b"))  # it has no others, in eval() too
+    assert untracked.notes and untracked.fields["pipeline"]["microbatches"] == 1
 
 
 def test_numbers_that_units_make_take_one_microbatch() -> None:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from loss_models import ADDING, judged, judged_batch, judged_plan
 from torch import Tensor, nn
 
@@ -27,6 +28,15 @@ def largest(found: list[float], module: nn.Module, args: Any, output: Tensor) ->
 
 def before(module: nn.Module, args: Any) -> None:
     assert args[0].isfinite().all()
+
+
+def writes(module: nn.Module, args: Any, output: Tensor) -> None:
+    torch.add(output.detach(), 1, out=torch.empty_like(output))
+
+
+def fails(module: nn.Module, args: Any, output: Tensor) -> None:
+    if len(output) < 4:
+        raise ValueError("four rows")
 
 
 class Meter:
@@ -55,6 +65,8 @@ def hooked(kind: str) -> nn.Module:
         layer.register_forward_pre_hook(before)
     elif kind == "method":
         layer.register_forward_hook(Meter().read)
+    elif kind in ("writes", "fails"):
+        layer.register_forward_hook(globals()[kind])
     elif kind == "tensors":
         layer.register_forward_hook(Meter())
     return model
@@ -74,6 +86,19 @@ def test_planning_names_the_hook(kind: str) -> None:
     model = hooked(kind)
     why = Lookout(model, find_units(model).names).look(((), judged_batch(0))).why
     assert f"(forward {NAMED[kind]} reads values)" in why if kind in NAMED else not why
+
+
+OTHERWISE = {
+    "writes": "hook 'writes' of module 'chain.layers.1' is in the way: results are written to memory that is given (add)",
+    "fails": "hook 'fails' of module 'chain.layers.1' is in the way: with its units skipped it raises ValueError: four rows",
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_hooks_are_not_said_to_read_where_they_do_otherwise(kind: str) -> None:
+    model, batch = hooked(kind), judged_batch(0)
+    look = Lookout(model, find_units(model).names).look(((), batch))
+    assert OTHERWISE[kind] in look.why and "reads values" not in look.why
 
 
 def steps(rank: int, size: int, kind: str, loss: str | None) -> tuple[list[list[str]], int]:
@@ -97,6 +122,11 @@ def test_the_first_step_names_the_hook_once(rank_pool: RankPool, kind: str, loss
     (told,) = first[0]
     assert "the schedule '1f1b' of this pipeline is lost" in told and NAMED[kind] in told
     assert "reads values" in told and "read them after the step" in told
+
+
+def test_the_first_step_says_what_else_a_hook_does(rank_pool: RankPool) -> None:
+    (((told,), *_), held), _ = rank_pool.run(2, steps, "writes", None)
+    assert OTHERWISE["writes"] in told and "reads values" not in told and held == 4
 
 
 def test_hooks_that_keep_tensors_cost_nothing(rank_pool: RankPool) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from pipe_models import Chain
+from pipe_models import Chain, chain_batch
 
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Schedule, Shape, balance
 from meshwright_pipeline.actions import Action
+from meshwright_pipeline.behind import Behind, tail_of, without_tail
 from meshwright_pipeline.divided import divided
 from meshwright_pipeline.predicting import StageCosts, predict
 from meshwright_pipeline.reading import Read, Run
@@ -219,6 +220,37 @@ def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
         own = [part * how.found.whole for part in found.stages]
         mine = [sum(own[s] for s in how.schedule.own(rank, how.shape)) for rank in range(2)]
         assert max(mine) == pytest.approx(best) and found.recompute
+
+
+@pytest.mark.parametrize("heavy", [100, 900])
+def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
+    """A model that returns no loss; what lies behind its units is part of what the last rank, and no other, holds."""
+    request, how = case(0, "1f1b")
+    behind = ModuleWork("", 0.5, heavy, entering=frozenset({(7, "head", 40)}), beside=50)
+    request = replace(
+        request,
+        work=(*request.work, behind),
+        again={name: (*work, behind) for name, work in request.again.items()},
+        example=((), {"ids": chain_batch()["ids"]}),
+    )
+    whole = how.known.read(request.work)
+    tail = tail_of(whole)
+    how = replace(how, found=without_tail(whole), schedule=Behind(how.schedule), tail=tail)
+    even = divided(how.found, how.known, balance.even_cuts(how.found, how.known, 2, 2))
+    most = how.run(even, True).fullest.total(request)[0]
+    every = []
+    for runs in every_choice(request, how.found, how.known):
+        for cut in range(1, len(NAMES)):
+            outcome = how.run(divided(runs, how.known, [cut]), False)
+            every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
+    least = min(need for _, need in every)
+    for part in (0.02, 0.1, 0.4, 0.7, 1.0):
+        relief = int(part * (most - least))
+        found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
+        *others, last = (one * whole.whole for one in found.stages)
+        assert max(*others, last - tail.seconds) == pytest.approx(
+            min(seconds for seconds, need in every if need <= most - relief)
+        )
 
 
 def _by_rank(schedule: Schedule, shape: Shape, outcome: balance._Outcome) -> list[list[float]]:

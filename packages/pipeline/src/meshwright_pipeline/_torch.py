@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.weak import WeakIdKeyDictionary as _WeakIdKeyDictionary
 
@@ -35,6 +36,13 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(given)
     return True
+
+
+def by_the_batch(module: nn.Module) -> bool:
+    """Whether a module normalises by the statistics of the rows that it is given: in eval() too, where it has no others."""
+    return isinstance(module, _BatchNorm) and (
+        module.training or (module.running_mean is None and module.running_var is None)
+    )
 
 
 def hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:

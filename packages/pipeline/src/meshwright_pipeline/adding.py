@@ -19,7 +19,7 @@ from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.rowwise import along
 from meshwright_pipeline.trees import leaves_of, unlike_dims
-from meshwright_pipeline.watching import Unlike, Watch, sketch
+from meshwright_pipeline.watching import Looks, Unlike, Watch, sketch
 
 Tensor = torch.Tensor
 
@@ -78,10 +78,17 @@ class Adding:
 
 @dataclass(frozen=True)
 class Why:
-    """Why a loss is not proven to add up. `hook`: the forward hook, in words, that reads values; "" where none does."""
+    """Why a loss is not proven to add up.
+
+    Attributes:
+        text: that.
+        hook: the forward hook, in words, that is to blame; "" where none is.
+        reads: whether it reads values.
+    """
 
     text: str
     hook: str = ""
+    reads: bool = False
 
     def __str__(self) -> str:
         return self.text
@@ -125,7 +132,9 @@ def prove(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Addin
         last = profiler.run(*whole, watch=second)
     except Exception as error:  # whatever code does that meets other numbers of rows than it expects
         hook = hook_in(profiler.model, error)
-        raise Unproven(Why(f"forward {hook} reads values" if hook else _said(error), hook)) from error
+        reads = isinstance(error, Looks)
+        text = "reads values" if reads else f"is in the way: {_said(error)}"
+        raise Unproven(Why(f"forward {hook} {text}", hook, reads) if hook else Why(_said(error))) from error
     loss = loss_of(last.output)
     befores, leaves = leaves_of(few.output), leaves_of(last.output)
     calls = [[name for name in watch.calls if name not in _REPEATS] for watch in (first, second)]

@@ -17,7 +17,7 @@ from meshwright_dtensor.strategy import (
     StrategyCost,
 )
 from meshwright_pipeline.actions import Schedule, Shape
-from meshwright_pipeline.behind import Behind, tail_of, with_tail, without_tail
+from meshwright_pipeline.behind import Behind, returned_by, tail_of, taken_by, with_tail, without_tail
 from meshwright_pipeline.choosing import microbatches, note
 from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.foreseeing import Foreseen
@@ -69,8 +69,11 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     if request.relief and request.again:
         room = now.fullest.total(request)[0] - request.relief
         asked = room
+        between = None
+        if tail is not None:
+            between = sum(taken_by(tail, shape.microbatches)), returned_by(tail, shape.microbatches)
         for _ in range(TRIES):  # what several units keep is only known when all is chosen
-            relieved = relieve(request, found, known, schedule, shape, parts, asked)
+            relieved = relieve(request, found, known, schedule, shape, parts, asked, between)
             if relieved is None:
                 break
             other = case.run(relieved.parts, not relieved.policies and not request.recompute)

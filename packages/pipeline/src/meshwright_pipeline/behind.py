@@ -50,22 +50,36 @@ def tail_of(found: Read) -> Run:
     return replace(found.tail, seconds=found.tail.seconds + early, forward=found.tail.forward + early)
 
 
+def returned_by(tail: Run, microbatches: int) -> float:
+    """Bytes of the gradients that a tail hands to the units: those of all microbatches are there when backwards begin."""
+    return microbatches * sum(size for _, _, size in tail.entering)
+
+
+def taken_by(tail: Run, microbatches: int) -> tuple[float, float]:
+    """Bytes that are kept for a tail while it runs, of what it takes too, and that are alive beside.
+
+    What it takes of the units it takes as one, beside the parts, and gives back their gradients part by part, beside that of the
+    whole.
+    """
+    taken = returned_by(tail, microbatches)
+    return microbatches * tail.kept + taken, microbatches * tail.over + taken
+
+
 def with_tail(step: Prediction, tail: Run, rank: int, microbatches: int) -> Prediction:
     """A step with the code behind the last unit between its forwards and backwards, on the rank of the last stage.
 
-    What it takes of the units it takes as one, beside the parts, and gives back their gradients part by part, beside that of the
-    whole. That, and what autograd keeps of it for the whole batch, comes to what the units of all microbatches keep.
+    What it takes comes to what the units of all microbatches keep; the gradients of that lie beside backwards.
     """
     seconds = microbatches * tail.seconds
-    taken = microbatches * sum(size for _, _, size in tail.entering)
-    kept = microbatches * tail.kept + taken
+    kept, over = taken_by(tail, microbatches)
     busy, held, fullest = list(step.busy), list(step.held), list(step.fullest)
     busy[rank] += seconds
     if fullest:
         units = held[rank]
         held[rank] = units + kept
-        whole = Fullest(held[rank], microbatches * tail.over + taken)
-        fullest[rank] = max(fullest[rank], whole, key=lambda one: one.total)
+        whole = Fullest(held[rank], over)
+        backward = replace(fullest[rank], over=fullest[rank].over + returned_by(tail, microbatches))
+        fullest[rank] = max(backward, whole, key=lambda one: one.total)
     return replace(
         step,
         seconds=step.seconds + seconds,

@@ -30,7 +30,8 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
         raise PlanError("precision.parameters", "fp16", f"{text}; take bf16", "bf16")
     norm = normalising(model) if rule.microbatches > 1 else None
     if norm is not None:
-        text = f"module {norm!r} normalises by the whole batch, which microbatches would change; take 1, or eval()"
+        fix = "take 1, or eval() if it keeps running statistics"
+        text = f"module {norm!r} normalises by the whole batch, which microbatches would change; {fix}"
         raise PlanError("pipeline.microbatches", rule.microbatches, text, "1")
     for index, recomputed in enumerate(plan.recompute):
         for name, _ in model.named_modules():

@@ -78,7 +78,7 @@ def _rowless(request: SearchRequest) -> tuple[str, str] | None:
         return None
     return (
         f"module {norm!r} normalises by the whole batch, which microbatches would change",
-        "take one, or eval()",
+        "take one, or eval() if it keeps running statistics",
     )
 
 

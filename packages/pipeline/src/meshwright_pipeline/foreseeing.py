@@ -6,7 +6,7 @@ long sequence, its first tokens; so the first step, which has other sizes and va
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch import nn
 
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.deferred import has_values
-from meshwright_pipeline._torch import hooks_of, pytree, tensors_in
+from meshwright_pipeline._torch import pytree, tensors_in
 from meshwright_pipeline.adding import Unproven, prove
-from meshwright_pipeline.batching import Call, signature
+from meshwright_pipeline.batching import Call
+from meshwright_pipeline.copies import Copies
 from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.profiling import Profile, Profiler
-from meshwright_pipeline.skeleton import emptied, skeleton
+from meshwright_pipeline.skeleton import skeleton
 from meshwright_pipeline.trees import tensors_of
 
 ROWS = 4
@@ -59,7 +60,7 @@ class Lookout:
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self._model, self._units = model, units
-        self._profiler: _Copies | None = None
+        self._profiler: Copies | None = None
 
     def look(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> Foreseen:
         """What is foreseen for an example batch: its positional and keyword arguments, with or without values.
@@ -77,7 +78,7 @@ class Lookout:
         for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
             try:
                 call = _small((args, dict(kwargs)), size, rows, tokens)
-                profiler = self._profiler or _Copies(_hollow(self._model, self._units), self._units)
+                profiler = self._profiler or Copies(_hollow(self._model, self._units), self._units)
                 self._profiler = None  # another one, should this fail half-way
                 entire = profiler.run(*call)
             except Exception as raised:  # whatever a model does with so few tokens, or tensors without values
@@ -87,24 +88,6 @@ class Lookout:
             return _judged(profiler, entire, call)
         text = " ".join(str(error).split())[:200]
         return Foreseen(f"the loss could not be looked at when planning ({type(error).__name__}: {text})")
-
-
-class _Copies(Profiler):
-    """Takes units that are built alike and called alike to return alike: one of the copies of a block is run."""
-
-    def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
-        super().__init__(model, units)
-        self._built: dict[str, Hashable] = {}
-
-    def alike(self, unit: str, call: Call) -> Hashable:
-        """See Profiler."""
-        if unit not in self._built:
-            module = self.model.get_submodule(unit)
-            watched = any(hooks_of(part) for part in module.modules())
-            # the text has the classes of its parts, strides and the like; no numbers of layers
-            sizes = tuple((name, value.shape, value.dtype) for _, name, value in emptied(module))
-            self._built[unit] = unit if watched else (type(module), repr(module), sizes)
-        return self._built[unit], signature(call)
 
 
 def _judged(profiler: Profiler, entire: Profile, call: Call) -> Foreseen:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,6 @@ class Profiler:
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self.model, self.units = model, units
         self.reads = False
-        self._known: dict[Hashable, Result] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch | None = None) -> Profile:
         """Profile one call with these arguments; no random number is consumed. `watch`: looks at the code between units.
@@ -153,9 +152,9 @@ class Profiler:
                 stand_in(self.model.get_submodule(unit), device)
             return self._run(args, kwargs, device, watch)
 
-    def alike(self, unit: str, call: Call) -> Hashable:
-        """What calls of units have in common that return alike, so that one of them is run; None where each is."""
-        return None
+    def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
+        """What a call of a unit returns, with zeros; `drawn`: where its random operations are noted."""
+        return _shape_run(self.model.get_submodule(unit), forward, *call, device, drawn)
 
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, watch: Watch | None
@@ -181,13 +180,7 @@ class Profiler:
             taint.inside, taint.key = taint.inside + 1, key
             try:
                 with glue.paused() if isinstance(glue, Functions) else glue:
-                    like = self.alike(key[0], (a, k))
-                    result = None if like is None else self._known.get(like)
-                    if result is None:
-                        unit = self.model.get_submodule(key[0])
-                        result = _shape_run(unit, forward, a, k, device, taint.draws)
-                    if like is not None:
-                        self._known[like] = result
+                    result = self.shape(key[0], forward, (a, k), device, taint.draws)
             finally:
                 taint.inside, taint.key = taint.inside - 1, BETWEEN
             results[key] = result
@@ -259,7 +252,7 @@ def _shape_run(
     def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
         return lambda _module, _args, output: seen.__setitem__(path, output)
 
-    before, unchanged = drawn.mark(), _snapshot(args, kwargs)
+    before, unchanged = drawn.mark(), snapshot(args, kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(taken_back(unit))
         for path, part in watched:
@@ -278,7 +271,7 @@ def _shape_run(
     return Result(_zeros(output, device), {path: _zeros(value, device) for path, value in seen.items()})
 
 
-def _snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with copies of the objects that a run may change (a cache of keys, say)."""
 
     def one(leaf: Any) -> Any:

@@ -84,6 +84,7 @@ def relieve(
     shape: Shape,
     even: Divided,
     room: float,
+    between: tuple[float, float] | None = None,
 ) -> Relieved | None:
     """Stages that leave each rank no more than `room` bytes, the slowest of them as fast as can be; None where none do.
 
@@ -95,12 +96,14 @@ def relieve(
         schedule, shape: how the stages run.
         even: the stages if there were room for all.
         room: for parameters, gradients, optimizer states and all that a step holds beside them.
+        between: bytes that the rank of the last stage takes between all forwards and all backwards, and that are there beside
+            backwards from then on; None where nothing runs then.
     """
     again = request.again
     ways: Ways = found.once("ways", lambda: Ways.of(found, known, again))
     if any(a is not b for a, b in zip(ways.again, again.values(), strict=True)):
         ways = Ways.of(found, known, again)
-    rooms = _Rooms(request, found, known, ways, moments(schedule, shape), room)
+    rooms = _Rooms(request, found, known, ways, _moments(schedule, shape, between), room)
     ends = [0, *even.cuts, len(found.runs)]
     own = [schedule.own(rank, shape) for rank in range(shape.ranks)]
     best = rooms.filled([[(ends[stage], ends[stage + 1]) for stage in stages] for stages in own])
@@ -109,6 +112,19 @@ def relieve(
         if other is not None and (best is None or other[0] < (1 - 1e-6) * rooms.slowest(best)):
             best = rooms.filled([[pair] for pair in zip(other[1], other[1][1:], strict=False)])
     return None if best is None else _relieved(found, known, ways, best)
+
+
+def _moments(
+    schedule: Schedule, shape: Shape, between: tuple[float, float] | None
+) -> list[list[tuple[Moment, float]]]:
+    """Per rank, when it may be fullest, and bytes that it takes then whatever is chosen."""
+    found = [[(moment, 0.0) for moment in own] for own in moments(schedule, shape)]
+    if between is not None:
+        owner, (whole, beside) = schedule.owner(shape.stages - 1, shape), between
+        last = [(moment, beside) for moment, _ in found[owner]]
+        stages = len(last[0][0].kept)
+        found[owner] = [*last, (Moment((shape.microbatches,) * stages, -1, (False,) * stages), whole)]
+    return found
 
 
 def _reach(stages: int) -> int:
@@ -128,7 +144,7 @@ class _Rooms:
     found: Read
     known: Surveyed
     ways: Ways
-    moments: Sequence[Sequence[Moment]]
+    moments: Sequence[Sequence[tuple[Moment, float]]]
     room: float
 
     def filled(self, ranks: Sequence[Sequence[tuple[int, int]]]) -> Stages | None:
@@ -190,12 +206,12 @@ class _Rooms:
 
         def taking(stage: int, choice: Choice) -> list[float]:
             kept = choice.kept + always[stage]
-            return [m.kept[stage] * kept + (choice.over if m.running == stage else 0) for m in every]
+            return [m.kept[stage] * kept + (choice.over if m.running == stage else 0) for m, _ in every]
 
         left = self.room - lasting + share * request.gradient_bytes - passing
         room = [
-            left - sum(size for made, size in zip(moment.made, gradients, strict=True) if made)
-            for moment in every
+            left - beside - sum(size for made, size in zip(moment.made, gradients, strict=True) if made)
+            for moment, beside in every
         ]
         rows = [self.ways.choices.of(self.ways.kinds[a:b]) for a, b in stages]
         return cheapest(rows, taking, room)

@@ -39,7 +39,9 @@ class Surprise:
         if self.quiet or known or own >= every or why.hook in self._told:
             return
         self._told.add(why.hook)
-        if why.hook:
+        if why.hook and not why.reads:
+            cause = f"{why}; the loss is made behind the pipeline. Have the hook do nothing but keep tensors, or take it off"
+        elif why.hook:
             cause = (
                 f"the forward {why.hook} reads values of what it is given, which one device has of the whole batch and a "
                 "pipeline of a microbatch: the loss is made behind the pipeline. Have the hook keep tensors and read them "

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright_dtensor._names import did_you_mean, listing
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import PipelineRule
+from meshwright_pipeline._torch import by_the_batch
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -80,7 +80,7 @@ def _join(prefix: str, key: str) -> str:
 
 def normalising(model: nn.Module) -> str | None:
     """The first module that normalises by the statistics of the rows that it is given; None where there is none."""
-    found = (name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training)
+    found = (name for name, m in model.named_modules() if by_the_batch(m))
     return next(found, None)
 
 

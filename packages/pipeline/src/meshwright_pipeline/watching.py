@@ -46,6 +46,10 @@ class Unlike(Exception):
     """With other numbers of rows the model does something else."""
 
 
+class Looks(Unlike):
+    """Values are read that are not known here, by Python or for a shape."""
+
+
 class Watch:
     """One watched run.
 
@@ -162,9 +166,9 @@ class Watch:
         arguments = _named(func, args, kwargs)
         here = self._note(name, {k: _unknown(v, known) for k, v in arguments.items()})
         if not outs:
-            raise Unlike(f"a value is read ({name.strip('_')})")  # what is done with it is not seen
+            raise Looks(f"a value is read ({name.strip('_')})")  # what is done with it is not seen
         if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or _masks(arguments["indices"])):
-            raise Unlike(f"values decide a shape ({name})")
+            raise Looks(f"values decide a shape ({name})")
         if any(kind.rows is None and kind.power is None for kind in known.values()):
             return [MIXED] * len(outs)
         if moves(name) and all(kind.rows is not None for kind in known.values()):
@@ -240,7 +244,7 @@ class Watch:
             self.kinds[zero] = self._averaged(averaging)
             return zero
         if func in _READS and any(self.kind(t) is not None for t in tensors_of((args, kwargs))):
-            raise Unlike(f"values are read ({func.__name__})")
+            raise Looks(f"values are read ({func.__name__})")
         self.function, self._made = func, []
         try:
             result = func(*args, **kwargs)
