@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,10 @@ from zoo import llama
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
 from meshwright_dtensor.testing import RankPool
+from meshwright_parallel.engine.reduction import reduction_of
+from meshwright_parallel.strategies.data import Data
 from meshwright_planner.calibration.counting import Counting
 from meshwright_planner.search.setting import allowing
 
@@ -61,10 +64,15 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.T
 def peak(rank: int, size: int, text: str, rooted: bool = False) -> int:
     """Most bytes of tensors at once on this rank, in a step that others came before."""
     model = mw.parallelize(Rooted() if rooted else build(), ParallelPlan.from_json(text), batch=batch())
+    return counted_peak(model, lambda: model(**batch()).loss)
+
+
+def counted_peak(model: nn.Module, loss: Callable[[], torch.Tensor]) -> int:
+    """The same of any model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:
-        model(**batch()).loss.backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -88,6 +96,47 @@ def test_what_was_called_feasible_fits(rank_pool: RankPool, case: str) -> None:
     counted = max(rank_pool.run(2, peak, tight.to_json()))
     assert counted <= limit, f"{case}: {counted} bytes counted, {limit} allowed"
     assert counted >= 0.9 * limit  # the limit was no empty one
+
+
+class Large(nn.Module):
+    """With gradients of more than 4 MiB, and activations that are most of what a step holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 1088)
+        self.layers = nn.ModuleList(nn.Linear(1088, 1088, bias=False) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+            for _ in range(10):
+                x = x.tanh()  # makes nothing beside the gradient on its way back
+        return x.float().mean()
+
+
+def peak_of_large(rank: int, size: int, text: str) -> int:
+    """As `peak`."""
+    model = mw.parallelize(Large(), ParallelPlan.from_json(text), batch={"ids": LARGE_IDS})
+    return counted_peak(model, lambda: model(LARGE_IDS))
+
+
+LARGE_IDS = torch.arange(1024) % 16
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_memory_of_large_gradients_that_stays_is_planned_for(
+    rank_pool: RankPool, precision: str | None
+) -> None:
+    """In another precision even large gradients lie in buckets, whose memory stays from step to step."""
+    pins = {**OTHERS, **CASES["dp"], "precision": precision}
+    free = mw.plan(Large(), {"ids": LARGE_IDS}, world_size=2, cluster="laptop-cpu", **pins)
+    assert free.predicted is not None
+    limit = allowing(free.predicted.total_bytes)
+    counted = max(rank_pool.run(2, peak_of_large, free.to_json()))
+    assert counted <= limit, f"{counted} bytes counted, {limit} allowed"
+    assert counted >= 0.9 * limit
 
 
 class Rooted(nn.Module):
@@ -172,3 +221,51 @@ def test_what_does_not_fit_is_counted_and_refused(rank_pool: RankPool) -> None:
     assert tight.recompute and max(rank_pool.run(2, peak, tight.to_json())) <= limit
     with pytest.raises(InfeasibleError):
         planned("dp", limit // 2)
+
+
+def experts() -> nn.Module:
+    """With weights of all experts of 6 MiB, and of half of them of 3."""
+    torch.manual_seed(0)
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=256, intermediate_size=384, num_hidden_layers=1, vocab_size=96, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, num_local_experts=8, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+
+
+def few_tokens() -> dict[str, torch.Tensor]:
+    """A row for each of four ranks."""
+    ids = torch.arange(24).view(4, 6)
+    return {"input_ids": ids, "labels": ids}
+
+
+def staying(rank: int, size: int, text: str) -> int:
+    """Bytes of gradients whose memory is there between steps."""
+    model = mw.parallelize(experts(), ParallelPlan.from_json(text), batch=few_tokens())
+    for _ in range(3):
+        model(**few_tokens()).loss.backward()
+        model.zero_grad()
+    engine = reduction_of(model)
+    assert engine is not None
+    return sum(b.numel * b.dtype.itemsize for b in engine._buckets if b.before is not None)
+
+
+def test_what_stays_of_gradients_of_experts(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes by what a rank has of them, half."""
+    said: list[float] = []
+    cost = Data.cost
+
+    def seen(self: Data, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        found = cost(self, request, degree, link)
+        said.append(found.lasting * request.gradient_bytes)
+        return found
+
+    monkeypatch.setattr(Data, "cost", seen)
+    pins = {"dp": 2, "ep": 2, "tp": 1, "pp": 1, "cp": 1, "zero": 0, "recompute": None}
+    plan = mw.plan(experts(), few_tokens(), world_size=4, cluster="laptop-cpu", **pins)
+    assert isinstance(plan, ParallelPlan)
+    for found in rank_pool.run(4, staying, plan.to_json()):
+        assert found == pytest.approx(said[-1], rel=1e-3)

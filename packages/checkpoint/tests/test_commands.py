@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -133,13 +134,13 @@ def test_diff_exits_as_diff_does(saved: Path, tmp_path: Path, monkeypatch: pytes
             run("diff", saved, path)
         assert trouble.value.exit_code == 2
 
-    def refuse(*_: object) -> None:
-        raise PermissionError("not yours")
-
-    monkeypatch.setattr("meshwright_checkpoint.checking.compare", refuse)
-    with pytest.raises(CheckpointError, match="cannot be compared: not yours") as refused:
-        run("diff", saved, saved)
-    assert refused.value.exit_code == 2
+    problems = {"not yours": PermissionError("not yours"), "ValueError: odd": ValueError("odd")}
+    for said, problem in problems.items():
+        for stopped in ("meshwright_checkpoint.checking.compare", "click.echo"):
+            with monkeypatch.context() as patch, pytest.raises(CheckpointError) as refused:
+                patch.setattr(stopped, Mock(side_effect=problem, return_value=[]))
+                run("diff", saved, saved)
+            assert f"could not be compared: {said}" in str(refused.value) and refused.value.exit_code == 2
 
 
 def test_export(saved: Path, tmp_path: Path) -> None:

@@ -94,16 +94,17 @@ def diff(a: str, b: str, as_json: bool) -> int:
     try:
         with Checkpoint(place_of_path(a)) as one, Checkpoint(place_of_path(b)) as other:
             found = compare(one, other)
+        if as_json:
+            click.echo(json.dumps([difference.to_dict() for difference in found]))
+        else:
+            lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in found]
+            click.echo("\n".join(lines) or "the checkpoints hold the same")
     except MeshwrightError as error:
         error.exit_code = 2  # 4 of damage elsewhere; whoever asks for a difference has not been told of one
         raise
-    except OSError as error:
-        raise CheckpointError(f"{a} and {b} cannot be compared: {error}") from error
-    if as_json:
-        click.echo(json.dumps([difference.to_dict() for difference in found]))
-    else:
-        lines = [f"{d.kind:9} {d.name}{f': {d.detail}' if d.detail else ''}" for d in found]
-        click.echo("\n".join(lines) or "the checkpoints hold the same")
+    except Exception as error:  # whatever it is, 1 would say that something differs
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{a} and {b} could not be compared: {kind}{error}") from error
     return 1 if found else 0
 
 
