@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NORMS
-from torch.utils import _pytree as pytree
 
-from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor, wrap
+from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
 from meshwright_dtensor.runtime import FRAMES, Frame
 from meshwright_parallel._torch_checkpoint import Region, recomputed_region
+from meshwright_parallel.argument_copies import ArgumentCopies, version_of
 
 _ATTRIBUTE = "_meshwright_recompute"
 
@@ -72,41 +71,33 @@ class _Call:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.versions = [_version(x) for x in self.leaves]
+        self.arguments = ArgumentCopies(args, kwargs)
         self.before = {
-            (part, name): (buffer, _version(buffer), buffer.clone())
+            (part, name): (buffer, version_of(buffer), buffer.clone())
             for part in module.modules()
             for name, buffer in part.named_buffers(recurse=False)
         }
 
     def finished(self) -> None:
-        """Keep only those buffers that the call has written to."""
+        """The call is over: keep only those buffers that it has written to."""
+        self.arguments.finished()
         self.before = {
             (part, name): entry
             for (part, name), entry in self.before.items()
             # torch writes running statistics without counting it
             if isinstance(part, NORMS)
             or part._buffers.get(name) is not entry[0]
-            or _version(entry[0]) != entry[1]
+            or version_of(entry[0]) != entry[1]
         }
 
     def run(self) -> None:
         """Run the module once more, on what it was given then."""
-        if any(_version(x) != version for x, version in zip(self.leaves, self.versions, strict=True)):
-            raise UnsupportedError(
-                f"an input of a recomputed {type(self.module).__name__} was modified in place after the module had run; use "
-                "the out-of-place form, or take the module out of plan.recompute"
-            )
-        # new wrappers: what was gathered for the first run is not kept alive, and not found by the second
-        leaves = [wrap(x._local, x._layout) if type(x) is GlobalTensor else x for x in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         state = self.module.__dict__[_ATTRIBUTE]
         state.again, before = True, state.again
         FRAMES.stack.append(Frame("", {}))  # whatever runs around a backward pass is not the caller
         depth = len(FRAMES.stack)
         try:
-            with self._buffers():
+            with self._buffers(), self.arguments.once_more(type(self.module).__name__) as (args, kwargs):
                 self.module(*args, **kwargs)
         finally:
             del FRAMES.stack[depth - 1 :]
@@ -145,10 +136,3 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
     call.finished()
     with contextlib.suppress(StopIteration):
         next(region)
-
-
-def _version(x: Any) -> int:
-    local = x._local if isinstance(x, GlobalTensor) else x
-    if not isinstance(local, torch.Tensor) or local.is_inference():
-        return 0
-    return local._version
