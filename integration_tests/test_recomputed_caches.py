@@ -13,6 +13,7 @@ from zoo import CASES
 import meshwright as mw
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import verify
 from meshwright_parallel.comparison import compare, one_rounding_away
 
 TP, DP, ZERO = {"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}, {"dp": 2, "tp": 1, "zero": 3}
@@ -97,3 +98,29 @@ def static(rank: int, world_size: int) -> None:
 
 def test_a_cache_that_is_written_to_in_place_is_refused(rank_pool: RankPool) -> None:
     rank_pool.run(2, static)
+
+
+def piped(rank: int, world_size: int, name: str) -> tuple[list[str], Any]:
+    """What two steps of two stages make otherwise than one device, and the cache that is returned."""
+    case = CASES[name]
+    torch.manual_seed(3)
+    pins = {"pp": 2, "dp": 1, "tp": 1, "cp": 1, "microbatches": 2, "recompute": "full"}
+    plan: Any = mw.plan(case.model(), case.batch(), world_size=2, cluster="laptop-cpu", **pins)
+    assert plan.recompute
+    report = verify(
+        case.model, case.batch(), plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+    )
+    everything = plan.pipeline.model_copy(update={"outputs": "all"})
+    torch.manual_seed(3)
+    model: Any = mw.parallelize(
+        case.model(), plan.model_copy(update={"pipeline": everything}), batch=case.batch()
+    )
+    output = model(**case.batch())
+    return [f"{f.kind} {f.name} {f.difference}" for f in report.failures], output.past_key_values
+
+
+@pytest.mark.parametrize("case", ["llama", "t5"])
+def test_stages_of_a_pipeline_run_again_with_caches_of_their_own(rank_pool: RankPool, case: str) -> None:
+    """No stage has the whole cache, so none is returned."""
+    for wrong, cache in rank_pool.run(2, piped, case):
+        assert not wrong and cache is None
