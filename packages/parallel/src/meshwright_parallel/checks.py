@@ -72,6 +72,24 @@ def _check_filled(kind: str, name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_dense(model: nn.Module) -> None:
+    """Refuse tables whose gradients are sparse: those over a mesh are DTensors, which are dense.
+
+    Raises:
+        UnsupportedError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise UnsupportedError(
+                f"module {name!r} makes sparse gradients, which cannot be summed and sharded; build it with sparse=False, and "
+                "use a dense optimizer (Adam for SparseAdam)"
+            )
+
+
 def check_optimizers(model: nn.Module) -> None:
     """Refuse an optimizer made too early: it would go on stepping the parameters that are about to be replaced.
 

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.states import State
-from meshwright_parallel.checks import check_plan, resolve_strategies, stored_states
+from meshwright_parallel.checks import check_dense, check_plan, resolve_strategies, stored_states
 from meshwright_parallel.dividing import Inside, inside, with_axis_inside
 from meshwright_parallel.recompute import recomputed_modules
 
@@ -42,13 +42,15 @@ def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost
         world_size: ranks of the run.
 
     Raises:
-        PlanError, UsageError, PluginError: as `parallelize`.
+        PlanError, UsageError, UnsupportedError, PluginError: as `parallelize`.
     """
     whole = with_axis_inside(plan)
     part = inside(whole, resolve_strategies(whole, host, world_size))
     states = stored_states(model, part.plan, part.strategies)
     check_plan(model, part.plan, part.strategies, batch, states)
     recomputed_modules(model, part.plan)
+    if part.outer is None or any(degree > 1 for degree in part.plan.degrees.values()):
+        check_dense(model)
     if part.outer is not None:
         part.outer.check(model, whole)
     return Fit(whole, part, states)

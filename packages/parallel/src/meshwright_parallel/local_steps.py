@@ -22,7 +22,7 @@ from meshwright_parallel._torch import local_of
 
 ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam, RMSprop, Rprop})
 """Exactly these classes: one derived from them may look at whole tensors."""
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States that are one number per parameter."""
 
 
@@ -81,4 +81,4 @@ def take_over(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> 
                 if isinstance(old, DTensor) and local_of(old) is value:
                     continue
                 shaped = isinstance(value, torch.Tensor) and value.shape == local.shape
-                entries[key] = state_like(parameter, value) if shaped and key not in _NUMBERS else value
+                entries[key] = state_like(parameter, value) if shaped and key not in NUMBERS else value

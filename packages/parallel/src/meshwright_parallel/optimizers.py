@@ -14,13 +14,14 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.optimizing import MeshValue, mesh_value
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.permuted import PermutedDTensor, layout_in_runs, like_parameter
-from meshwright_parallel.local_steps import take_over, twin_of
+from meshwright_parallel.local_steps import ELEMENTWISE, NUMBERS, take_over, twin_of
+from meshwright_parallel.whole_steps import whole_twin_of
 
 
 @cache
 def attend_to_steps() -> None:
     """From now on, optimizer states loaded from one device are laid over the mesh before the next step, and steps that go
-    element by element run on local tensors.
+    element by element run on local tensors, those that look at whole matrices on whole tensors.
 
     Torch offers no other place: an optimizer is made by the user and fills its states with the loaded tensors as they are.
     """
@@ -32,12 +33,19 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not any(isinstance(p, MeshParameter) for group in optimizer.param_groups for p in group["params"]):
         return None
     _lay_out(optimizer)
-    twin = twin_of(optimizer) if args and args[0] is optimizer else None
+    if not args or args[0] is not optimizer:
+        return None
+    twin = twin_of(optimizer) or whole_twin_of(optimizer)
     return None if twin is None else ((twin, *args[1:]), kwargs)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if args and args[0] is not optimizer and type(args[0]) is type(optimizer):
+    if (
+        args
+        and args[0] is not optimizer
+        and type(args[0]) is type(optimizer)
+        and type(optimizer) in ELEMENTWISE
+    ):
         take_over(optimizer, args[0])
 
 
@@ -51,6 +59,8 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
                 continue
             if not isinstance(value, torch.Tensor) or key == "step":
                 continue
+            if key in NUMBERS and not value.dim() and not isinstance(value, DTensor):
+                continue  # also of a parameter that is one number itself
             same_shape = value.shape == parameter.shape
             if isinstance(value, DTensor):  # what a checkpoint brings is stock, and in true order
                 in_order = layout_in_runs(parameter) is not None and layout_in_runs(value) is None
