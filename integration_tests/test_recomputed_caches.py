@@ -26,6 +26,9 @@ RUNS = [
     ("mixtral", {**DP, "recompute": "full"}),
     ("t5", {**TP, "recompute": "decoder.block.*"}),
     ("t5", {**DP, "recompute": "full"}),
+    ("llama", {"dp": 1, "tp": 1, "cp": 2, "recompute": "full"}),
+    ("mixtral", {"dp": 1, "tp": 1, "ep": 2, "recompute": "full"}),
+    ("qwen3", {**TP, "sequence_parallel": True, "recompute": "selective"}),
 ]
 
 
