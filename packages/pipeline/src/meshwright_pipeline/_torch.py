@@ -27,6 +27,18 @@ def op_name(op: Any) -> str:
     return str(op._schema.name).split("::")[1]
 
 
+def target_of(op: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The tensor that a call of an overload writes to, and returns; None where there is not just one."""
+    written = [
+        i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if len(written) != 1:
+        return None
+    name = op._schema.arguments[written[0]].name
+    found = args[written[0]] if written[0] < len(args) else kwargs.get(name)
+    return found if isinstance(found, torch.Tensor) else None
+
+
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call of an overload draws random numbers: attention may, and does not where its dropout is 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:

@@ -77,8 +77,8 @@ class Lookout:
         long = size.tokens or 0
         for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
             try:
-                call = _small((args, dict(kwargs)), size, rows, tokens)
-                profiler = self._profiler or Copies(_hollow(self._model, self._units), self._units)
+                call = small((args, dict(kwargs)), size, rows, tokens)
+                profiler = self._profiler or Copies(hollow(self._model, self._units), self._units)
                 self._profiler = None  # another one, should this fail half-way
                 entire = profiler.run(*call)
             except Exception as raised:  # whatever a model does with so few tokens, or tensors without values
@@ -103,7 +103,7 @@ def _judged(profiler: Profiler, entire: Profile, call: Call) -> Foreseen:
     return Foreseen()
 
 
-def _small(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
+def small(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
     """The first rows and tokens of a batch, on the CPU; what has no values is ones."""
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _small(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
     return found
 
 
-def _hollow(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
+def hollow(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
     """A skeleton on the CPU; parameters and buffers outside of units that have no values are zeros."""
     made = skeleton(model, units)
     for part in made.modules():
@@ -135,8 +135,10 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu":
             return tensor
         found = tensor.detach().cpu()
-    else:
+    elif isinstance(tensor, nn.Parameter):
         found = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    else:
+        found = torch.zeros(tensor.shape, dtype=tensor.dtype)  # code may write to it
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 

@@ -26,12 +26,13 @@ from meshwright_pipeline._torch import (
     hooks_of,
     op_name,
     pytree,
+    target_of,
 )
 from meshwright_pipeline.batching import Call, rows_of
 from meshwright_pipeline.drawing import BETWEEN, Draw, Draws
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
 from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
-from meshwright_pipeline.trees import leaves_of, map_leaves, nothing, tensors_of
+from meshwright_pipeline.trees import leaves_of, map_leaves, nothing, repeats, tensors_of
 from meshwright_pipeline.watching import Functions, Watch
 
 Labels = frozenset[Label]
@@ -68,6 +69,7 @@ class Profile:
         read: units whose parameters code between units computes with.
         draws: the random operations, in order.
         of_batch: the calls whose results depend on the rows of the batch.
+        written: what code between units writes to, of what units return.
     """
 
     order: tuple[Key, ...]
@@ -78,6 +80,7 @@ class Profile:
     read: tuple[str, ...]
     draws: tuple[Draw, ...] = ()
     of_batch: frozenset[Key] = frozenset()
+    written: Labels = NOTHING
 
     def leaf(self, label: Label) -> Any:
         """The leaf of a result that a label stands for."""
@@ -96,6 +99,16 @@ class _Taint(TorchDispatchMode):
         self.inside = 0
         self.key = BETWEEN
         self.draws = Draws()
+        self.written: set[Label] = set()
+        self._returned: dict[int, tuple[torch.Tensor, Label]] = {}
+
+    def returned(self, value: torch.Tensor, label: Label) -> None:
+        """A unit has returned this."""
+        self.labels[value] = frozenset({label})
+        self._returned[value.untyped_storage().data_ptr()] = (
+            value,
+            label,
+        )  # kept, so that the memory stays its own
 
     def of(self, tree: Any) -> Labels:
         found = NOTHING
@@ -106,7 +119,7 @@ class _Taint(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.watch is None or self.inside:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
         else:
             result = self.watch.run(func, args, kwargs)
         if draws(func, args, kwargs):
@@ -117,6 +130,16 @@ class _Taint(TorchDispatchMode):
                 for tensor in tensors_of(result):
                     self.labels[tensor] = self.labels.get(tensor, NOTHING) | found
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation; one that writes to a stand-in without memory changes nothing."""
+        target = None if self.inside else target_of(func, args, kwargs)
+        if target is None or target.is_meta:
+            return func(*args, **kwargs)
+        _, label = self._returned.get(target.untyped_storage().data_ptr(), (None, None))
+        if label is not None:
+            self.written.add(label)
+        return target if repeats(target) else func(*args, **kwargs)
 
 
 class Profiler:
@@ -156,6 +179,10 @@ class Profiler:
         """What a call of a unit returns, with zeros; `drawn`: where its random operations are noted."""
         return _shape_run(self.model.get_submodule(unit), forward, *call, device, drawn)
 
+    def value(self, label: Label, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """What code between units is given of a result: zeros without memory."""
+        return nothing(like, device)
+
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, watch: Watch | None
     ) -> Profile:
@@ -187,12 +214,12 @@ class Profiler:
 
             def labelled(path: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
                 def mark(index: int, like: torch.Tensor) -> torch.Tensor:
-                    zeros = nothing(like, device)
                     label = (*key, path, index)
-                    taint.labels[zeros] = frozenset({label})
+                    value = self.value(label, like, device)
+                    taint.returned(value, label)
                     if watch is not None:
-                        watch.returned(zeros, label)
-                    return zeros
+                        watch.returned(value, label)
+                    return value
 
                 return mark
 
@@ -228,6 +255,7 @@ class Profiler:
             tuple(sorted(read)),
             tuple(taint.draws.found),
             frozenset(of_batch),
+            frozenset(taint.written),
         )
 
 

@@ -158,7 +158,13 @@ class Stage:
         unit, result = self.model.get_submodule(key[0]), self.profile.results[key]
 
         def given(path: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
-            return lambda place, zeros: received.get((*key, path, place), zeros)
+            def leaf(place: int, zeros: torch.Tensor) -> torch.Tensor:
+                label = (*key, path, place)
+                if label in self.profile.written and label not in received:
+                    return zeros.clone(memory_format=torch.contiguous_format)  # code writes to it
+                return received.get(label, zeros)
+
+            return leaf
 
         for path, value in result.side.items():
             part = unit.get_submodule(path)

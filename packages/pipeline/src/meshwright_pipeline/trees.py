@@ -33,6 +33,11 @@ def unlike_dims(one: torch.Tensor, other: torch.Tensor) -> list[int]:
     return [dim for dim, size in enumerate(one.shape) if other.shape[dim] != size]
 
 
+def repeats(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of `nothing` do: it cannot be written to."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def nothing(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of zeros of that shape and dtype that takes no memory."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
