@@ -15,6 +15,7 @@ from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.foreseeing import Lookout
+from meshwright_pipeline.mixing import look
 from meshwright_pipeline.profiling import Profiler
 from meshwright_pipeline.skeleton import skeleton
 from meshwright_pipeline.units import find_units
@@ -165,6 +166,10 @@ def test_planning_runs_them(way: str, device: str) -> None:
         model = built(way)
     units = find_units(model).names
     assert "could not be looked at" not in Lookout(model, units).look(((), chain_batch())).why
+    found = look(model, units, ((), chain_batch()))
+    assert (
+        (found is None) if way == "added" else (found is not None and "'load' in every forward" in found.why)
+    )
 
 
 def test_what_is_written_to_is_known() -> None:

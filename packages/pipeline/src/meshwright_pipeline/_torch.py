@@ -27,6 +27,11 @@ def op_name(op: Any) -> str:
     return str(op._schema.name).split("::")[1]
 
 
+def arguments_of(op: Any) -> list[str]:
+    """The names of an overload's arguments, in order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
 def target_of(op: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """The tensor that a call of an overload writes to, and returns; None where there is not just one."""
     written = [
@@ -60,6 +65,11 @@ def by_the_batch(module: nn.Module) -> bool:
 def hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
     """The forward hooks of a module by their ids."""
     return module._forward_hooks
+
+
+def forget_hooks(module: nn.Module) -> None:
+    """Take all forward hooks off a module."""
+    module._forward_hooks.clear()
 
 
 def pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:

@@ -9,6 +9,7 @@ from meshwright_dtensor.errors import PlanError, PluginError, UsageError
 from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.strategy import SearchRequest, divisors
 from meshwright_pipeline.actions import Shape
+from meshwright_pipeline.mixing import Rowless
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.surveying import Surveyed
 
@@ -60,8 +61,8 @@ def _counts(request: SearchRequest, degree: int) -> list[int]:
     return kept
 
 
-def _rowless(request: SearchRequest) -> tuple[str, str] | None:
-    """What keeps a batch from being cut, and what would help: a module that makes something of all rows; None for nothing."""
+def _rowless(request: SearchRequest) -> Rowless | None:
+    """What keeps a batch from being cut: a module that makes something of all rows; None for nothing."""
     if request.survey is None:
         return None
     known: Surveyed = request.survey.details
@@ -72,11 +73,11 @@ def _rowless(request: SearchRequest) -> tuple[str, str] | None:
             f"module {first!r} makes a number of the rows that it is given, which code outside takes: what it is for the whole "
             "batch cannot be known from microbatches"
         )
-        return why, "compute it outside of the module, or take one"
+        return Rowless(why, "compute it outside of the module, or take one")
     norm = known.normalising
     if norm is None:
-        return None
-    return (
+        return known.rowless(request.example)
+    return Rowless(
         f"module {norm!r} normalises by the whole batch, which microbatches would change",
         "take one, or eval() if it keeps running statistics",
     )
@@ -87,7 +88,7 @@ def note(request: SearchRequest) -> str | None:
     rowless = _rowless(request)
     if rowless is None:
         return None
-    return f"pipeline: one microbatch, so that its ranks compute one after the other: {rowless[0]}"
+    return f"pipeline: one microbatch, so that its ranks compute one after the other: {rowless.why}"
 
 
 def possible(request: SearchRequest) -> list[int]:
@@ -106,7 +107,7 @@ def microbatches(request: SearchRequest, degree: int) -> int:
     said = request.options.get("microbatches")
     rowless = _rowless(request)
     if said is not None and int(said) > 1 and rowless is not None:
-        raise PlanError("pipeline.microbatches", int(said), "; ".join(rowless), "1")
+        raise PlanError("pipeline.microbatches", int(said), str(rowless), "1")
     if said is not None:
         return _checked(int(said), request.batch_size)
     if rowless is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.actions import Schedule, Shape, Timetable
@@ -18,6 +19,7 @@ from meshwright_pipeline.batching import Call, signature
 from meshwright_pipeline.cutting import Cut, cut
 from meshwright_pipeline.drawing import Streams
 from meshwright_pipeline.losses import loss_of
+from meshwright_pipeline.mixing import Rowless, look
 from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.runtime import Runtime
 from meshwright_pipeline.sameness import Sameness
@@ -84,6 +86,7 @@ class Preparing:
         self.transport, self.mesh, self.dtype, self.split = transport, mesh, dtype, split
         self.ours: Mapping[nn.Module, frozenset[int]] = {}
         self._known: dict[Any, Prepared] = {}
+        self._looked: dict[bool, Rowless | None] = {}
 
     def forget(self) -> None:
         """Prepare anew from now on: messages may be out of step."""
@@ -106,6 +109,7 @@ class Preparing:
     def _prepare(self, model: nn.Module, call: Call, whole: Call) -> Prepared:
         for ours, copied in zip(model.modules(), self.skeleton.modules(), strict=True):
             copied.training = ours.training
+        self.check_rows(whole)
         profiler = Profiler(self.skeleton, self.owned.units)
         profile = profiler.run(*self._whole(call))
         streams, entire = None, None
@@ -119,6 +123,21 @@ class Preparing:
             for index in self.schedule.own(self.transport.rank, self.shape)
         }
         return Prepared(self.runtime(stages), profile, streams, profiler, entire, made)
+
+    def check_rows(self, whole: Call) -> None:
+        """That microbatches change nothing, looked at once.
+
+        Raises:
+            PlanError: rows are mixed, or a forward writes what it would write for each of them.
+        """
+        count, training = self.shape.microbatches, self.skeleton.training
+        if count == 1:
+            return
+        if training not in self._looked:
+            self._looked[training] = look(self.skeleton, self.owned.units, self._whole(whole))
+        found = self._looked[training]
+        if found is not None:
+            raise PlanError("pipeline.microbatches", count, str(found), "1")
 
     def adding(self, prepared: Prepared, whole: Call) -> Adding | None:
         """How the loss of the batch `whole` follows from those of microbatches; None where it has none, or that is not proven."""

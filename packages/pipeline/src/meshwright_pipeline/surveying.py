@@ -14,6 +14,7 @@ from meshwright_dtensor.strategy import ModuleWork, Survey
 from meshwright_dtensor.tied import all_names
 from meshwright_pipeline.actions import Schedule
 from meshwright_pipeline.foreseeing import Foreseen, Lookout
+from meshwright_pipeline.mixing import Rowless, look
 from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.units import find_units, normalising
@@ -113,6 +114,18 @@ class Surveyed:
     def normalising(self) -> str | None:
         """A module that normalises by the statistics of the batch that it is given; None where there is none."""
         return None if self.model is None else normalising(self.model)
+
+    def rowless(self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Rowless | None:
+        """What mixes rows, or is written for each microbatch, found once; None without an example batch."""
+        if example is None or self.model is None:
+            return None
+        if not self._rowless:
+            self._rowless.append(look(self.model, self.units, example))
+        return self._rowless[0]
+
+    @cached_property
+    def _rowless(self) -> list[Rowless | None]:
+        return []
 
     @cached_property
     def _lookout(self) -> Lookout:

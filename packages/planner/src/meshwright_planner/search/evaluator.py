@@ -96,6 +96,9 @@ class Search:
                     degrees=dict(degrees),
                     company=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
                     numbers=self._numbers(degrees) if strategy.divides else frozenset(),
+                    example=(self.setting.batch.args, self.setting.batch.kwargs)
+                    if strategy.divides
+                    else None,
                 )
                 own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
                 found = [{**a, **b} for a in found for b in own]
