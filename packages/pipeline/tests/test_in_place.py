@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing import RankPool
-from meshwright_pipeline import pipeline
+from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline.foreseeing import Lookout
 from meshwright_pipeline.mixing import look
 from meshwright_pipeline.profiling import Profiler
@@ -181,3 +181,56 @@ def test_what_is_written_to_is_known() -> None:
     model = built("blocks")
     units = find_units(model).names
     assert not Profiler(skeleton(model, units), units).run((), plain).written
+
+
+class Averaging(nn.Module):
+    """Keeps means of what units return, between them and behind them: nothing else takes those."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.embed, self.inside = nn.Embedding(VOCABULARY, WIDTH), inside
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        for name in ("early", "late", "last"):
+            self.register_buffer(name, torch.zeros(VOCABULARY if name == "last" else WIDTH))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for place, layer in enumerate(self.layers):
+            if place == 1:
+                self.early.mul_(0.9).add_(x.detach().mean((0, 1)))
+            if place == 3:
+                self.late = 0.9 * self.late + x.detach().mean((0, 1))
+            x = layer(x)
+        logits = self.head(x)
+        self.last.mul_(0.9).add_(logits.detach().mean((0, 1)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if self.inside else logits
+
+
+def averages(rank: int, size: int, inside: bool, told: bool) -> dict[str, float]:
+    """How far each buffer is from that of one device after two steps and an evaluation."""
+
+    def made() -> Averaging:
+        torch.manual_seed(0)
+        return Averaging(inside)
+
+    single, many = made(), pipeline(made(), plan("added", 1))
+    if not told:
+        call_of(many)._tell_kept = lambda work: None
+    for model in (single, many):
+        for number in range(2):
+            model(**chain_batch(number)).sum().backward()
+        with torch.no_grad():
+            model(**chain_batch(2))
+    known = dict(single.named_buffers())
+    return {name: far(buffer, known[name]) for name, buffer in many.named_buffers()}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
+def test_buffers_between_units_are_those_of_one_device_on_every_rank(
+    rank_pool: RankPool, inside: bool
+) -> None:
+    for found in rank_pool.run(2, averages, inside, True):
+        assert set(found) == {"early", "late", "last"} and max(found.values()) < LIMIT
+    first, second = rank_pool.run(2, averages, inside, False)  # the negative control
+    assert first["last"] > 100 * LIMIT and max(second.values()) < LIMIT

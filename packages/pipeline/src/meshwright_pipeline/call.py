@@ -23,6 +23,7 @@ from meshwright_pipeline.counting import Numbers, of_batch
 from meshwright_pipeline.drawing import Drawn, Replay, Streams
 from meshwright_pipeline.ending import Ending, Place
 from meshwright_pipeline.gradients import Sink, Sinks, connected, loss_only, returned
+from meshwright_pipeline.keeping import held, put
 from meshwright_pipeline.losses import loss_of, need_loss, with_loss
 from meshwright_pipeline.mail import Failure
 from meshwright_pipeline.mates import Mates
@@ -195,6 +196,7 @@ class PipelinedCall:
         with self.sinks.active(), self._drawing(work.prepared.streams):
             self.last = running.run("all")
         total = self._agree(losses, work.batch)
+        self._tell_kept(work)
         sinks = self.sinks.trainable()
         gradients = self._summed(sinks)
         held = [(sink, gradient) for (_, sink), gradient in zip(sinks, gradients, strict=True)]
@@ -215,12 +217,15 @@ class PipelinedCall:
         like = loss_of(output) if only else output
         streams, sinks = work.prepared.streams, self.sinks.trainable()
         running = Running(work.prepared.runtime, work.calls, None, None, work.batch, backward=False)
+        kept = work.prepared.profile.kept
+        before = [value.clone() for value in held(self.model, kept)]
         ran: Ran | None = None
         made: list[Any] = []
         with self.sinks.active() if training else contextlib.nullcontext(), self._drawing(streams) as drawn:
             self.last = running.run("forward")
             if self._ends and self.last.failure is None:
                 try:
+                    put(self.model, kept, before)  # what is written there, the tail writes again
                     ran = self.preparing.tail(self.model, work.prepared, work.whole).run(
                         work.whole, self.last
                     )
@@ -233,6 +238,7 @@ class PipelinedCall:
                     self.last.failure = Failure(self._last_action("F"), error)
         self.last.behind.clear()
         self._agree({}, work.batch)
+        self._tell_kept(work)
         leaves, differentiable = self.ending.tell(like, lambda: made)
         if not training:
             return _like(output, [self.ending.shown(x) if isinstance(x, Tensor) else x for x in leaves])
@@ -265,6 +271,14 @@ class PipelinedCall:
         for place, value in zip(places, handed, strict=True):
             leaves[place] = self.ending.shown(value)
         return with_loss(output, leaves[0], keep=False) if only else _like(output, leaves)
+
+    def _tell_kept(self, work: _Work) -> None:
+        """Give every rank the buffers outside of units as the last stage has written them."""
+        kept = work.prepared.profile.kept
+        if kept:
+            values, _ = self.ending.tell(held(self.model, kept), lambda: held(self.model, kept))
+            if not self._ends:
+                put(self.model, kept, values)
 
     @property
     def _ends(self) -> bool:

@@ -31,6 +31,7 @@ from meshwright_pipeline._torch import (
 from meshwright_pipeline.batching import Call, rows_of
 from meshwright_pipeline.drawing import BETWEEN, Draw, Draws
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
+from meshwright_pipeline.keeping import Place, Writes
 from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
 from meshwright_pipeline.trees import leaves_of, map_leaves, nothing, repeats, tensors_of
 from meshwright_pipeline.watching import Functions, Watch
@@ -63,13 +64,14 @@ class Profile:
     Attributes:
         order: (unit, call) as they ran.
         consumes: (unit, call) -> the labels that its arguments depend on.
-        final: the labels that the result of the model depends on.
+        final: the labels that the result of the model depends on, or a buffer outside of units that is written.
         results: (unit, call) -> what it returned, as zeros without memory.
         output: what the model returned; its tensors mean nothing.
         read: units whose parameters code between units computes with.
         draws: the random operations, in order.
         of_batch: the calls whose results depend on the rows of the batch.
         written: what code between units writes to, of what units return.
+        kept: the buffers outside of units that it writes to.
     """
 
     order: tuple[Key, ...]
@@ -81,6 +83,7 @@ class Profile:
     draws: tuple[Draw, ...] = ()
     of_batch: frozenset[Key] = frozenset()
     written: Labels = NOTHING
+    kept: tuple[Place, ...] = ()
 
     def leaf(self, label: Label) -> Any:
         """The leaf of a result that a label stands for."""
@@ -236,10 +239,12 @@ class Profiler:
             for unit in self.units:
                 for tensor in stood_in(self.model.get_submodule(unit)):
                     taint.labels[tensor] = frozenset({(unit, READ, "", 0)})
+        writes = Writes(self.model, self.units)
         glue = contextlib.nullcontext() if watch is None else Functions(watch)
         with intercepted(self.model, self.units, one), glue, taint:
             output = self.model(*args, **kwargs)
-        final = taint.of(output) - {_BATCH}
+        kept = writes.found()
+        final = taint.of((output, list(kept.values()))) - {_BATCH}
         read = {unit for labels in (*consumes.values(), final) for unit, call, _, _ in labels if call == READ}
         if not order:
             raise UnsupportedError(
@@ -256,6 +261,7 @@ class Profiler:
             tuple(taint.draws.found),
             frozenset(of_batch),
             frozenset(taint.written),
+            tuple(kept),
         )
 
 
