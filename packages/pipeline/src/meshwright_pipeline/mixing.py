@@ -134,7 +134,7 @@ class _Between(Copies):
         super().__init__(model, units)
         self.given: list[tuple[Hashable, Call]] = []
         self.half: int | None = None
-        self._values: dict[Label, Tensor] = {}
+        self._shapes: dict[Label, torch.Size] = {}
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2))
 
     def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
@@ -150,14 +150,17 @@ class _Between(Copies):
         if not (like.is_floating_point() or like.is_complex()):
             return torch.zeros(like.shape, dtype=like.dtype)
         if self.half is None:
-            start = zlib.crc32(repr(label).encode())
-            taken = (torch.arange(like.numel()) + start) % len(self._pool)
-            self._values[label] = self._pool[taken].view(like.shape).to(like.dtype)
-            return self._values[label].clone()
-        own = part_of(self._values[label], like.shape, self.half)
+            self._shapes[label] = like.shape
+            return self._made(label, like.shape).to(like.dtype)
+        own = part_of(self._made(label, self._shapes[label]), like.shape, self.half)
         if own is None:
             raise ValueError(f"{label[0]} returns another shape for fewer rows")
-        return own.clone()
+        return own.to(like.dtype, copy=True)
+
+    def _made(self, label: Label, shape: torch.Size) -> Tensor:
+        """The numbers of a label, made each time: those of every call together would be large."""
+        own = self._pool.roll(zlib.crc32(repr(label).encode()) % POOL)
+        return own.repeat(-(-shape.numel() // POOL))[: shape.numel()].view(shape)
 
     def _run(self, *args: Any) -> Profile:
         self.given.clear()

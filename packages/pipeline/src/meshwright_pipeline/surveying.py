@@ -19,6 +19,10 @@ from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.units import find_units, normalising
 
+TRIED = 1 << 30
+"""Parameters up to which rows are looked at when planning: of larger models that takes as long as the search, and waits for a
+first step."""
+
 
 @dataclass(frozen=True)
 class Surveyed:
@@ -116,8 +120,8 @@ class Surveyed:
         return None if self.model is None else normalising(self.model)
 
     def rowless(self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Rowless | None:
-        """What mixes rows, or is written for each microbatch, found once; None without an example batch."""
-        if example is None or self.model is None:
+        """What mixes rows, or is written for each microbatch, found once; None without an example batch, and of large models."""
+        if example is None or self.model is None or sum(p.numel() for p in self.model.parameters()) > TRIED:
             return None
         if not self._rowless:
             self._rowless.append(look(self.model, self.units, example))
