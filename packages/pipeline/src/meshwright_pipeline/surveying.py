@@ -121,10 +121,11 @@ class Surveyed:
 
     def rowless(self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Rowless | None:
         """What mixes rows, or is written for each microbatch, found once; None without an example batch, and of large models."""
-        if example is None or self.model is None or sum(p.numel() for p in self.model.parameters()) > TRIED:
+        if example is None or self.model is None:
             return None
         if not self._rowless:
-            self._rowless.append(look(self.model, self.units, example))
+            large = sum(parameter.numel() for parameter in self.model.parameters()) > TRIED
+            self._rowless.append(None if large else look(self.model, self.units, example))
         return self._rowless[0]
 
     @cached_property
