@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.states import State
@@ -138,6 +140,12 @@ def eager() -> EagerPlanner:
 
 def manual() -> ManualPlanner:
     return ManualPlanner(HOST)
+
+
+def best(model: nn.Module, batch: Any, **options: Any) -> ParallelPlan:
+    """The first plan of the search, on the laptop where no other cluster is asked for."""
+    options = {"cluster": LAPTOP_CPU, **options}
+    return eager().plan(model, batch, PlanRequest(**options))[0]
 
 
 __all__ = ["DGX_H100", "LAPTOP_CPU"]

@@ -1,0 +1,75 @@
+"""What plans say of memory, what a limit changes, and what is said where nothing fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from planner_models import DGX_H100, LAPTOP_CPU, Transformer, best, eager, tokens
+from torch import nn
+
+from meshwright_dtensor.errors import InfeasibleError
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_planner.search.setting import allowing
+
+
+def test_memory_of_a_model_that_is_only_parameters() -> None:
+    model = nn.Linear(256, 256, bias=False)
+    for optimizer, states in (("adamw", 2), ("sgd", 0), ("sgd-momentum", 1)):
+        plan = best(model, torch.randn(2, 256), optimizer=optimizer)
+        assert plan.predicted is not None
+        memory = plan.predicted.memory_bytes
+        size = 256 * 256 * 4
+        assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (size, size, states * size)
+        assert memory["activations"] == 0  # it holds most when the optimizer steps, after the backward pass
+    half = best(model, torch.randn(2, 256), world_size=2, tp=2)
+    assert half.predicted is not None and half.predicted.memory_bytes["parameters"] == size // 2
+
+
+def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
+    model = Transformer(layers=2, hidden=128)
+    whole = best(model, tokens(rows=2)).predicted
+    assert whole is not None
+    small = replace(LAPTOP_CPU, memory_bytes=int(whole.total_bytes * 0.6))
+    with pytest.raises(InfeasibleError) as caught:
+        best(model, tokens(rows=2), cluster=small, world_size=1)
+    text = str(caught.value)
+    assert (
+        "dp 1 x tp 1 needs" in text  # the optimizer's step holds most: recomputing would change nothing
+        and "too much" in text
+        and "world_size=2: dp 1 x tp 2" in text
+    )
+    lines = text.splitlines()
+    assert lines[0].startswith("no plan for 1 rank(s)") and "Would fit:" in lines
+    assert max(map(len, lines)) <= 100 - len("Error: ")
+    reasons = [line for line in lines if line.startswith("  - ")]
+    assert sum("too much" in line for line in reasons) == 1 and len(reasons) > 2
+    assert any(line.startswith("  - world_size=2: dp 1 x tp 2") for line in reasons)
+    # the negative control: what is advised does fit
+    assert best(model, tokens(rows=2), cluster=small, world_size=2, tp=2).degree("tp") == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_infeasible_names_a_memory_that_is_enough(world_size: int) -> None:
+    """However small the limit, one fix is left, and it works."""
+    model = Transformer(layers=2, hidden=128)
+    with pytest.raises(InfeasibleError, match=r"Would fit:\n(.*\n)*  - memory_limit=") as caught:
+        best(model, tokens(rows=2), world_size=world_size, memory_limit=1000)
+    found = re.search(r"memory_limit=(\d+)", str(caught.value))
+    assert found is not None
+    enough = int(found[1])
+    plan = best(model, tokens(rows=2), world_size=world_size, memory_limit=enough)
+    assert plan.predicted is not None and plan.predicted.total_bytes <= enough
+    with pytest.raises(InfeasibleError):
+        best(model, tokens(rows=2), world_size=world_size, memory_limit=enough * 9 // 10)
+
+
+def test_memory_limit_changes_the_winner() -> None:
+    model, batch = Transformer(layers=2, hidden=128), tokens(rows=4)
+    fast, *others = eager().plan(model, batch, PlanRequest(cluster=DGX_H100, world_size=4, top_k=9))
+    least = min(p.predicted.total_bytes for p in others if p.predicted)
+    assert fast.predicted is not None and fast.predicted.total_bytes > least
+    tight = best(model, batch, cluster=DGX_H100, world_size=4, memory_limit=allowing(least))
+    assert tight.predicted is not None and tight.predicted.total_bytes <= least

@@ -1,0 +1,139 @@
+"""What is searched and what is pinned: degrees, axes, strategies, options; and what cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from planner_models import (
+    LAPTOP_CPU,
+    DataLike,
+    Mlp,
+    TensorLike,
+    Transformer,
+    best,
+    eager,
+    host_of,
+    manual,
+    tokens,
+)
+
+from meshwright_dtensor.errors import PluginError, UsageError
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plugins import PluginHost, StrategySpec
+from meshwright_planner import EagerPlanner, ManualPlanner, explain
+
+
+def test_degrees_are_searched_and_pins_kept() -> None:
+    model, batch = Transformer(), tokens(rows=8)
+    plans = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=4, top_k=9))
+    assert {tuple(p.degrees.values()) for p in plans} == {(4, 1), (2, 2), (1, 4)}
+    seconds = [p.predicted.step_seconds for p in plans if p.predicted]
+    assert seconds == sorted(seconds)
+    assert dict(best(model, batch, world_size=4, tp=2).degrees) == {"dp": 2, "tp": 2}
+    assert dict(best(model, batch, world_size=4, dp=1).degrees) == {"dp": 1, "tp": 4}
+
+
+class Rival(TensorLike):
+    name: ClassVar[str] = "tensor-too"
+
+
+def test_a_strategy_that_is_not_searched_is_named() -> None:
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
+    (plan,) = EagerPlanner(host_of(DataLike, TensorLike, Rival)).plan(Transformer(), tokens(), request)
+    assert "tensor" in plan.strategies.values()
+    (line,) = [note for note in plan.provenance.notes if note.startswith("not searched")]
+    assert (
+        "'tensor-too'" in line
+        and "'tensor' comes before it on the axis 'tp'" in line
+        and line in str(explain(plan, 300))
+    )
+
+
+@pytest.mark.parametrize("field", ["name", "axis"])
+def test_a_record_that_contradicts_its_class_is_refused(field: str) -> None:
+    (registered,) = host_of(TensorLike).strategies().values()
+    record = replace(registered.record, **{field: "other"})
+    host = PluginHost({StrategySpec: {record.name: replace(registered, record=record)}})
+    with pytest.raises(PluginError, match=rf"{field} 'other', but its class has {field} = "):
+        EagerPlanner(host).plan(Transformer(), tokens(), PlanRequest(cluster=LAPTOP_CPU, world_size=2))
+
+
+def test_manual_takes_the_degrees_as_given() -> None:
+    def plan(**options: Any) -> ParallelPlan:
+        return manual().plan(Transformer(), tokens(rows=4), PlanRequest(cluster=LAPTOP_CPU, **options))[0]
+
+    assert dict(plan(world_size=4, tp=2).degrees) == {"dp": 2, "tp": 2}
+    assert plan(world_size=4, tp=2).provenance.planner == "manual"
+    assert dict(plan(world_size=4).degrees) == {"dp": 4, "tp": 1}
+    with pytest.raises(UsageError, match="dp=2 x tp=1 is 2 ranks, but world_size is 4"):
+        plan(world_size=4, dp=2)
+
+
+class Other(DataLike):
+    name: ClassVar[str] = "other"
+    axis: ClassVar[str] = "wide"
+    order: ClassVar[int] = 50
+
+
+def test_an_axis_of_a_plugin_is_pinned() -> None:
+    host = host_of(DataLike, TensorLike, Other)
+
+    def plan(**options: Any) -> ParallelPlan:
+        request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, **options)
+        return EagerPlanner(host).plan(Transformer(), tokens(rows=4), request)[0]
+
+    assert dict(plan(tp=2, degrees={"wide": 2}).degrees) == {"dp": 1, "tp": 2, "wide": 2}
+    assert plan(degrees={"wide": 1}).degree("wide") == 1 and plan(degrees={"wide": 4}).degree("wide") == 4
+    by_hand = ManualPlanner(host).plan(
+        Transformer(), tokens(rows=4), PlanRequest(cluster=LAPTOP_CPU, world_size=4, degrees={"wide": 2})
+    )
+    assert dict(by_hand[0].degrees) == {"dp": 2, "tp": 1, "wide": 2}
+    for degrees, told in (
+        ({"wdie": 2}, r"no installed strategy owns .* \(axes without a keyword: wide\); did you mean 'wide'"),
+        ({"tp": 2}, "the axis 'tp' has a keyword of its own; give tp=2"),
+        ({"zero": 2}, "give zero_degree=2"),
+        ({"wide": 0}, "=0 is less than 1"),
+        ({"wide": "2"}, "='2' is not an integer"),
+        ({"wide": None}, "leave the axis out to have it searched"),
+        ({"wide": 3}, "wide=3 is not a legal degree"),
+        ("wide", "is no mapping"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            plan(degrees=degrees)
+
+
+def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
+    def plan(length: int = 32, **options: Any) -> ParallelPlan:
+        batch = tokens(rows=4, length=length)
+        return best(Transformer(), batch, world_size=4, sequence_parallel=True, **options)
+
+    assert plan().sequence_parallel and plan().degree("tp") > 1  # never only data ranks
+    assert dict(plan(30).degrees) == {"dp": 2, "tp": 2}  # 4 does not divide 30
+    assert not best(Transformer(), tokens(), sequence_parallel=True).sequence_parallel  # one rank
+    for options in ({"tp": 1, "dp": 4}, {"length": 31}, {"tp": 4, "length": 30}):
+        with pytest.raises(
+            UsageError, match="sequence_parallel=True needs a tensor axis of a degree above 1"
+        ):
+            plan(**options)
+    with pytest.raises(UsageError, match="no value that flows between repeated blocks of this Mlp"):
+        best(Mlp(), torch.randn(4, 64), world_size=2, tp=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"pp": 2}, {"cp": 2}, {"ep": 4}, {"zero": 1}, {"microbatches": 4}, {"schedule": "1f1b"},
+     {"recompute": True}, {"compile": True}, {"precision": "int3"}, {"zero": 4},
+     {"zero_degree": 2}, {"tp": 0},
+     {"world_size": -1}, {"tp": 3, "world_size": 4}, {"optimizer": "adamx"}, {"tp": True}],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_by_name(option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(option))):
+        best(Transformer(layers=1), tokens(), **option)
+
+
+def test_degree_one_of_an_unowned_axis_asks_for_nothing() -> None:
+    assert "pp" not in best(Transformer(layers=1), tokens(), pp=1, cp=1, ep=1).degrees
