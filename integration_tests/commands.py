@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from meshwright.cli import State, group
 from meshwright_dtensor.testing import RankPool
@@ -50,9 +50,10 @@ def run_on(pool: RankPool, size: int, arguments: list[str], folder: Path) -> lis
     The command makes its own world, as always. An error of the user's is raised, as it is; `meshwright.cli.main`, which
     prints it and ends the process, is for `run_ranks`. A `--model` is named by its whole path. `folder`: any new one.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return pool.run(size, _command, arguments, port, str(folder / f"after-{port}"))
+    meeting = Path(tempfile.mkdtemp(dir=folder)) / "after"
+    # as torchrun's agent does: whoever is given the port of a server that runs cannot find it taken
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return pool.run(size, _command, arguments, agent.port, str(meeting))
 
 
 def _command(rank: int, size: int, arguments: list[str], port: int, meeting: str) -> Done:
@@ -60,6 +61,7 @@ def _command(rank: int, size: int, arguments: list[str], port: int, meeting: str
     before = dict(os.environ)
     dist.destroy_process_group()  # the pool's
     os.environ.update({k: str(v) for k, v in job.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
             code = group.main(
