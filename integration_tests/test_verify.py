@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from commands import HERE, run_on, run_ranks
 
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing import RankPool
 
 LAYOUT = [
@@ -61,6 +63,16 @@ def test_a_model_that_is_not_the_same_everywhere_is_caught(rank_pool: RankPool, 
     assert [one.returncode for one in done] == [4, 4]
     report = json.loads(done[0].stdout)
     assert not report["ok"] and report["failures"] > 0
+
+
+def test_a_model_without_its_loss_is_told_in_terms_of_the_command_line(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    arguments = ["verify", "--model", f"{HERE}/refusing.py:lossless", "--world-size", "2", "--tp", "2"]
+    with pytest.raises(UsageError, match="returned a dict in which no loss was found") as error:
+        run_on(rank_pool, 2, arguments, tmp_path)
+    assert "let --model file.py:function return one that computes its loss" in str(error.value)
+    assert "lambda" not in str(error.value)
 
 
 def test_what_differs_is_said_before_anyone_leaves() -> None:

@@ -45,8 +45,8 @@ def measure(
     import torch.distributed as dist
 
     import meshwright as mw
+    from meshwright.losses import loss_of
     from meshwright_dtensor.mesh import end_groups, groups_now
-    from meshwright_parallel.verification import loss_of
 
     device = mw.init()
     before = groups_now()

@@ -278,17 +278,26 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned: a 0-dim tensor, its `.loss` or its "loss"."""
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The loss in what a model returned: a 0-dim tensor, its `.loss` or its "loss"; None where there is none."""
     candidates = [
         output,
         getattr(output, "loss", None),
         output.get("loss") if isinstance(output, Mapping) else None,
     ]
-    for value in candidates:
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            return value
-    raise UsageError(
-        f"the model returned a {type(output).__name__} in which no loss was found (a 0-dim tensor, its .loss or its "
-        "'loss'); say where it is: loss=lambda output: ..."
-    )
+    return next((v for v in candidates if isinstance(v, torch.Tensor) and v.dim() == 0), None)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """As `find_loss`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    value = find_loss(output)
+    if value is None:
+        raise UsageError(
+            f"the model returned a {type(output).__name__} in which no loss was found (a 0-dim tensor, its .loss or its "
+            "'loss'); say where it is: loss=lambda output: ..."
+        )
+    return value

@@ -20,6 +20,7 @@ from meshwright.commands.options import (
     model_options,
     plan_options,
 )
+from meshwright.losses import loss_of
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.planning import unknown
 
@@ -121,7 +122,9 @@ def command(
         instance, plan = apply_request(instance, source.batch, request)
         del instance
     factory = OPTIMIZERS[optimizer]
-    report = mw.verify(source.make, source.batch, plan, steps=steps, optimizer=factory, tolerance=tolerance)
+    report = mw.verify(
+        source.make, source.batch, plan, steps=steps, optimizer=factory, tolerance=tolerance, loss=loss_of
+    )
     if ranks.rank() == 0:
         click.echo(json.dumps(report.to_dict()) if as_json else report.render())
     ok = report.ok
