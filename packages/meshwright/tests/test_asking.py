@@ -262,6 +262,33 @@ def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path
     assert code == 2 and "did you mean 'schedule'" in error
 
 
+def test_a_pinned_degree_is_named_and_what_would_be_without_it(run: Run, file: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    asked(run, file, "--world-size", "2", "--tp", "2", "--optimizer", "sgd", "-o", path)
+    why = ("explain", path, "--model", f"{file}:make", "--why-not")
+    code, out, error = run(*why, "pp=2")
+    assert code == 0, error
+    pinned, free = out.splitlines()
+    assert pinned.startswith(
+        "pp=2 (beside optimizer=sgd, tp=2, as the plan was asked for): illegal: the plan was asked"
+    )
+    assert (
+        "asked for with tp=2, and pp 2 x tp 2 takes 4 ranks, or a multiple of them, where there are 2: plan again"
+        in pinned
+    )
+    assert free.startswith("pp=2 (beside optimizer=sgd, as the plan was asked for) (without tp=2, which")
+    assert "slower: its best is" in free or "faster: " in free
+    code, out, _ = run(*why, "pp=2", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["verdict"] == "illegal" and found["kept"]["tp"] == 2 and found["dropped"] == {}
+    assert found["free"]["dropped"] == {"tp": 2} and found["free"]["step_seconds"] > 0
+    # the negative control: what has ranks beside the pin is answered at once
+    asked(run, file, "--world-size", "4", "--tp", "2", "--optimizer", "sgd", "-o", path)
+    code, out, _ = run(*why, "pp=2", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["free"] is None and found["verdict"] in ("chosen", "slower", "faster")
+
+
 GIVES_WAY: dict[str, tuple[list[str], str, dict[str, object]]] = {
     "schedule": (["--pp", "2", "--schedule", "gpipe", "--microbatches", "4"], "pp=1", {"schedule": "gpipe", "microbatches": 4}),
     "zero degree": (["--dp", "4", "--zero-degree", "2"], "zero=0", {"zero_degree": 2}),

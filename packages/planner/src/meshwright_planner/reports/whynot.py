@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -48,6 +50,7 @@ class WhyNot:
         plan: the best with it, where there is one.
         kept: what else was asked for when the plan was made, and held here too: keyword of `plan` -> value.
         dropped: what was asked for then and cannot be beside what is asked now, and so was let go.
+        free: where degrees that are kept leave no ranks for what is asked: the answer without them, which it drops.
     """
 
     asked: str
@@ -56,13 +59,13 @@ class WhyNot:
     plan: ParallelPlan | None = None
     kept: Mapping[str, Any] = field(default_factory=dict)
     dropped: Mapping[str, Any] = field(default_factory=dict)
+    free: WhyNot | None = None
 
     def __str__(self) -> str:
-        kept = ", ".join(f"{name}={value}" for name, value in self.kept.items())
+        kept, gone = _listed(self.kept), _listed(self.dropped)
         beside = f" (beside {kept}, as the plan was asked for)" if kept else ""
-        gone = ", ".join(f"{name}={value}" for name, value in self.dropped.items())
         beside += f" (without {gone}, which cannot be beside it)" if gone else ""
-        return f"{self.asked}{beside}: {self.verdict}: {self.reason}\n"
+        return f"{self.asked}{beside}: {self.verdict}: {self.reason}\n{self.free or ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -75,6 +78,7 @@ class WhyNot:
             "dropped": dict(self.dropped),
             "best": None if self.plan is None else name_of(self.plan),
             "step_seconds": None if predicted is None else predicted.step_seconds,
+            "free": None if self.free is None else self.free.to_dict(),
         }
 
 
@@ -115,18 +119,27 @@ def why_not(
     Raises:
         UsageError: there is no such option, or the model does not take the batch.
     """
-    asked = ", ".join(f"{name}={value}" for name, value in pins.items())
+    asked = _listed(pins)
     dropped = _in_the_way(request, pins)
-    nothing: dict[str, Any] = dict.fromkeys(dropped)
-    pinned = _pinned(replace(request, **nothing), pins)
+    given = _without(request, dropped)
+    pinned = _pinned(given, pins)
     kept = {
         name: value
         for name, value in pinned.given().items()
         if name not in (*pins, "cluster", "cost_model", "degrees")
     }
     kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
-    answer = _answer(winner, model, batch, request, pinned, pins, asked, host)
-    return replace(answer, kept=kept, dropped=dropped)
+    blocking = _blocking(given, pins)
+    if not blocking or all(_has(winner, name, value) for name, value in pins.items()):
+        answer = _answer(winner, model, batch, request, pinned, pins, asked, host)
+        return replace(answer, kept=kept, dropped=dropped)
+    free = why_not(winner, model, batch, _without(request, blocking), pins, host)
+    free = replace(free, dropped={**blocking, **free.dropped})
+    reason = (
+        f"the plan was asked for with {_listed(blocking)}, and {_product(pinned)}, or a multiple of them, where there are "
+        f"{pinned.world_size or 1}: plan again without {_listed(blocking)} to have {asked}"
+    )
+    return WhyNot(asked, "illegal", reason, kept=kept, dropped=dropped, free=free)
 
 
 def request_of(
@@ -216,6 +229,42 @@ def _in_the_way(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]
     if request.zero == 0 and _asks("zero_degree", pins.get("zero_degree")):
         found["zero"] = 0
     return {name: value for name, value in found.items() if name not in pins}
+
+
+def _blocking(request: PlanRequest, pins: Mapping[str, Any]) -> dict[str, Any]:
+    """The fewest degrees of the request that leave no ranks for the pins: keyword or axis -> degree; empty where all fits."""
+    known = {axis: getattr(request, axis) for axis in DEGREES} | {"zero_degree": request.zero_degree}
+    known |= request.degrees
+    held = {name: degree for name, degree in known.items() if degree is not None and name not in pins}
+    for count in range(len(held) + 1):
+        for names in itertools.combinations(held, count):
+            found = {name: held[name] for name in names}
+            if _fits(_pinned(_without(request, found), pins)):
+                return found
+    return {}  # the pins themselves are at fault, which planning says
+
+
+def _fits(request: PlanRequest) -> bool:
+    """Whether the degrees that it pins leave each a share of the ranks."""
+    degrees = request.pins.values()
+    whole = all(isinstance(n, int) and n > 0 for n in degrees)
+    return whole and (request.world_size or 1) % math.prod(degrees) == 0
+
+
+def _product(request: PlanRequest) -> str:
+    degrees = {axis: degree for axis, degree in request.pins.items() if degree != 1}
+    return f"{' x '.join(f'{axis} {n}' for axis, n in degrees.items())} takes {math.prod(degrees.values())} ranks"
+
+
+def _without(request: PlanRequest, names: Mapping[str, Any]) -> PlanRequest:
+    """The request without some of what it asks for."""
+    nothing: dict[str, Any] = {name: None for name in names if name not in request.degrees}
+    degrees = {axis: degree for axis, degree in request.degrees.items() if axis not in names}
+    return replace(request, **nothing, degrees=degrees)
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _asks(name: str, value: object) -> bool:
