@@ -19,6 +19,7 @@ from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.actions import Schedule, Shape, Timetable, timetable
 from meshwright_pipeline.call import PipelinedCall
 from meshwright_pipeline.ending import Place
+from meshwright_pipeline.optimizers import watch_steps
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.skeleton import empty, skeleton
 from meshwright_pipeline.surprise import Surprise
@@ -103,6 +104,7 @@ class StageDivision(Division):
         call.hooks_are_ours(self.known)
         model.__dict__[_ATTRIBUTE] = call
         model.register_load_state_dict_pre_hook(_Ignoring(self.elsewhere))
+        watch_steps(model.parameters())
         take_over(model, call)
 
 
