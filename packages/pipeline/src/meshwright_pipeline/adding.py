@@ -95,6 +95,7 @@ class Why:
 
 
 NO_LOSS = Why("the model returns no loss, so that it is made outside")
+ASKED = Why("a gradient of what the model is given is asked for, which is known at its end")
 BESIDE = Why('what is returned beside it, with pipeline.outputs "all", is not proven to')
 
 

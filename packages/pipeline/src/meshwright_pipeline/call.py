@@ -17,13 +17,14 @@ from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_dtensor.random import drawn_whole
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
 from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
-from meshwright_pipeline.adding import BESIDE, Adding
+from meshwright_pipeline.adding import ASKED, BESIDE, Adding
 from meshwright_pipeline.batching import Call, described, microbatches
 from meshwright_pipeline.counting import Numbers, of_batch
 from meshwright_pipeline.drawing import Drawn, Replay, Streams
 from meshwright_pipeline.ending import Ending, Place
 from meshwright_pipeline.gradients import Sink, Sinks, connected, loss_only, returned
 from meshwright_pipeline.keeping import held, put
+from meshwright_pipeline.inputs import Inputs
 from meshwright_pipeline.losses import loss_of, need_loss, with_loss
 from meshwright_pipeline.mail import Failure
 from meshwright_pipeline.mates import Mates
@@ -45,7 +46,7 @@ class _Work:
     """One call: its microbatches, the batch in words, and what it is run with.
 
     `adding`: how the loss follows from those of microbatches, so that their backward passes may begin before the last forward has
-    ended; None where it does not. `numbers`: what those are given.
+    ended; None where it does not. `numbers`: what those are given. `inputs`: those with a gradient, None where there are none.
     """
 
     calls: list[Call]
@@ -54,6 +55,7 @@ class _Work:
     prepared: Prepared
     numbers: Numbers | None
     adding: Adding | None
+    inputs: Inputs | None
 
 
 class PipelinedCall:
@@ -151,18 +153,24 @@ class PipelinedCall:
             )
         if self.place.plain:  # of a loader that lays batches over the mesh of the stage, one rank
             args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: t.to_local(), (args, kwargs))
-        calls = microbatches(args, kwargs, self.shape.microbatches)
+        inputs, count = None, self.shape.microbatches
+        if training and Inputs.wanted((args, kwargs)):
+            inputs = Inputs((args, kwargs), count, self.place.group)
+            args, kwargs = inputs.whole
+        calls = microbatches(args, kwargs, count) if inputs is None else inputs.calls
         prepared = self.preparing.prepared(self.model, calls[0], (args, kwargs), training)
         adding = self.preparing.adding(prepared, (args, kwargs)) if training else None
         why = prepared.unproven
-        if adding is not None and self.keep_outputs and not adding.whole:
+        if adding is not None and inputs is not None:
+            adding, why = None, ASKED
+        elif adding is not None and self.keep_outputs and not adding.whole:
             adding, why = None, BESIDE
         if training and why is not None:
             self.surprise.tell(why)
         if adding is None:
             self.preparing.tail(self.model, prepared, (args, kwargs))
         numbers = None if adding is None else self._numbers(prepared, adding, calls)
-        return _Work(calls, (args, kwargs), described((args, kwargs)), prepared, numbers, adding)
+        return _Work(calls, (args, kwargs), described((args, kwargs)), prepared, numbers, adding, inputs)
 
     def _stand_by(self, error: Exception, told: bool = True) -> None:
         """This rank cannot begin: it only keeps messages in step, and tells the others, where they are to be `told` by it.
@@ -259,12 +267,12 @@ class PipelinedCall:
                         running.fail(Failure(self._last_action("BI"), error))
                 self.last = running.run_back(shares)
             self._agree({})
-            return self._summed(sinks)
+            return self._summed(sinks, work.inputs)
 
         handed = returned(
             [leaves[i] for i in places],
             [differentiable[i] for i in places],
-            [sink for _, sink in sinks],
+            [*(sink.leaf for _, sink in sinks), *(() if work.inputs is None else work.inputs.given)],
             back,
             self._settle_later,
         )
@@ -330,12 +338,13 @@ class PipelinedCall:
             self.preparing.forget()
             raise
 
-    def _summed(self, sinks: Sequence[tuple[str, Sink]]) -> list[Tensor | None]:
-        """The gradients of a step, those of tied parameters summed over the ranks that hold one."""
+    def _summed(self, sinks: Sequence[tuple[str, Sink]], inputs: Inputs | None = None) -> list[Tensor | None]:
+        """The gradients of a step, those of tied parameters summed over the ranks that hold one; then those of inputs."""
         gradients = {name: sink.take() for name, sink in sinks}
-        if not self.tied.any:
+        if not self.tied.any and inputs is None:
             return list(gradients.values())
-        failure = None
+        failure: Failure | None = None
+        beside: list[Tensor | None] = []
         try:
             gradients = self.tied.sum(
                 gradients,
@@ -344,8 +353,13 @@ class PipelinedCall:
             )
         except Lost as lost:
             failure = self.ending.lost(lost)
+        if inputs is not None:  # also where that has failed: others wait for this rank
+            try:
+                beside = inputs.gradients()
+            except Lost as lost:
+                failure = failure or self.ending.lost(lost)
         self.ending.agree(failure)
-        return [gradients[name] for name, _ in sinks]
+        return [*(gradients[name] for name, _ in sinks), *beside]
 
     def _settle_later(self) -> None:
         """When this backward pass and the reductions that follow it have ended, make copies of tied parameters equal."""

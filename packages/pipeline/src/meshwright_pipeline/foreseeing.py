@@ -16,7 +16,7 @@ from torch import nn
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.deferred import has_values
 from meshwright_pipeline._torch import pytree, tensors_in
-from meshwright_pipeline.adding import Unproven, prove
+from meshwright_pipeline.adding import ASKED, Unproven, prove
 from meshwright_pipeline.batching import Call
 from meshwright_pipeline.copies import Copies
 from meshwright_pipeline.losses import loss_of
@@ -96,6 +96,8 @@ def _judged(profiler: Profiler, entire: Profile, call: Call) -> Foreseen:
             "the model returns no loss for the example batch (a number that is its result, its .loss, its ['loss'] or its first "
             "element); what a loss outside of it takes, and sending it the outputs, is not predicted"
         )
+    if any(tensor.requires_grad for tensor in tensors_of(call)):
+        return Foreseen(str(ASKED))
     try:
         prove(profiler, entire, call, 2)
     except Unproven as unproven:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.copies import ComputeCopy
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_pipeline._torch import leaf_of, parameters_swapped, stored_dtype
 
@@ -179,6 +179,20 @@ class Sinks:
             sink.take()
 
 
+def _once() -> None:
+    """Refuse a backward pass that is to be differentiated in its turn: autograd's mode is on in no other.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "a backward pass with create_graph=True through a pipelined model: that of its stages has no derivative, so that what "
+            "is made of these gradients (a gradient penalty, a Hessian) would train nothing; leave create_graph out, or plan "
+            "without pp"
+        )
+
+
 class _HandOver(torch.autograd.Function):
     """The loss, connected to the parameters whose gradients are known already."""
 
@@ -196,6 +210,7 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _once()
         held = list(ctx.held)
         if ctx.spent:
             raise UsageError(
@@ -243,6 +258,7 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _once()
         back, ctx.back = ctx.back, None
         if back is None:
             raise UsageError(
@@ -257,16 +273,15 @@ class _Return(torch.autograd.Function):
 def returned(
     outputs: Sequence[Tensor],
     differentiable: Sequence[bool],
-    sinks: Sequence[Sink],
+    leaves: Sequence[Tensor],
     back: Callable[[list[Tensor | None]], list[Tensor | None]],
     after: Callable[[], None],
 ) -> tuple[Tensor, ...]:
-    """`outputs`, of which a backward pass calls `back` with their gradients, and hands over what that returns to `sinks`.
+    """`outputs`, of which a backward pass calls `back` with their gradients, and hands over what that returns to `leaves`.
 
     `after` is called before that.
     """
     with torch.enable_grad():
-        leaves = [sink.leaf for sink in sinks]
         anchor = torch.zeros((), device=outputs[0].device, requires_grad=True)
         return _Return.apply(list(outputs), list(differentiable), back, after, anchor, *leaves)  # type: ignore[no-any-return]
 

@@ -43,6 +43,13 @@ READ = -1
 _BATCH: Label = ("", READ - 1, "", 0)
 """Stands for the rows of the batch."""
 
+_NO_GRADIENT = "does not require grad"
+"""What autograd says of a value that it has not followed."""
+_DIFFERENTIATES = (
+    "forward of this {} differentiates (torch.autograd.grad or backward, as a gradient penalty does): in a pipeline gradients are "
+    "there when all stages have run, and not inside of forward; differentiate behind the call of the model, or plan without pp"
+)
+
 # results that take nothing but the shape of their input
 _SHAPE_ONLY = frozenset(
     "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like".split()
@@ -176,7 +183,12 @@ class Profiler:
             self.reads = True
             for unit in self.units:
                 stand_in(self.model.get_submodule(unit), device)
-            return self._run(args, kwargs, device, watch)
+            try:
+                return self._run(args, kwargs, device, watch)
+            except RuntimeError as error:
+                if _NO_GRADIENT in str(error):
+                    raise UnsupportedError(_DIFFERENTIATES.format(type(self.model).__name__)) from error
+                raise
 
     def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
         """What a call of a unit returns, with zeros; `drawn`: where its random operations are noted."""

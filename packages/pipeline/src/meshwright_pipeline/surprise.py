@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meshwright_dtensor.plan import PipelineRule, Prediction
 from meshwright_dtensor.sizes import human_bytes
 from meshwright_pipeline.actions import Shape, Timetable
-from meshwright_pipeline.adding import NO_LOSS, Why
+from meshwright_pipeline.adding import ASKED, NO_LOSS, Why
 
 
 @dataclass
@@ -49,6 +49,8 @@ class Surprise:
             )
         elif why == NO_LOSS:
             cause = f"{why}. Return the loss from the model for backwards to begin earlier"
+        elif why == ASKED:
+            cause = f"{why}. Where it is not needed, give the model tensors without one (x.detach())"
         else:
             cause = (
                 f"the loss is not proven to add up over microbatches ({why}), so that it is made of the whole batch. "

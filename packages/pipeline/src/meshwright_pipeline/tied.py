@@ -55,13 +55,14 @@ class TiedSum:
     Args:
         found: all ties, alike on every rank.
         group: the ranks of the axis.
+        what: they are, in the communication log.
 
     Attributes:
         any: whether any ranks share a parameter.
     """
 
-    def __init__(self, found: Sequence[Tie], group: dist.ProcessGroup) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
+    def __init__(self, found: Sequence[Tie], group: dist.ProcessGroup, what: str = "tied parameters") -> None:
+        self.group, self.rank, self.what = group, dist.get_rank(group), what
         self.any = bool(found)
         self.ties = [(place, tie) for place, tie in enumerate(found) if self.rank in tie.ranks]
 
@@ -102,7 +103,7 @@ class TiedSum:
 
     def _add(self, packed: torch.Tensor, tie: Tie, tag: int, gone: dict[int, Lost]) -> None:
         first, nbytes = tie.ranks[0], packed.numel() * packed.element_size()
-        record("send_recv", "pp", nbytes, "backward", function="tied parameters")
+        record("send_recv", "pp", nbytes, "backward", function=self.what)
         if self.rank != first:
             self._message(dist.send, packed, first, tag, tie, gone)
             self._message(dist.recv, packed, first, tag, tie, gone)

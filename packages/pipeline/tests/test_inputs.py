@@ -1,0 +1,190 @@
+"""Gradients of what a pipelined model is given: those of one device, whoever made it, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipe_models import Crossed, crossed_batch
+from torch import Tensor, nn
+
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.testing import RankPool
+from meshwright_pipeline import pipeline
+
+LIMIT = 1e-5
+
+
+def plan(stages: list[list[str]], **changes: Any) -> ParallelPlan:
+    rule: dict[str, Any] = {"stages": stages, "microbatches": 4, "loss": "batch"} | changes
+    return ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=PipelineRule(**rule))
+
+
+def crossed(schedule: str) -> ParallelPlan:
+    own = [["encoder"], ["start", "decoder.0"], ["decoder.1"], ["decoder.[23]", "head"]]
+    stages = (
+        own if schedule == "interleaved" or schedule.startswith("z") else [own[0] + own[1], own[2] + own[3]]
+    )
+    return plan(stages, schedule=schedule)
+
+
+class Mixed(nn.Module):
+    """Every stage, and the code behind them, takes something of an input, and all take a vector without rows."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.crossed, self.inside = Crossed(), inside
+
+    def forward(self, x: Tensor, y: Tensor, shift: Tensor) -> Any:
+        x = x.clone().mul_(1.5) + shift
+        loss, out = self.crossed(x, y)
+        weighted = out * torch.sigmoid(y) + shift * 0.1
+        return loss + weighted.square().mean() if self.inside else weighted
+
+
+def far(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def train(rank: int, size: int, schedule: str, inside: bool) -> float:
+    """Largest distance from one device of a gradient, of inputs that are leaves and of what made another."""
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return Mixed(inside)
+
+    made = plan(
+        [[f"crossed.{p}" for p in stage] for stage in crossed(schedule).pipeline.stages], schedule=schedule
+    )
+    single, many = built(), pipeline(built(), made)
+    worst = 0.0
+    for step in range(2):
+        found = []
+        for model in (single, many):
+            batch = crossed_batch()
+            torch.manual_seed(step)
+            maker = nn.Linear(batch["y"].shape[1], batch["y"].shape[1])
+            x = batch["x"].requires_grad_()
+            shift = torch.linspace(-1, 1, x.shape[1])[None].requires_grad_()
+            out = model(x, maker(batch["y"]), shift)
+            loss = out if inside else F.mse_loss(out, torch.ones_like(out))
+            (2.0 * loss).backward()
+            found.append((x.grad, shift.grad, maker.weight.grad, loss.detach()))
+        worst = max(worst, *(far(b, a) for a, b in zip(*found, strict=True)))
+        known = dict(single.named_parameters())
+        worst = max(worst, *(far(p.grad, known[name].grad) for name, p in many.named_parameters()))
+    return worst
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_gradients_of_inputs_are_those_of_one_device(
+    rank_pool: RankPool, schedule: str, inside: bool
+) -> None:
+    for worst in rank_pool.run(2, train, schedule, inside, timeout=200):
+        assert worst < LIMIT
+
+
+class Fake(nn.Module):
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, inner), nn.Linear(inner, outer)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](torch.tanh(self.layers[0](x)))
+
+
+def alternate(rank: int, size: int, detach: bool) -> tuple[float, float]:
+    """A generator and a critic, both pipelined, and an optimizer each: distance of losses and of parameters."""
+    runs = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        models = [Fake(10, 6), Fake(12, 1)]
+        if parallel:
+            models = [pipeline(m, plan([["layers.0"], ["layers.1"]], microbatches=2)) for m in models]  # type: ignore[misc]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+        losses = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            noise, real = (torch.randn(4, 6, generator=generator) for _ in range(2))
+            fake = models[0](noise)
+            told = F.softplus(models[1](fake.detach())).mean() + F.softplus(-models[1](real)).mean()
+            optimizers[1].zero_grad()
+            told.backward()
+            optimizers[1].step()
+            if detach and parallel:  # the negative control: a generator that hears nothing
+                fake = fake.detach() + 0.0 * fake
+            fooled = F.softplus(-models[1](fake)).mean()
+            optimizers[0].zero_grad()
+            fooled.backward()
+            optimizers[0].step()
+            losses += [float(told), float(fooled)]
+        runs.append((models, torch.tensor(losses)))
+    (one, losses_of_one), (many, losses_of_many) = runs
+    worst = 0.0
+    for whole, part in zip(one, many, strict=True):
+        known = dict(whole.named_parameters())
+        worst = max(worst, *(far(p.detach(), known[name].detach()) for name, p in part.named_parameters()))
+    return float((losses_of_one - losses_of_many).abs().max()), worst
+
+
+def test_two_pipelined_models_train_each_other(rank_pool: RankPool) -> None:
+    for losses, parameters in rank_pool.run(2, alternate, False, timeout=150):
+        assert losses < LIMIT and parameters < LIMIT
+    for losses, _ in rank_pool.run(2, alternate, True, timeout=150):
+        assert losses > 1e-3
+
+
+class Penalised(nn.Module):
+    """Asks for a gradient while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = Fake(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.fake(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.mean() + slope.square().mean()
+
+
+def refuse(rank: int, size: int) -> list[str]:
+    """Gradients of gradients, by inputs and by parameters; and what a step with a loss inside says."""
+    told = []
+    batch = crossed_batch()
+    model = pipeline(Crossed(), crossed("1f1b"))
+    x = batch["x"].requires_grad_()
+    with pytest.raises(UnsupportedError) as error:
+        torch.autograd.grad(model(x, batch["y"])[0], x, create_graph=True)
+    told.append(str(error.value))
+    model = pipeline(Crossed(), plan(crossed("1f1b").pipeline.stages, loss="microbatches"))
+    with pytest.raises(UnsupportedError) as error:
+        model(**crossed_batch())[0].backward(create_graph=True)
+    told.append(str(error.value))
+    inside = pipeline(Penalised(), plan([["fake.layers.0"], ["fake.layers.1"]], microbatches=2))
+    with pytest.raises(UnsupportedError) as error:
+        inside(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+    told.append(str(error.value))
+    if rank == 0:
+        with pytest.warns(UserWarning, match="schedule '1f1b' of this pipeline is lost.*x.detach") as seen:
+            model(x, batch["y"])
+        told.append(str(seen[0].message))
+    else:
+        model(x, batch["y"])
+        told.append("")
+    return told
+
+
+def test_what_has_no_derivative_is_refused(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, refuse, timeout=150)
+    for told in (*first[:2], *second[:2]):
+        assert "create_graph=True through a pipelined model" in told and "plan without pp" in told
+    for told in (first[2], second[2]):
+        assert "forward of this Penalised differentiates" in told and "plan without pp" in told
+    assert "a gradient of what the model is given is asked for" in first[3]
