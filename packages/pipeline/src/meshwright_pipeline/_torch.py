@@ -100,6 +100,11 @@ def ordinary_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return nn.Module._call_impl(model, *args, **kwargs)
 
 
+def stock_call() -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch functions do not ask subclasses."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+
+
 def leaf_of(parameter: nn.Parameter) -> torch.Tensor:
     """The leaf at which autograd accumulates, of an ordinary parameter or of one that is stored over a mesh."""
     copy = getattr(parameter, "_copy", None)

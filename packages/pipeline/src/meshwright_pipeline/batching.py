@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from meshwright_dtensor.batches import BatchSize
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.trees import tensors_of
 
@@ -25,16 +26,19 @@ def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> l
 
     Raises:
         UsageError: the rows cannot be shared equally.
+        UnsupportedError: rows lie where they cannot be cut.
     """
     if count == 1:
         return [(args, kwargs)]
     rows = rows_of(args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for leaf in pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)):
+        _check_open(leaf, rows, count)
     if rows is None or rows % count:
         what = "the batch has no rows" if rows is None else f"a batch of {rows} rows"
         fix = "pad the batch, drop its rest, or change pipeline.microbatches"
         raise UsageError(f"{what} cannot be cut into {count} equal microbatches; {fix}")
     step = rows // count
-    leaves, spec = pytree.tree_flatten((args, kwargs))
 
     def part(leaf: Any, index: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
@@ -42,6 +46,22 @@ def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> l
         return leaf[index * step : (index + 1) * step]
 
     return [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], spec) for i in range(count)]
+
+
+def _check_open(leaf: Any, rows: int | None, count: int) -> None:
+    """That no rows are hidden in an object, which every microbatch would be given whole."""
+    fix = "give its tensors themselves, in a dict or a tuple"
+    if isinstance(leaf, PackedSequence):  # pytree knows it, and its dim 0 is no row
+        fix, hidden = "pad it (pad_packed_sequence) and pack it in forward", True
+    else:
+        held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+        inside = [x for x in held.values() if isinstance(x, torch.Tensor)]
+        hidden = not isinstance(leaf, torch.Tensor) and any(x.dim() and x.shape[0] == rows for x in inside)
+    if hidden:
+        raise UnsupportedError(
+            f"the batch holds a {type(leaf).__name__}, whose rows a pipeline cannot cut into {count} microbatches: it cuts dim 0 "
+            f"of tensors, also in tuples, lists, dicts and what else torch's pytree knows; {fix}, or set pipeline.microbatches to 1"
+        )
 
 
 def signature(call: Call) -> tuple[Any, ...]:

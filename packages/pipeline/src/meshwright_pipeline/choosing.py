@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import PlanError, PluginError, UsageError
 from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.strategy import SearchRequest, divisors
@@ -96,6 +97,26 @@ def possible(request: SearchRequest) -> list[int]:
     known: Surveyed | None = None if request.survey is None else request.survey.details
     most = request.batch_size if known is None else min(request.batch_size, len(known.holding))
     return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
+
+
+def refusal(request: SearchRequest, degree: int) -> str | None:
+    """Why a degree that divides the ranks is not among those that are possible."""
+    known: Surveyed | None = None if request.survey is None else request.survey.details
+    if request.world_size % degree:
+        return None
+    if known is not None and degree > len(known.holding):
+        names = [unit for unit in known.units if unit in known.holding]
+        return (
+            f"each stage needs a module with parameters, and this model has {len(names)} that can be given to one "
+            f"({listing(names, 4)}): the members of a ModuleList or Sequential of like modules, and every other module with "
+            "parameters that holds no such list; keep layers in such lists, or take a smaller degree"
+        )
+    if degree > request.batch_size:
+        return (
+            f"each stage needs a microbatch to work on, and a pipeline has {request.batch_size} rows to cut; give more rows, or "
+            "take a smaller degree"
+        )
+    return None
 
 
 def microbatches(request: SearchRequest, degree: int) -> int:

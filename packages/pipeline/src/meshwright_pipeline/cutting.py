@@ -74,7 +74,10 @@ def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
         here = next((index for index in allowed if index >= current), None)
         if here is None:
             again = "" if call == 0 else f" for the {call + 1}. time"
-            text = f"it is called{again} after stage {current} has begun: name it in stage {current} or a later one too"
+            fix = (
+                " (each then holds it), or call it once, on all rows put together (torch.cat)" if call else ""
+            )
+            text = f"it is called{again} after stage {current} has begun: name it in stage {current} or a later one too{fix}"
             raise PlanError(f"pipeline.stages[{allowed[-1]}]", unit, text)
         stage[unit, call] = current = here
     return stage

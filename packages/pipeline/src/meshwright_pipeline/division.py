@@ -18,10 +18,11 @@ from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.actions import Schedule, Shape, Timetable, timetable
 from meshwright_pipeline.call import PipelinedCall
+from meshwright_pipeline.elsewhere import leave
 from meshwright_pipeline.ending import Place
 from meshwright_pipeline.optimizers import watch_steps
 from meshwright_pipeline.schedules.named import schedule_named
-from meshwright_pipeline.skeleton import empty, skeleton
+from meshwright_pipeline.skeleton import skeleton
 from meshwright_pipeline.surprise import Surprise
 from meshwright_pipeline.tied import TiedSum, ties
 from meshwright_pipeline.units import Ownership, ownership
@@ -65,7 +66,7 @@ class StageDivision(Division):
         here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
         for unit in self.owned.units:
             if unit not in here:
-                empty(model.get_submodule(unit))
+                leave(model, unit, rank, holders)
         self.elsewhere = everything - frozenset(model.state_dict())
         self._describe(model, holders, rank)
 

@@ -21,7 +21,8 @@ Calls = Callable[..., Any]
 Handler = Callable[[Key, Calls, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _signature(forward: Calls) -> inspect.Signature | None:
+def signature_of(forward: Calls) -> inspect.Signature | None:
+    """What a forward takes, None where that cannot be known."""
     try:  # methods belong to classes, which live as long as the process; anything else is not kept
         if inspect.ismethod(forward):
             return _without_self(forward.__func__)
@@ -52,7 +53,7 @@ def intercepted(model: nn.Module, units: Iterable[str], handler: Handler) -> Ite
             counts[unit] += 1
             return handler(key, forward, args, kwargs)
 
-        found = _signature(forward)
+        found = signature_of(forward)
         if found is not None:  # models look at the parameters of forward
             run.__signature__ = found  # type: ignore[attr-defined]
         return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,18 +47,22 @@ def _as_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
-def empty(module: nn.Module) -> None:
+def empty(module: nn.Module, left: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, t: t) -> None:
     """Make the parameters and buffers of a module, and of all inside of it, ordinary attributes on the meta device.
 
     They are no part of `parameters()` or `state_dict()` any more, but code may go on asking for their shape and dtype.
+
+    Args:
+        left: what stands there in the place of a meta tensor, by its name in `module`.
     """
-    for part in module.modules():
+    for path, part in module.named_modules():
+        dot = f"{path}." if path else ""
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             remove_parameter(part, name)
-            part.__dict__[name] = parameter.detach().to("meta")
+            part.__dict__[name] = left(dot + name, parameter.detach().to("meta"))
         for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
             remove_buffer(part, name)
-            part.__dict__[name] = buffer.detach().to("meta")
+            part.__dict__[name] = left(dot + name, buffer.detach().to("meta"))
 
 
 def emptied(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

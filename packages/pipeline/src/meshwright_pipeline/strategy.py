@@ -35,6 +35,12 @@ class Pipeline(Strategy):
 
         return possible(request)
 
+    def refusal(self, request: SearchRequest, degree: int) -> str | None:
+        """Too few modules that could be given to stages, or too few rows."""
+        from meshwright_pipeline.choosing import refusal
+
+        return refusal(request, degree)
+
     def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
         """Every installed schedule, with numbers of microbatches that are worth a look."""
         from meshwright_pipeline.choosing import ways
