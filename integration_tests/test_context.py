@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from zoo import CASES, bert, bert_batch, gpt2, llama
 
 import meshwright as mw
@@ -15,6 +16,7 @@ from meshwright_dtensor.commlog import CommEvent, communication
 from meshwright_dtensor.plan import ActivationRule, ContextSharing, ParallelPlan
 from meshwright_dtensor.rules.composites import sdpa_blocks, sdpa_ring
 from meshwright_dtensor.testing import RankPool
+from meshwright_parallel.comparison import compare
 
 TOKENS = 16  # divides into two chunks for each of up to 8 ranks
 
@@ -247,6 +249,53 @@ def test_a_length_that_does_not_divide_is_refused_before_anything_runs(rank_pool
     text = rank_pool.run(2, refused, "zigzag", 14)[0]
     assert "14 tokens" in text and "multiple of 4" in text and ("12" in text or "16" in text)
     assert "15 tokens" in rank_pool.run(2, refused, "none", 15)[0]
+
+
+class Shortened(torch.nn.Module):
+    """Attends to one token fewer than it is given, with or without a mask that is learnt."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.embed, self.qkv = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 48)
+        self.head = torch.nn.Linear(16, 50)
+        self.bias = torch.nn.Parameter(torch.randn(4, 7, 7)) if masked else None
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        parts = self.qkv(self.embed(ids)[:, :-1]).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in parts)
+        y = F.scaled_dot_product_attention(q, k, v, self.bias, is_causal=self.bias is None)
+        out = self.head(y.transpose(1, 2).flatten(2))
+        if labels is None:
+            return out
+        return F.cross_entropy(out.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def shortened(rank: int, world_size: int, form: str, balance: str) -> list[str]:
+    """What differs from one device, of a loss, every gradient, and an inference."""
+    wrong = []
+    for masked in (False, True):
+        runs = []
+        for parallel in (False, True):
+            torch.manual_seed(3)
+            model: torch.nn.Module = Shortened(masked)
+            if parallel:
+                model = mw.parallelize(model, plan_of({"cp": world_size}, form, balance))
+            ids = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(7))
+            model(ids, ids).backward()
+            with torch.no_grad():
+                found = {"inference": model(ids), "loss": model(ids, ids)}
+            runs.append(found | {name: p.grad for name, p in model.named_parameters()})
+        found = compare(0, "gradient", *runs, None)
+        assert len(found) == len(runs[0])
+        wrong += [f"{masked} {c.name} {c.relative:.1e} {c.note}" for c in found if not c.ok]
+    return wrong
+
+
+@pytest.mark.parametrize("form", ["ring", "all_to_all", "all_gather"])
+def test_a_sequence_that_the_model_shortens_may_be_of_any_length(form: str, rank_pool: RankPool) -> None:
+    """Seven tokens: the ranks hold four and three (under zig-zag three and four)."""
+    for balance in ("none", "zigzag"):
+        assert rank_pool.run(2, shortened, form, balance) == [[], []]
 
 
 def looped(rank: int, world_size: int) -> list[float]:

@@ -39,7 +39,8 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
     axes = key_axes(ctx)
     alone = len(axes) == 1 and axes == ctx.axes_sharding(0, len(ctx.in_shapes[0]) - 2)
     form = ctx.attention[axes[0]] if alone else "all_gather"
-    if form == "all_to_all":
+    uneven = form == "all_to_all" and _uneven(ctx, axes[0])
+    if form == "all_to_all" and not uneven:
         return _by_heads(ctx, axes[0])
     mask, p = ctx.node.args[3:5]
     ranks, scale = _ranks(ctx, axes, form == "ring"), _scale(ctx)
@@ -49,12 +50,21 @@ def local_attention(ctx: LocalContext) -> LocalFunction:
     def run(tensors: list[Tensor], site: Site = NOWHERE) -> Tensor:
         q, k, v = _broadcast(*tensors[:3])
         bias = tensors[3] if mask is not None else None
+        if uneven and bias is not None and bias.dim() > 1 and bias.shape[-2] != 1:  # whole, as heads want it
+            bias = torch.cat([bias.narrow(-2, *run) for run in ranks.queries], -2)
         noise = None if draw is None else draw(q)
         out = SharedAttention.apply(q, k, v, bias, noise, scale, ranks, site)
         assert isinstance(out, Tensor)
         return out
 
     return run
+
+
+def _uneven(ctx: LocalContext, axis: int) -> bool:
+    """Whether ranks hold different lengths of a sequence (a model has dropped a token), which no exchange by heads takes."""
+    dim = len(ctx.in_shapes[0]) - 2
+    every = (ctx.intervals_along(place, dim, axis) for place in (0, 1))
+    return any(len({sum(length for _, length in part) for part in held}) > 1 for held in every)
 
 
 def _scale(ctx: LocalContext) -> float:

@@ -59,6 +59,10 @@ class Ranks:
         """How many ranks."""
         return len(self.keys)
 
+    def held(self, rank: int) -> int:
+        """How many keys a rank has; of a sequence that does not divide, not all have as many."""
+        return sum(length for _, length in self.keys[rank % self.size])
+
 
 class SharedAttention(torch.autograd.Function):
     """q [..., h, l, e], k [..., g, s, e], v [..., g, s, f], all this rank's part -> [..., h, l, f]."""
@@ -118,8 +122,9 @@ def _sources(ranks: Ranks, own: Tensor, site: Site, phase: str) -> Iterator[tupl
         return
     here = own.contiguous()
     for step in range(ranks.size):
-        coming = _shift(ranks, here, site, phase, "keys and values") if step < ranks.size - 1 else None
         source = (ranks.rank - step) % ranks.size
+        last = step == ranks.size - 1
+        coming = None if last else _shift(ranks, here, source - 1, site, phase, "keys and values")
         yield ranks.keys[source], here
         if coming is not None:
             here = coming()
@@ -131,6 +136,7 @@ class _Home:
     def __init__(self, ranks: Ranks, site: Site) -> None:
         self.ranks, self.site = ranks, site
         self._coming: Callable[[], Tensor] | None = None
+        self._source = ranks.rank  # whose keys the next gradient is of
         self._whole: Tensor | None = None
 
     def send(self, gradient: Tensor) -> None:
@@ -140,7 +146,10 @@ class _Home:
             return
         if self._coming is not None:
             gradient = gradient.add_(self._coming())  # what earlier ranks found travels with its keys
-        self._coming = _shift(self.ranks, gradient, self.site, "backward", "gradients of keys and values")
+        self._source -= 1
+        self._coming = _shift(
+            self.ranks, gradient, self._source, self.site, "backward", "gradients of keys and values"
+        )
 
     def sums(self) -> Tensor:
         """The gradient of this rank's own keys."""
@@ -150,9 +159,11 @@ class _Home:
         return self._coming()
 
 
-def _shift(ranks: Ranks, tensor: Tensor, site: Site, phase: str, what: str) -> Callable[[], Tensor]:
-    """Start to send ``tensor`` to the next rank of the ring; the result waits for that of the one before."""
-    received = torch.empty_like(tensor)
+def _shift(
+    ranks: Ranks, tensor: Tensor, source: int, site: Site, phase: str, what: str
+) -> Callable[[], Tensor]:
+    """Start to send ``tensor`` to the next rank of the ring; the result waits for that of the one before, of keys of ``source``."""
+    received = tensor.new_empty((*tensor.shape[:-2], ranks.held(source), tensor.shape[-1]))
     group = ranks.group
     assert group is not None
     after, before = (dist.get_global_rank(group, (ranks.rank + d) % ranks.size) for d in (1, -1))
