@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -198,7 +200,40 @@ def _copies(rank: int, world_size: int, degrees: Degrees) -> None:
         assert torch.equal(stock.to_local(), value.to_local())
 
 
-SURFACES = (_norms, _accumulation, _groups_and_schedules, _frozen, _state_dicts, _refusals, _copies)
+def _quiet(rank: int, world_size: int, degrees: Degrees) -> None:
+    """What torch says of tensors of one element, and of gloo, is nothing that a user could mend."""
+    one, many = pair(degrees)
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch.distributed.tensor._collective_utils")
+    logger.addHandler(handler)
+    weight, target = many.up.weight, [torch.distributed.tensor.Replicate(), torch.distributed.tensor.Shard(1)]
+    stock = torch.distributed.tensor.distribute_tensor(
+        torch.ones(4, 4), weight.device_mesh, [target[0], torch.distributed.tensor.Shard(0)]
+    )
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for model in (one, many):
+                for parameter in (p for p in model.parameters() if p.dim()):
+                    parameter.mul_(torch.tensor([0.5]))
+                    parameter.copy_(parameter + torch.tensor([0.25]))
+            torch._logging.warning_once.cache_clear()
+            moved = weight.redistribute(placements=target)
+            assert heard == [] and torch.equal(moved.full_tensor(), weight.full_tensor())
+            # the negative control: stock tensors are torch's own
+            with pytest.raises(UserWarning, match="numel=1"):
+                stock.mul_(torch.tensor([0.5]))
+            torch._logging.warning_once.cache_clear()
+            stock.redistribute(placements=target)
+            assert ["alltoall" in text for text in heard] == [True] * (degrees["tp"] > 1)
+    finally:
+        logger.removeHandler(handler)
+    assert not differences(one, many)
+
+
+SURFACES = (_quiet, _norms, _accumulation, _groups_and_schedules, _frozen, _state_dicts, _refusals, _copies)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -105,6 +105,26 @@ def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def settled(tensor: DTensor) -> DTensor:
+    """The same, once the collective that makes its local tensor has ended: torch would wait at the first use, if ever."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor._local_tensor, AsyncCollectiveTensor):
+        tensor._local_tensor = tensor._local_tensor.trigger_wait()
+    return tensor
+
+
+@contextmanager
+def quiet_exchanges() -> Iterator[None]:
+    """Inside, torch does not log that a dim is changed for another by a gather on CPUs: the value is right."""
+    logger = logging.getLogger("torch.distributed.tensor._collective_utils")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def with_dtype(spec: Any, dtype: torch.dtype) -> Any:
     """The spec of a DTensor of another dtype that lies alike."""
     meta = spec.tensor_meta

@@ -182,13 +182,15 @@ def _common(tensors: Sequence[Tensor]) -> DTensor | None:
     if first is None or any(p.is_partial() for p in dtensor_spec(first).placements):
         return None
     alike = all(
-        x is first or (lies_like(first, x) if isinstance(x, DTensor) else _is_number(x)) for x in tensors
+        x is first or (lies_like(first, x) if isinstance(x, DTensor) else _is_number(x, first.ndim))
+        for x in tensors
     )
     return first if alike else None
 
 
-def _is_number(x: Tensor) -> bool:
-    return type(x) is Tensor and not x.dim()
+def _is_number(x: Tensor, dims: int = 0) -> bool:
+    """Whether it is one for all elements of a tensor of so many dims, whose shape it leaves as it is."""
+    return type(x) is Tensor and x.dim() <= min(dims, 1) and x.numel() == 1
 
 
 def lies_like(first: DTensor, x: DTensor) -> bool:

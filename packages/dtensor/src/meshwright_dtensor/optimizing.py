@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
+from meshwright_dtensor._torch import (
+    dtensor_from,
+    dtensor_local,
+    dtensor_spec,
+    pytree,
+    quiet_exchanges,
+    settled,
+    stock_call,
+)
 from meshwright_dtensor.alike import on_local_parts, quickly, same_specs
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.permuted import layout_in_runs
@@ -74,12 +82,13 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             args = tuple([_complete(a) if isinstance(a, MeshValue) else a for a in args])
         result = on_local_parts(func, name, args, kwargs or {})
         if result is NotImplemented:
-            result = func(*args, **(kwargs or {}))
+            with quiet_exchanges():
+                result = func(*args, **(kwargs or {}))
         if isinstance(result, DTensor):
-            return mesh_value(_complete(result))
+            return mesh_value(settled(_complete(result)))
         if isinstance(result, (list, tuple)) and name.startswith("_foreach"):
             for one in result:
-                mesh_value(one)
+                mesh_value(settled(one) if isinstance(one, DTensor) else one)
     return result
 
 
@@ -87,7 +96,7 @@ def _complete(x: DTensor) -> DTensor:
     """``x`` without partial values: on one axis after the other, as norms of norms."""
     if not any(p.is_partial() for p in x.placements):
         return x
-    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
 
 
 def _assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:

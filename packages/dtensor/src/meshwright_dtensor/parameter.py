@@ -19,7 +19,9 @@ from meshwright_dtensor._torch import (
     dtensor_from,
     dtensor_local,
     dtensor_spec,
+    quiet_exchanges,
     set_dtensor_parts,
+    settled,
     stock_call,
     with_dtype,
 )
@@ -213,8 +215,12 @@ class MeshParameter(DTensor):
         """As stock DTensor does; a parameter in runs comes out in true order, without autograd."""
         if in_runs(self._layout.states):
             return redistributed(self, self._layout, placements, device_mesh, options)
-        with stock_call():
-            return DTensor.redistribute(self, device_mesh, placements, **options)
+        source: DTensor = self
+        if not torch.is_grad_enabled():  # the leaf inside has a gradient, of which torch would warn
+            source = dtensor_from(dtensor_local(self).detach(), dtensor_spec(self))
+        with stock_call(), quiet_exchanges():
+            found = DTensor.redistribute(source, device_mesh, placements, **options)
+        return found if options.get("async_op") else settled(found)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with stock_call():
