@@ -13,6 +13,7 @@ from training_zoo import SCRIPTS, Models, Script
 
 import meshwright as mw
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.stages import stages_of
 from meshwright_parallel.comparison import compare, one_rounding_away
 from meshwright_parallel.report import Comparison, Kind
 
@@ -106,7 +107,8 @@ def _pairs(step: int, kind: Kind, runs: dict[str, Models]) -> list[Comparison]:
         run: {f"{key}.{n}": t for key, m in models.items() for n, t in _tensors(m, kind).items()}
         for run, models in runs.items()
     }
-    return compare(step, kind, found["one"], found["many"], None, neighbour=found["near"])
+    divided = any(stages_of(model) is not None for model in runs["many"].values())
+    return compare(step, kind, found["one"], found["many"], None, neighbour=found["near"], found_only=divided)
 
 
 def _tensors(model: nn.Module, kind: Kind) -> dict[str, Tensor | None]:

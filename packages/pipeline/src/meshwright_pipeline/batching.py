@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.trees import tensors_of
 
@@ -65,14 +66,15 @@ def _check_open(leaf: Any, rows: int | None, count: int) -> None:
 
 
 def signature(call: Call) -> tuple[Any, ...]:
-    """What a profile depends on: structure, shapes and dtypes, and values that are no tensors."""
+    """What a profile depends on: structure, shapes, dtypes and layouts, and values that are no tensors."""
     leaves, spec = pytree.tree_flatten(call)
     return (spec, *(_sign(leaf) for leaf in leaves))
 
 
 def _sign(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        layout = leaf.global_layout if isinstance(leaf, GlobalTensor) else None
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, layout)
     try:
         hash(leaf)
     except TypeError:
