@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from pipe_models import Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
+from torch import nn
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule, RecomputeRule
@@ -40,6 +41,38 @@ def test_what_crosses_is_what_is_used_behind_the_cut() -> None:
         ["encoder.1", "start", "decoder.0"],
         ["encoder.1", "start", "decoder.1"],
     ]
+
+
+class Twice(nn.Module):
+    """Two batches through the same layers, one after the other or together."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.layers, self.together = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), together
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](torch.tanh(self.layers[0](x)))
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if self.together:
+            one, other = self.encode(torch.cat([one, other])).chunk(2)
+        else:
+            one, other = self.encode(one), self.encode(other)
+        return (one - other).square().mean()
+
+
+def test_layers_that_are_called_again_are_told_to_be_called_once() -> None:
+    def divided(together: bool, stages: list[list[str]]) -> list[int]:
+        model, rule = Twice(together), PipelineRule(stages=stages, microbatches=2)
+        owned = ownership(model, rule)
+        batch = {"one": torch.randn(2, 4), "other": torch.randn(2, 4)}
+        made = cut(Profiler(skeleton(model, owned.units), owned.units).run((), batch), owned)
+        return sorted(made.stage.values())
+
+    for stages in ([["layers"], ["layers"]], [["layers.0"], ["layers.1"]]):
+        with pytest.raises(PlanError, match=r"all rows put together \(torch.cat\)"):
+            divided(False, stages)
+    assert divided(True, [["layers.0"], ["layers.1"]]) == [0, 1]
 
 
 def test_a_skeleton_takes_no_memory_and_leaves_the_model() -> None:

@@ -54,6 +54,12 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
                 f"none of its modules is called after those of stage {index - 1}; the order of calls is "
                 + listing(dict.fromkeys(unit for unit, _ in profile.order), 8)
             )
+            before = {unit for held in owned.stages[:index] for unit in held}
+            if any(call for unit, call in profile.order) and before.issuperset(owned.stages[index]):
+                text += (
+                    ". Earlier stages hold them too, since the model calls its modules more than once: call them once, on all rows "
+                    "put together (torch.cat), or plan without pp"
+                )
             raise PlanError(f"pipeline.stages[{index}]", listing(owned.stages[index], 4), text)
         last.append(own[-1])
     everywhere = set(owned.everywhere)
