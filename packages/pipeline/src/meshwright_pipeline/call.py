@@ -23,8 +23,8 @@ from meshwright_pipeline.counting import Numbers, of_batch
 from meshwright_pipeline.drawing import Drawn, Replay, Streams
 from meshwright_pipeline.ending import Ending, Place
 from meshwright_pipeline.gradients import Sink, Sinks, connected, loss_only, returned
-from meshwright_pipeline.keeping import held, put
 from meshwright_pipeline.inputs import Inputs
+from meshwright_pipeline.keeping import held, put
 from meshwright_pipeline.losses import loss_of, need_loss, with_loss
 from meshwright_pipeline.mail import Failure
 from meshwright_pipeline.mates import Mates
