@@ -131,6 +131,16 @@ def with_dtype(spec: Any, dtype: torch.dtype) -> Any:
     return replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
+def copied_spec(tensor: DTensor) -> Any:
+    """A spec equal to that of a DTensor, but another object."""
+    return replace(tensor._spec)
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, which may be meta tensors, lie in one memory."""
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+
+
 def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The process group over the product of several mesh axes; made on first use, so ask on every rank alike."""
     return mesh[axes]._flatten().get_group()  # the mesh keeps it

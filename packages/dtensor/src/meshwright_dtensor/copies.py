@@ -6,13 +6,18 @@ compute copy is a plain leaf tensor with a layout of its own; an engine fills it
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
 
+from meshwright_dtensor.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from meshwright_dtensor.layout import Layout
+
+_COPY_OF = "_meshwright_copy_of"
 
 
 class ComputeCopy(ABC):
@@ -49,6 +54,28 @@ class ComputeCopy(ABC):
     @abstractmethod
     def follow(self, requires_grad: bool) -> None:
         """Take over the parameter's `requires_grad`."""
+
+
+def mark_as_copy(leaf: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Note that `leaf` is the compute copy of a parameter: writes to views of it must not pass for writes to that."""
+    leaf.__dict__[_COPY_OF] = weakref.ref(parameter)
+
+
+def refuse_write_to_copy(written: torch.Tensor) -> None:
+    """Raise if the tensor that was written to is a view of a compute copy, which is gathered anew before it is used again.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    base = written._base
+    found = None if base is None else base.__dict__.get(_COPY_OF)
+    if base is not None and found is not None:
+        touch(found())
+        raise UnsupportedError(
+            f"a write to a view of a parameter of shape {list(base.shape)} that is sharded by zero or computed in another "
+            "precision: the view was taken for autograd and shows what is computed with, so the write would not reach the "
+            "parameter; take the view under torch.no_grad(), or write to parameter.data"
+        )
 
 
 def touch(values: object) -> None:

@@ -14,6 +14,7 @@ from meshwright_dtensor.bypass import install_guard
 from meshwright_dtensor.choose import Underivable
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.commlog import CommLog
+from meshwright_dtensor.copies import refuse_write_to_copy
 from meshwright_dtensor.derive import derive, describe
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
@@ -167,6 +168,8 @@ def _run(
     if type(out) is not Layout:
         return _label(result, out, tensors, program.gathered_view)
     if program.returns_input:
+        if program.writes:
+            refuse_write_to_copy(result)
         for t in tensors:
             if t is result or (type(t) is GlobalTensor and t._local is result and t._layout is out):
                 return t

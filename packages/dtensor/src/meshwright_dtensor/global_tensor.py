@@ -217,7 +217,7 @@ class DetachedView(GlobalTensor):
 
     def check_fresh(self) -> None:
         """Refuse to be read once the base has changed."""
-        if _version(self._base_tensor) != self._base_version:
+        if version_of(self._base_tensor) != self._base_version:
             raise UnsupportedError(
                 f"this tensor ({self._layout!r}) is a view whose base was modified in place after the view was taken; on one "
                 "device it would show the change, here it is a copy because the base is sharded: take the view again"
@@ -255,11 +255,11 @@ def detached(local: Tensor, layout: Layout, base: Tensor) -> DetachedView:
     else:
         origin = base._local if isinstance(base, GlobalTensor) else base
         origin = dtensor_local(origin) if isinstance(origin, DTensor) else origin
-    view._base_tensor, view._base_version = origin, _version(origin)
+    view._base_tensor, view._base_version = origin, version_of(origin)
     return view  # type: ignore[no-any-return]
 
 
-def _version(t: Tensor) -> int:
+def version_of(t: Tensor) -> int:
     """How often ``t`` was written to; torch does not count that in inference mode, where writes go unseen."""
     return -1 if t.is_inference() else t._version
 

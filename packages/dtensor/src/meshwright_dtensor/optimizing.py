@@ -8,6 +8,7 @@ the norm of a shard partial, which later in-place operations refuse and of which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from meshwright_dtensor._torch import (
     settled,
     stock_call,
 )
-from meshwright_dtensor.alike import on_local_parts, quickly, same_specs
+from meshwright_dtensor.alike import lies_like, on_local_parts, quickly, same_specs
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.permuted import layout_in_runs
 
@@ -46,7 +47,10 @@ class MeshValue(DTensor):
         if any(t is not MeshValue and t is not DTensor for t in types):
             return NotImplemented  # parameters and global tensors know better
         result = quickly(func, args, kwargs)
-        return optimizer_call(func, args, kwargs) if result is NotImplemented else mesh_value(result)
+        if result is not NotImplemented:
+            return mesh_value(result)
+        result = _writing().handled(func, args, kwargs)
+        return optimizer_call(func, args, kwargs) if result is NotImplemented else result
 
     _stock: DTensor | None = None
 
@@ -59,6 +63,13 @@ class MeshValue(DTensor):
         copy = mesh_value(dtensor_from(dtensor_local(self).detach().clone(), dtensor_spec(self)))
         memo[id(self)] = copy
         return copy
+
+
+@cache
+def _writing() -> Any:
+    from meshwright_dtensor import writing
+
+    return writing
 
 
 def mesh_value(dtensor: DTensor) -> DTensor:
@@ -75,21 +86,37 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         UnsupportedError: a fused step meets tensors that do not lie alike.
     """
     name = getattr(func, "__name__", "")
-    if name.startswith("_fused") or (name == "__setitem__" and _assigns_under_mask(*args)):
-        return _on_locals(func, name, args, kwargs or {})
+    kwargs = kwargs or {}
+    if name.startswith("_fused") or (name == "__setitem__" and assigns_under_mask(*args)):
+        return _on_locals(func, name, args, kwargs)
     with stock_call():
         if name != "stack":  # the norms of many gradients are stacked first, and completed together
             args = tuple([_complete(a) if isinstance(a, MeshValue) else a for a in args])
-        result = on_local_parts(func, name, args, kwargs or {})
-        if result is NotImplemented:
-            with quiet_exchanges():
-                result = func(*args, **(kwargs or {}))
-        if isinstance(result, DTensor):
+        result = on_local_parts(func, name, args, kwargs)
+    if result is NotImplemented:
+        if kwargs.get("out") is not None:
+            return _writing().write_out(func, args, kwargs)
+        result = _by_stock(func, args, kwargs)
+    if isinstance(result, DTensor):
+        with stock_call():
             return mesh_value(settled(_complete(result)))
-        if isinstance(result, (list, tuple)) and name.startswith("_foreach"):
-            for one in result:
-                mesh_value(settled(one) if isinstance(one, DTensor) else one)
+    if isinstance(result, (list, tuple)) and name.startswith("_foreach"):
+        for one in result:
+            mesh_value(settled(one) if isinstance(one, DTensor) else one)
     return result
+
+
+def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    # lists are written to by functions that give nothing: stock DTensor refuses what it cannot mix
+    if name.startswith("_f") or not _writing().meets_others(args, kwargs):
+        try:
+            with stock_call(), quiet_exchanges():
+                return func(*args, **kwargs)
+        except NotImplementedError:  # it has no rule, and says so on every rank before anything is moved
+            if name.startswith("_f"):
+                raise
+    return _writing().by_global_rules(func, args, kwargs)
 
 
 def _complete(x: DTensor) -> DTensor:
@@ -99,13 +126,14 @@ def _complete(x: DTensor) -> DTensor:
     return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
 
 
-def _assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
+def assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
+    """Whether ``x[mask] = value`` is a number for elements of each rank's part."""
     return (
         isinstance(x, DTensor)
         and isinstance(mask, DTensor)
         and mask.dtype is torch.bool
         and mask.shape == x.shape
-        and mask.placements == x.placements
+        and lies_like(x, mask)
         and not isinstance(value, Tensor)
     )
 

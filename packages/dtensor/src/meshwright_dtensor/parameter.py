@@ -46,6 +46,7 @@ from meshwright_dtensor.space import Space
 from meshwright_dtensor.special import is_in_place
 from meshwright_dtensor.stages import is_repeated, mark_repeated
 from meshwright_dtensor.states import States
+from meshwright_dtensor.writing import MeshView, role
 
 Tensor = torch.Tensor
 
@@ -110,6 +111,7 @@ class MeshParameter(DTensor):
             self._shown_gradient = None
             return
         if isinstance(value, DTensor):
+            value = value.current() if isinstance(value, MeshView) else value
             if value.placements != self.placements:
                 raise UnsupportedError(
                     f"a gradient with placements {value.placements} does not go with a parameter with {self.placements}; "
@@ -161,6 +163,7 @@ class MeshParameter(DTensor):
                 other = other.expand(self.shape)
             dtensor_local(self).copy_(take(other, self._layout.region), non_blocking)
             return self
+        other = other.current() if isinstance(other, MeshView) else other
         if layout_in_runs(self) is not layout_in_runs(other):
             dtensor_local(self).copy_(local_like(other, self._layout), non_blocking)
             return self
@@ -238,8 +241,10 @@ class MeshParameter(DTensor):
         result = quickly(func, args, kwargs)
         if result is not NotImplemented:
             return mesh_value(in_order_of(args[0], result))
+        if MeshView in types:
+            return NotImplemented  # it knows better what it shows
         name = getattr(func, "__name__", "")
-        written = args[0] if args else None
+        written = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init names it
         if isinstance(written, MeshParameter) and written._copy is not None and _writes(func, name):
             copy = written._copy
             written.compute_with(None)  # a write is for the stored part
@@ -250,9 +255,14 @@ class MeshParameter(DTensor):
         if getattr(func, "__module__", None) == nn.init.__name__:
             with torch.no_grad():  # its own no_grad comes after it has asked us
                 return _dispatcher()(cls, func, types, args, kwargs)
+        if role(func):
+            result = _views()(func, types, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
         if (
             name not in _STOCK
             and not name.startswith(("_foreach", "_fused"))
+            and not (kwargs and isinstance(kwargs.get("out"), DTensor))
             and _joins(func, name, args, kwargs)
         ):
             return _dispatcher()(cls, func, types, args, kwargs)
@@ -278,6 +288,13 @@ class MeshParameter(DTensor):
         )
         memo[id(self)] = copy
         return copy
+
+
+@cache
+def _views() -> Callable[..., Any]:
+    from meshwright_dtensor.parameter_view import viewed_or_written
+
+    return viewed_or_written
 
 
 def _writes(func: Callable[..., Any], name: str) -> bool:

@@ -8,6 +8,7 @@ everything pass, and all that would show the permuted order is refused, or given
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,9 +79,17 @@ class PermutedDTensor(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = quickly(func, args, kwargs)
-        if result is NotImplemented:
-            return elementwise(func, args, kwargs or {})
-        return in_order_of(args[0], result)
+        if result is not NotImplemented:
+            return in_order_of(args[0], result)
+        result = _handler()(func, args, kwargs, views=False)
+        return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
+
+
+@cache
+def _handler() -> Callable[..., Any]:
+    from meshwright_dtensor.writing import handled
+
+    return handled
 
 
 def in_order_of(first: Any, result: DTensor) -> DTensor:

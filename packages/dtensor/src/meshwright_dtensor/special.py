@@ -253,6 +253,15 @@ def _conjugate_transposed(func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return torch.adjoint(x) if x.dim() else torch.conj(x)
 
 
+def _reshape_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.t_()`` and its like: the same object, from now on what ``x.t()`` is."""
+    x = args[0]
+    changed = getattr(torch.Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
+    x._local, x._layout, x._memo = changed._local, changed._layout, None
+    x.__dict__.pop("_middle", None)
+    return x
+
+
 # attributes that compute: their function form has a local program, the getter on the local tensor would show a part
 _GETTERS: dict[Any, tuple[Handler, Handler | None]] = {
     torch.Tensor.grad: (_gradient, _set_gradient),
@@ -276,6 +285,8 @@ def _handlers() -> dict[Any, Handler]:
         torch.autograd.grad: _autograd_grad,
         torch.Tensor.stride: _stride,
     }
+    for name in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"):
+        table[getattr(torch.Tensor, name)] = _reshape_in_place
     for getter, (read, write) in _GETTERS.items():
         table[getter.__get__] = read
         if write is not None:

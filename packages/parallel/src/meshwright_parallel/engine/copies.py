@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from meshwright_dtensor.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.commlog import record
-from meshwright_dtensor.copies import ComputeCopy
+from meshwright_dtensor.copies import ComputeCopy, mark_as_copy
 from meshwright_dtensor.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_parallel._torch import copy_all, count_write, local_of, storage_key, versions
@@ -88,6 +88,7 @@ class Copy(ComputeCopy):
         self._leaf = torch.empty(0, dtype=layout.dtype, device=self._nothing.device)
         self._leaf.data = self._nothing
         self._leaf.requires_grad_(parameter.requires_grad)
+        mark_as_copy(self._leaf, parameter)
 
     @property
     def computing(self) -> bool:
