@@ -136,6 +136,13 @@ def copied_spec(tensor: DTensor) -> Any:
     return replace(tensor._spec)
 
 
+def waited(local: torch.Tensor) -> torch.Tensor:
+    """What stock DTensor has moved, itself: it hands out a stand-in that waits when it is computed with."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local  # type: ignore[no-any-return]
+
+
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, which may be meta tensors, lie in one memory."""
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]

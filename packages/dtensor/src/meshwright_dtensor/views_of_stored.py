@@ -20,6 +20,7 @@ from meshwright_dtensor._torch import (
     pytree,
     share_memory,
     stock_call,
+    waited,
 )
 from meshwright_dtensor.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.global_tensor import GlobalTensor
@@ -130,7 +131,9 @@ class Origin:
                         return None
         except (RuntimeError, NotImplementedError):
             return None
-        return x if x.shape == self.sketch.shape else None
+        return (
+            dtensor_from(waited(dtensor_local(x)), dtensor_spec(x)) if x.shape == self.sketch.shape else None
+        )
 
 
 def _is_even(x: DTensor) -> bool:

@@ -125,6 +125,7 @@ class MeshView(MeshValue):
     _origin: Origin
     _shares: bool
     """Whether its local tensor lies in the memory of the base's."""
+    _saved: DTensor | None = None
 
     @classmethod
     def __torch_function__(
@@ -178,7 +179,9 @@ class MeshView(MeshValue):
         return self.current().redistribute(*args, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.current().__reduce_ex__(protocol)
+        # in memory of its own, which torch can pickle, and kept alive with the view as MeshValue does
+        self._saved = self.__deepcopy__({})
+        return self._saved.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         copy: DTensor = self.current().__deepcopy__({})  # type: ignore[operator]
