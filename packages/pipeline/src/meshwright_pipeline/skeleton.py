@@ -7,11 +7,15 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from meshwright_dtensor.precision import cast_buffers
 from meshwright_pipeline._torch import remove_buffer, remove_parameter
+
+LARGE = 1 << 20
+"""Bytes of a tensor from which it is worth leaving zeros untouched."""
 
 
 def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -75,12 +79,20 @@ def emptied(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     ]
 
 
+def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Zeros; large ones are memory that the system finds as it is touched: of many experts a few are read."""
+    nbytes = like.numel() * like.element_size()
+    if device.type != "cpu" or nbytes < LARGE:
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(like.dtype).view(like.shape)  # calloc
+
+
 @contextlib.contextmanager
 def filled(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, an emptied module has zeros on `device`, for code that does not run on the meta device."""
     held = emptied(module)
     for part, name, value in held:
-        part.__dict__[name] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+        part.__dict__[name] = _zeros(value, device)
     try:
         yield
     finally:
