@@ -202,3 +202,30 @@ def test_caches_may_ask_layers_for_their_number() -> None:
     ids = torch.ones(2, 8, dtype=torch.long)
     found = Spied(skeleton(model, names), names).run((), {"input_ids": ids, "labels": ids})
     assert len(found.order) == 8 and sum("layers" in unit for unit in runs) == 1
+
+
+class Looking(nn.Module):
+    """Looks at numbers, so that it runs on no meta device."""
+
+    tries: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512, 1024))  # two megabytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        Looking.tries += (x.device.type,)
+        seen = self.weight[int(x.sum())]
+        self.weight[3] += 1  # zeros are memory of the block's own
+        return x + seen[0]
+
+
+def test_what_needs_numbers_is_asked_for_once() -> None:
+    Looking.tries = ()
+    model = nn.Sequential(*(Looking() for _ in range(3)))
+    names = find_units(model).names
+    copies = Copies(skeleton(model, names), names)
+    for rows in (4, 2, 6):
+        profile = copies.run((torch.ones(rows, 5),), {})
+        assert [one.output.shape for one in profile.results.values()] == [(rows, 5)] * 3
+    assert Looking.tries == ("meta", "cpu", "cpu", "cpu")

@@ -135,8 +135,8 @@ def test_repeating_a_constant_is_no_other_thing_to_do() -> None:
 
 
 # ---- costs
-def cost(model: nn.Module, batch: dict[str, Tensor], schedule: str, **options: Any) -> StrategyCost:
-    """Of a chain with a loss behind its units that autograd keeps something for."""
+def asked_for(model: nn.Module, batch: dict[str, Tensor], schedule: str, **options: Any) -> SearchRequest:
+    """What a chain costs with a loss behind its units that autograd keeps something for."""
     inside = "chain." if hasattr(model, "chain") else ""
     names = [inside + name for name in ("embed", *(f"layers.{i}" for i in range(4)), "norm", "head")]
     work = [
@@ -148,7 +148,11 @@ def cost(model: nn.Module, batch: dict[str, Tensor], schedule: str, **options: A
     asked = SearchRequest(
         8, 8, options={"schedule": schedule, **options}, survey=Pipeline().survey(model), work=tuple(work)
     )
-    return Pipeline().cost(replace(asked, example=((), batch)), 2, LINK)
+    return replace(asked, example=((), batch))
+
+
+def cost(model: nn.Module, batch: dict[str, Tensor], schedule: str, **options: Any) -> StrategyCost:
+    return Pipeline().cost(asked_for(model, batch, schedule, **options), 2, LINK)
 
 
 KEPT = 7 * 64 + 960
@@ -174,6 +178,23 @@ def test_what_does_not_add_up_is_costed_as_gpipe() -> None:
     assert soon["1f1b"].fields["pipeline"]["loss"] == "microbatches"
     one = cost(whole, batch, "1f1b", microbatches=1)
     assert not one.notes and "loss" not in one.fields["pipeline"]
+
+
+def test_an_estimate_takes_what_is_known_of_other_microbatches() -> None:
+    """What adds up over microbatches of several rows, and over those of one does not."""
+    lossy = judged(lambda m, x, y, k: total(x, y) if len(x) > 1 else mean(x, y))
+    request = asked_for(lossy, judged_batch(0), "gpipe")
+
+    def loss(microbatches: int, rough: bool) -> Any:
+        asked = replace(request, options={"schedule": "gpipe", "microbatches": microbatches}, rough=rough)
+        return Pipeline().cost(asked, 2, LINK).fields["pipeline"]["loss"]
+
+    assert [loss(4, True), loss(8, True), loss(8, False), loss(8, True)] == [
+        "microbatches",
+        "microbatches",  # not looked at
+        "batch",
+        "batch",
+    ]
 
 
 def test_what_lies_behind_the_units_runs_once_between() -> None:

@@ -163,6 +163,7 @@ class SearchRequest:
         numbers: for the same strategy, (module that made it, module that takes it) of tensors without dims made of inputs.
         example: for the same strategy, positional and keyword arguments of the batch that is planned for; its tensors need
             have no values. None where it is not known.
+        rough: the answer is an estimate, one of many: where it takes a trial of the model, what is known of a similar one will do.
     """
 
     world_size: int
@@ -197,6 +198,7 @@ class SearchRequest:
     relief: int = 0
     numbers: frozenset[tuple[str, str]] = frozenset()
     example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
+    rough: bool = False
 
 
 class Division(ABC):

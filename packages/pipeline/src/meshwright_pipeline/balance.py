@@ -55,7 +55,9 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     found = known.read(request.work)
     tail: Run | None = None
     single = shape.microbatches == request.batch_size
-    foreseen = known.foreseen(request.example, single) if shape.microbatches > 1 else None
+    foreseen = None
+    if shape.microbatches > 1:
+        foreseen = known.foreseen(request.example, single, request.rough)
     late = foreseen is not None and not foreseen.adds
     if late:  # what runs then, see behind
         schedule, found, tail = Behind(schedule), without_tail(found), tail_of(found)

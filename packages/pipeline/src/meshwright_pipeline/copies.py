@@ -54,6 +54,10 @@ class Copies(Profiler):
         self._built = {unit: built for built, group in enumerate(groups.values()) for unit in group}
         self._numbers = {unit: numbers[unit] for group in groups.values() if len(group) > 1 for unit in group}
 
+    def kind(self, unit: str) -> Hashable:
+        """See Profiler."""
+        return self._built[unit]
+
     def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
         """See Profiler."""
         called = signature(call)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,6 +163,7 @@ class Profiler:
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self.model, self.units = model, units
         self.reads = False
+        self._no_meta: set[Hashable] = set()  # what does not run on the meta device
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch | None = None) -> Profile:
         """Profile one call with these arguments; no random number is consumed. `watch`: looks at the code between units.
@@ -192,7 +193,21 @@ class Profiler:
 
     def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
         """What a call of a unit returns, with zeros; `drawn`: where its random operations are noted."""
-        return _shape_run(self.model.get_submodule(unit), forward, *call, device, drawn)
+        module, kind = self.model.get_submodule(unit), self.kind(unit)
+        if kind in self._no_meta:
+            return _shape_run(module, forward, call, device, drawn, numbers=True)
+        before, unchanged = drawn.mark(), snapshot(*call)
+        try:
+            return _shape_run(module, forward, call, device, drawn)
+        except Exception:  # no meta kernel, a look at values: any error says to try with numbers
+            drawn.back_to(before)
+        result = _shape_run(module, forward, unchanged, device, drawn, numbers=True)
+        self._no_meta.add(kind)
+        return result
+
+    def kind(self, unit: str) -> Hashable:
+        """The same for units that are built alike."""
+        return unit
 
     def value(self, label: Label, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """What code between units is given of a result: zeros without memory."""
@@ -284,36 +299,28 @@ def show(module: nn.Module, hooks: Any, output: Any) -> None:
 
 
 def _shape_run(
-    unit: nn.Module,
-    forward: Calls,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    drawn: Draws,
+    unit: nn.Module, forward: Calls, call: Call, device: torch.device, drawn: Draws, numbers: bool = False
 ) -> Result:
-    """Run a unit for its shapes only: on the meta device, or with zeros where it does not run there."""
+    """Run a unit for its shapes only: on the meta device, or with zeros for `numbers`."""
     seen: dict[str, Any] = {}
     watched = [(path, part) for path, part in unit.named_modules() if path and hooks_of(part)]
 
     def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
         return lambda _module, _args, output: seen.__setitem__(path, output)
 
-    before, unchanged = drawn.mark(), snapshot(args, kwargs)
+    def given(_: int, tensor: torch.Tensor) -> torch.Tensor:
+        if numbers:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        return tensor.to("meta")
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(taken_back(unit))
         for path, part in watched:
             stack.enter_context(forward_hooks(part, {-1: watch(path)}))
-        try:
-            a, k = map_leaves(lambda _, t: t.to("meta"), (args, kwargs))
-            output = forward(*a, **k)
-        except (
-            Exception
-        ):  # no meta kernel, or a look at values: any error says that it has to be tried with numbers
-            seen.clear()
-            drawn.back_to(before)
-            with filled(unit, device):
-                a, k = map_leaves(lambda _, t: torch.zeros(t.shape, dtype=t.dtype, device=device), unchanged)
-                output = forward(*a, **k)
+        if numbers:
+            stack.enter_context(filled(unit, device))
+        args, kwargs = map_leaves(given, call)
+        output = forward(*args, **kwargs)
     return Result(_zeros(output, device), {path: _zeros(value, device) for path, value in seen.items()})
 
 

@@ -105,11 +105,16 @@ class Surveyed:
         return discover()
 
     def foreseen(
-        self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, single: bool
+        self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, single: bool, rough: bool = False
     ) -> Foreseen | None:
-        """What there is to know of the loss, found once; None without an example batch. `single`: see Lookout."""
+        """What there is to know of the loss, found once; None without an example batch.
+
+        `single`: see Lookout; `rough`: what is known of microbatches of one row will do for those of more, or the other way.
+        """
         if example is None or self.model is None:
             return None
+        if rough and self._foreseen:
+            return self._foreseen.get(single, next(iter(self._foreseen.values())))
         if single not in self._foreseen:
             self._foreseen[single] = self._lookout.look(example, single)
         return self._foreseen[single]

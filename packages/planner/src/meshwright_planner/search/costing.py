@@ -28,10 +28,16 @@ TRIES = 4
 """How often relief is asked for, each time by what the last one lacked: a strategy does not know of all that a rank holds."""
 
 
-def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing | None = None) -> Candidate:
+def cost(
+    point: Point,
+    placed: Placed,
+    searched: tuple[str, ...],
+    easing: Easing | None = None,
+    rough: bool = False,
+) -> Candidate:
     """The candidate with the degrees of `point` (of every axis) and these placements on the axes that were `searched`.
 
-    `easing`: what stages may run again, and for how much memory.
+    `easing`: what stages may run again, and for how much memory; `rough`: see SearchRequest.
 
     Raises:
         PlanError: a strategy cannot have it so.
@@ -71,6 +77,7 @@ def cost(point: Point, placed: Placed, searched: tuple[str, ...], easing: Easing
         byte_seconds=1 / setting.cluster.streams,
         recompute=bool(placed.recompute),
         accelerated=setting.cluster.accelerated,
+        rough=rough,
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided, again = StrategyCost(), placed.recompute

@@ -67,7 +67,9 @@ class Search:
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
         self._eased: dict[int, tuple[Placed, Again]] = {}
-        self._full: dict[Point, tuple[Placed, Candidate]] = {}  # those with nothing run again that do not fit
+        self._full: dict[
+            tuple[Point, bool], tuple[Placed, Candidate]
+        ] = {}  # those with nothing run again that do not fit
 
     def variant(self, **changes: object) -> Search:
         """A search of a changed setting that shares what was recorded and solved: of the same model on the same cluster."""
@@ -151,7 +153,7 @@ class Search:
         tape = self._tape(point)
         exact = self._placed.get(self._key(point, tape, axes))
         if exact is not None:
-            return self._costed(point, exact, axes)
+            return self._costed(point, exact, axes, rough=True)
         family = (
             self.setting.dtype,
             *self._joined(point, axes),
@@ -162,7 +164,8 @@ class Search:
         model = self._models.get(family)
         if model is None or len(model.problem.tape.values) != len(tape.values):
             model = self._models[family] = self._model(family, point, tape, axes)
-        return self._costed(point, model if model.problem.tape is tape else model.at(tape), axes)
+        own = model if model.problem.tape is tape else model.at(tape)
+        return self._costed(point, own, axes, rough=True)
 
     def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
         known = self.shared.models.get(family)
@@ -239,18 +242,18 @@ class Search:
     def _new(self, problem: PlacementProblem, placement: Placement) -> Placed:
         return Placed(self.basis, self.rules, problem, placement)
 
-    def _costed(self, point: Point, placed: Placed, axes: Axes) -> Candidate:
+    def _costed(self, point: Point, placed: Placed, axes: Axes, rough: bool = False) -> Candidate:
         if point.recompute == BY_STAGE:
-            known, free = self._full.get(point.but(recompute=None), (None, None))
+            known, free = self._full.get((point.but(recompute=None), rough), (None, None))
             found = (
-                cost(point, placed, axes)
+                cost(point, placed, axes, rough=rough)
                 if free is None or known is not placed
                 else replace(free, point=point)
             )
             return eased(found, placed, self._again(point, placed))
-        found = cost(point, placed.with_recompute(self.recompute(point)), axes)
+        found = cost(point, placed.with_recompute(self.recompute(point)), axes, rough=rough)
         if point.recompute is None and found.excess_bytes:
-            self._full[point] = placed, found
+            self._full[point, rough] = placed, found
         return found
 
     def _again(self, point: Point, placed: Placed) -> Again:
