@@ -42,7 +42,8 @@ class SavedTensors:
             return tensor, None
         unit = self.engine.storages.get(storage_key(tensor))
         if unit is None or tensor.dtype != unit.dtype:
-            return tensor, tensor._version  # torch checks versions only where there are no hooks
+            # the tensor itself may be the result of the node that saves it: a circle that no garbage collector sees
+            return tensor.detach(), tensor._version  # torch checks versions only where there are no hooks
         offset = int(tensor.storage_offset())
         copy = unit.copy_at(offset)
         return SavedView(copy, copy.version, tensor.shape, tensor.stride(), offset)
