@@ -23,12 +23,18 @@ Handler = Callable[[Key, Calls, tuple[Any, ...], dict[str, Any]], Any]
 
 def signature_of(forward: Calls) -> inspect.Signature | None:
     """What a forward takes, None where that cannot be known."""
-    try:  # methods belong to classes, which live as long as the process; anything else is not kept
-        if inspect.ismethod(forward):
+    try:
+        if inspect.ismethod(forward) and _of_class(forward):
             return _without_self(forward.__func__)
         return inspect.signature(forward)
     except (TypeError, ValueError):
         return None
+
+
+def _of_class(method: Calls) -> bool:
+    """Whether it lives as long as a class does: a function that was bound to one module may hold whatever it likes."""
+    owner: Any = method.__self__  # type: ignore[attr-defined]
+    return getattr(type(owner), method.__name__, None) is method.__func__  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=1024)
