@@ -12,7 +12,8 @@ from torch import nn
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, PipelineRule, RecomputeRule
-from meshwright_dtensor.strategy import ModuleWork
+from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest
+from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.checks import check_division
 from meshwright_pipeline.cutting import cut
@@ -20,6 +21,7 @@ from meshwright_pipeline.dividing import balanced
 from meshwright_pipeline.profiling import Profiler
 from meshwright_pipeline.reading import NOTHING, joined
 from meshwright_pipeline.skeleton import skeleton
+from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.units import find_units, ownership
 
 
@@ -46,12 +48,14 @@ def test_what_crosses_is_what_is_used_behind_the_cut() -> None:
 class Twice(nn.Module):
     """Two batches through the same layers, one after the other or together."""
 
-    def __init__(self, together: bool) -> None:
+    def __init__(self, together: bool, layers: int = 2) -> None:
         super().__init__()
-        self.layers, self.together = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), together
+        self.layers, self.together = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers)), together
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](torch.tanh(self.layers[0](x)))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
     def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         if self.together:
@@ -69,10 +73,51 @@ def test_layers_that_are_called_again_are_told_to_be_called_once() -> None:
         made = cut(Profiler(skeleton(model, owned.units), owned.units).run((), batch), owned)
         return sorted(made.stage.values())
 
-    for stages in ([["layers"], ["layers"]], [["layers.0"], ["layers.1"]]):
+    for stages in ([["layers.0"], ["layers.1"]], [["layers"], ["layers.0"]]):
         with pytest.raises(PlanError, match=r"all rows put together \(torch.cat\)"):
             divided(False, stages)
     assert divided(True, [["layers.0"], ["layers.1"]]) == [0, 1]
+    # where both hold them, calls are shared out
+    assert divided(False, [["layers"], ["layers"]]) == [0, 0, 1, 1]
+    assert divided(False, [["layers.0"], ["layers"]]) == [0, 1, 1, 1]
+    assert divided(False, [["layers"], ["layers.1"]]) == [0, 0, 0, 1]
+
+
+def train_twice(rank: int, size: int) -> float:
+    """Largest distance of a loss or gradient to one device, where both stages hold all layers."""
+    worst, models = 0.0, []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = Twice(False)
+        models.append(pipeline(model, plan_of(stages=[["layers"], ["layers"]])) if parallel else model)
+    for number in range(2):
+        one, other = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(number))
+        losses = [model(one, other) for model in models]
+        worst = max(worst, abs(float(losses[0] - losses[1])) / float(losses[0]))
+        for loss in losses:
+            loss.backward()
+    known = dict(models[0].named_parameters())
+    far = [
+        (p.grad - known[n].grad).abs().max() / known[n].grad.abs().max()
+        for n, p in models[1].named_parameters()
+    ]
+    return max(worst, *map(float, far))
+
+
+def test_layers_that_two_stages_hold_are_those_of_one_device(rank_pool: RankPool) -> None:
+    assert max(rank_pool.run(2, train_twice)) < 1e-5
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_a_plan_for_layers_that_are_called_again_can_be_cut(layers: int) -> None:
+    model = Twice(False, layers)
+    work = tuple(ModuleWork(f"layers.{i}", 1.0, 64.0) for _ in range(2) for i in range(layers))
+    request = SearchRequest(2, 8, options={"schedule": "1f1b"}, survey=Pipeline().survey(model), work=work)
+    rule = Pipeline().cost(request, 2, Link("test", 1e-6, 1e9)).fields["pipeline"]
+    owned = ownership(model, PipelineRule(stages=rule["stages"], microbatches=2))
+    batch = {"one": torch.randn(2, 4), "other": torch.randn(2, 4)}
+    made = cut(Profiler(skeleton(model, owned.units), owned.units).run((), batch), owned)
+    assert sorted(made.stage.values()) == [0] * layers + [1] * layers
 
 
 def test_a_skeleton_takes_no_memory_and_leaves_the_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
             parameters are read outside of their unit on other stages.
     """
     stage = _assign(profile.order, owned)
+    if len(set(stage.values())) < len(
+        owned.stages
+    ):  # units that several stages hold have all run on the first of these
+        stage = _evenly(profile.order, owned) or stage
     last: list[Key] = []
     for index in range(len(owned.stages)):
         own = [key for key in profile.order if stage[key] == index]
@@ -87,6 +92,30 @@ def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
             raise PlanError(f"pipeline.stages[{allowed[-1]}]", unit, text)
         stage[unit, call] = current = here
     return stage
+
+
+def _evenly(order: Sequence[Key], owned: Ownership) -> dict[Key, int] | None:
+    """A stage for every call, never going back, so that each stage has some and the longest as few as can be; None: no way.
+
+    Planning cuts a model that calls its units again between calls, and writes down the units alone.
+    """
+    allowed = [set(owned.allowed(unit)) for unit, _ in order]
+    most, count = len(order), len(owned.stages)
+    # (calls of the longest stage, where each stage begins) of the first calls, on the stages so far
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(count):
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begin, (longest, begins) in best.items():
+            for end in range(begin + 1, most + 1):
+                if stage not in allowed[end - 1]:
+                    break
+                now = max(longest, end - begin), (*begins, begin)
+                found[end] = min(found.get(end, now), now)
+        best = found
+    if most not in best:
+        return None
+    begins = best[most][1]
+    return {key: bisect.bisect_right(begins, place) - 1 for place, key in enumerate(order)}
 
 
 def crossing(profile: Profile, stage: Mapping[Key, int], count: int) -> tuple[tuple[Label, ...], ...]:
