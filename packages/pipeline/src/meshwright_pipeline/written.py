@@ -46,12 +46,13 @@ class Values:
 
 
 def state_of(parts: Iterable[tuple[str, nn.Module]]) -> State:
-    """What modules keep, by place; parameters and parts are left out."""
+    """What modules keep, by place; parts are left out."""
     seen: dict[int, Any] = {}
     found: State = {}
     for path, part in parts:
+        parameters, buffers = tensors_in(part)
         own = {name: value for name, value in part.__dict__.items() if name not in OWN_PARTS}
-        for name, value in (own | tensors_in(part)[1]).items():
+        for name, value in (own | parameters | buffers).items():
             found[path, name] = _kept(value, 0, seen)
     return found
 
@@ -65,12 +66,14 @@ def changed(before: State, after: State) -> list[Place]:
 def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     """What tells a value from what it may become."""
     if isinstance(value, torch.Tensor):
-        ordinary = not value.is_meta and value.numel() <= LARGE and not isinstance(value, nn.Parameter)
+        ordinary = not value.is_meta and value.numel() <= LARGE
         return Values(value) if ordinary else (torch.Tensor, value.shape)
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return type(value), value
     if isinstance(value, (float, complex)):
         return type(value), repr(value)  # one that is no number is like itself
+    if hasattr(value, "tobytes") and getattr(value, "nbytes", LARGE) < 8 * LARGE:  # of numpy
+        return type(value), getattr(value, "shape", None), value.tobytes()
     if depth == _DEEP or isinstance(value, _OPAQUE):
         return type(value)
     if id(value) not in seen:
