@@ -105,7 +105,7 @@ class StageDivision(Division):
         call.hooks_are_ours(self.known)
         model.__dict__[_ATTRIBUTE] = call
         model.register_load_state_dict_pre_hook(_Ignoring(self.elsewhere))
-        watch_steps(model.parameters())
+        watch_steps(model.parameters(), self.group, device)
         take_over(model, call)
 
 

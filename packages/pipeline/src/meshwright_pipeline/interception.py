@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -31,10 +32,9 @@ def signature_of(forward: Calls) -> inspect.Signature | None:
         return None
 
 
-def _of_class(method: Calls) -> bool:
+def _of_class(method: MethodType) -> bool:
     """Whether it lives as long as a class does: a function that was bound to one module may hold whatever it likes."""
-    owner: Any = method.__self__  # type: ignore[attr-defined]
-    return getattr(type(owner), method.__name__, None) is method.__func__  # type: ignore[attr-defined]
+    return getattr(type(method.__self__), method.__name__, None) is method.__func__
 
 
 @functools.lru_cache(maxsize=1024)
