@@ -55,6 +55,13 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def draws_of_its_own(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation with these arguments draws from another generator than the default one, which it may name."""
+    default: Any = torch.default_generator
+    given = kwargs.get("generator")
+    return given is not None and bool(given._cdata != default._cdata)
+
+
 def by_the_batch(module: nn.Module) -> bool:
     """Whether a module normalises by the statistics of the rows that it is given: in eval() too, where it has no others."""
     return isinstance(module, _BatchNorm) and (

@@ -71,6 +71,18 @@ def signature(call: Call) -> tuple[Any, ...]:
     return (spec, *(_sign(leaf) for leaf in leaves))
 
 
+def outline(call: Call) -> tuple[Any, ...]:
+    """What decides which code of a model runs, apart from sizes: structure, dtypes, flags and names."""
+    leaves, spec = pytree.tree_flatten(call)
+    return (spec, *(_outlined(leaf) for leaf in leaves))
+
+
+def _outlined(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dim(), leaf.dtype
+    return (type(leaf), leaf) if leaf is None or isinstance(leaf, (bool, str)) else type(leaf)
+
+
 def _sign(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         layout = leaf.global_layout if isinstance(leaf, GlobalTensor) else None

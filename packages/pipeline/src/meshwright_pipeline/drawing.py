@@ -20,13 +20,16 @@ import torch
 
 from meshwright_dtensor._torch import is_fake
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline._torch import TorchDispatchMode, draws, op_name
+from meshwright_pipeline._torch import TorchDispatchMode, draws, draws_of_its_own, op_name
 from meshwright_pipeline.interception import Key
+from meshwright_pipeline.trees import tensors_of
 
 _MARKS = 0x6D657368 << 31
 """Seeds from here on are marks: a generator's state says with which seed it was made."""
 BETWEEN: Key = ("", 0)
 """Where a random operation stands that no unit performs."""
+Filling = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""An operation that fills a tensor in place, and its other arguments."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,18 @@ class Draw:
         """What tells it from the others of a forward."""
         return self.key, self.place
 
-    def run(self, numel: int | None = None) -> torch.Tensor:
-        """Draw from the default generator: the whole tensor, or for the sake of the generator `numel` elements."""
+    def run(self, numel: int | None = None, given: Filling | None = None) -> torch.Tensor:
+        """Draw from the default generator: the whole tensor, or for the sake of the generator `numel` elements.
+
+        `given`: the operation as it is called now, such as a dropout whose probability has changed since.
+        """
+        op, rest, kwargs = given or (self.op, self.rest, self.kwargs)
         if numel is not None:
             target = torch.empty(numel, dtype=self.dtype)
         else:
             target = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         with torch.no_grad():
-            self.op(target, *self.rest, **dict(self.kwargs))
+            op(target, *rest, **dict(kwargs))
         return target
 
 
@@ -79,37 +86,47 @@ class Draws:
 
     def note(self, key: Key, op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """An operation of `key` has run."""
-        if kwargs.get("generator") is not None:
-            return
         place = self._counts[key]
         self._counts[key] = place + 1
-        first = result if isinstance(result, torch.Tensor) else None
-        if first is None or not args or first is not args[0]:
-            fills = _as_fill(op, args, kwargs, first)
-        else:
-            fills = op, tuple(args[1:]), tuple(kwargs.items())
-        if fills is None or first is None:
+        fills = filling(op, args, kwargs, result)
+        if fills is None:
             raise UnsupportedError(
                 f"module {key[0] or 'the model'!r} performs the random operation {op_name(op)}, which a pipeline cannot repeat for "
                 "the rows of a microbatch; use pp=1, or dropout and in-place random functions"
             )
         op, rest, named = fills
-        self.found.append(Draw(key, place, op, tuple(first.shape), first.stride(), first.dtype, rest, named))
+        self.found.append(
+            Draw(key, place, op, tuple(result.shape), result.stride(), result.dtype, rest, named)
+        )
 
 
-def _as_fill(
-    op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor | None
-) -> tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]] | None:
-    """The operation in place that draws the same numbers as one that makes a tensor."""
-    aten = torch.ops.aten
-    name = op_name(op)
-    if result is None:
+def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Filling | None:
+    """The operation in place that draws the numbers of this one; None where that is not known, or asks tensors."""
+    aten, name = torch.ops.aten, op_name(op)
+    if not isinstance(result, torch.Tensor):
         return None
+    if args and result is args[0]:
+        named = tuple((key, value) for key, value in kwargs.items() if key != "generator")
+        return None if tensors_of((args[1:], named)) else (op, tuple(args[1:]), named)
     if name in ("rand", "rand_like"):
         return aten.uniform_.default, (0.0, 1.0), ()
     if name in ("randn", "randn_like"):
         return aten.normal_.default, (0.0, 1.0), ()
     return None
+
+
+def check_generator(key: Key, op: Any, kwargs: dict[str, Any]) -> None:
+    """That numbers come from the generator of one device.
+
+    Raises:
+        UnsupportedError: they come from another one, which each microbatch, and each rank that has this code, would draw from.
+    """
+    if draws_of_its_own(kwargs):
+        raise UnsupportedError(
+            f"module {key[0] or 'the model'!r} draws random numbers ({op_name(op)}) from a generator of its own, which a pipeline "
+            "cannot set to where it stands on one device; draw from the default one, draw outside of the model and give it the "
+            "numbers, or plan without pp"
+        )
 
 
 @dataclass
@@ -141,6 +158,7 @@ class Streams:
     def __init__(self, found: Sequence[Draw], count: int) -> None:
         self.draws, self.count = tuple(found), count
         self._by_name = {draw.name: draw for draw in self.draws}
+        self._often = Counter(draw.key for draw in self.draws)
         self._short: dict[Any, bool] = {}
         self._drawn = Drawn()
         self.microbatch: int | None = None
@@ -202,8 +220,8 @@ class Streams:
         self._place = (microbatch, stage, place + 1)
         return microbatch, name
 
-    def take(self, op: Any, like: torch.Tensor) -> torch.Tensor:
-        """The numbers that the next random operation draws, where it fills a tensor of the shape of `like`.
+    def take(self, op: Any, like: torch.Tensor, given: Filling | None) -> torch.Tensor:
+        """The numbers that the next random operation draws, where it fills a tensor of the shape of `like`; `given`: see Draw.
 
         Raises:
             UnsupportedError: it is none of those that were seen, or comes in a backward pass.
@@ -223,7 +241,21 @@ class Streams:
                 "the same ones for every batch of the same shapes"
             )
         torch.set_rng_state(state)
-        return self._rows(draw.run(), draw, microbatch, tuple(like.shape))
+        same = given is not None and given[0] is draw.op
+        return self._rows(draw.run(None, given if same else None), draw, microbatch, tuple(like.shape))
+
+    def check(self, key: Key) -> None:
+        """That the call of a unit which has just ended has drawn as often as it was seen to.
+
+        Raises:
+            UnsupportedError: it has not, so that what it has drawn may stand for something else.
+        """
+        if self._places[key] != self._often[key]:
+            raise UnsupportedError(
+                f"module {key[0]!r} has performed {self._places[key]} random operations, and {self._often[key]} when the model "
+                "was profiled; a pipeline needs the same ones for every batch of the same shapes, which layers that are skipped at "
+                "random change, and probabilities that become 0"
+            )
 
     def _rows(self, full: torch.Tensor, draw: Draw, microbatch: int, shape: tuple[int, ...]) -> torch.Tensor:
         fits = len(shape) == full.dim()
@@ -261,13 +293,13 @@ class Replay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(func, args, kwargs) or kwargs.get("generator") is not None:
+        if not draws(func, args, kwargs) or draws_of_its_own(kwargs):
             return func(*args, **kwargs)
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is not None and (target.is_meta or is_fake(target)):
             return func(*args, **kwargs)
         in_place = op_name(func).endswith("_")
         result = target if in_place and target is not None else func(*args, **kwargs)
-        result.copy_(self.streams.take(func, result))
+        result.copy_(self.streams.take(func, result, filling(func, args, kwargs, result)))
         self.streams.mark()
         return result

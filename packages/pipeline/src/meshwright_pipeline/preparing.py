@@ -15,7 +15,7 @@ from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.actions import Schedule, Shape, Timetable
 from meshwright_pipeline.adding import NO_LOSS, Adding, Unproven, Why, of_one, prove
-from meshwright_pipeline.batching import Call, signature
+from meshwright_pipeline.batching import Call, outline, signature
 from meshwright_pipeline.cutting import Cut, cut
 from meshwright_pipeline.drawing import Streams
 from meshwright_pipeline.losses import loss_of
@@ -26,7 +26,7 @@ from meshwright_pipeline.sameness import Sameness
 from meshwright_pipeline.stage import Stage
 from meshwright_pipeline.tail import Tail, joints_of
 from meshwright_pipeline.transport import Transport
-from meshwright_pipeline.units import Ownership
+from meshwright_pipeline.units import DROPOUTS, Ownership
 
 MAX_SIGNATURES = 64
 
@@ -86,7 +86,7 @@ class Preparing:
         self.transport, self.mesh, self.dtype, self.split = transport, mesh, dtype, split
         self.ours: Mapping[nn.Module, frozenset[int]] = {}
         self._known: dict[Any, Prepared] = {}
-        self._looked: dict[bool, Rowless | None] = {}
+        self._looked: dict[Any, Rowless | None] = {}
 
     def forget(self) -> None:
         """Prepare anew from now on: messages may be out of step."""
@@ -98,7 +98,7 @@ class Preparing:
 
     def prepared(self, model: nn.Module, call: Call, whole: Call, training: bool) -> Prepared:
         """For a batch `whole`, of which `call` is a microbatch."""
-        key = (signature(call), training, model.training)
+        key = (signature(call), training, tuple(map(_mode, model.modules())))
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= MAX_SIGNATURES:
@@ -109,6 +109,8 @@ class Preparing:
     def _prepare(self, model: nn.Module, call: Call, whole: Call) -> Prepared:
         for ours, copied in zip(model.modules(), self.skeleton.modules(), strict=True):
             copied.training = ours.training
+            if isinstance(ours, DROPOUTS):
+                copied.__dict__["p"] = ours.p
         self.check_rows(whole)
         profiler = Profiler(self.skeleton, self.owned.units)
         profile = profiler.run(*self._whole(call))
@@ -125,17 +127,18 @@ class Preparing:
         return Prepared(self.runtime(stages), profile, streams, profiler, entire, made)
 
     def check_rows(self, whole: Call) -> None:
-        """That microbatches change nothing, looked at once.
+        """That microbatches change nothing, looked at once for each way to call the model.
 
         Raises:
             PlanError: rows are mixed, or a forward writes what it would write for each of them.
         """
-        count, training = self.shape.microbatches, self.skeleton.training
+        count = self.shape.microbatches
         if count == 1:
             return
-        if training not in self._looked:
-            self._looked[training] = look(self.skeleton, self.owned.units, self._whole(whole))
-        found = self._looked[training]
+        key = (tuple(map(_mode, self.skeleton.modules())), outline(whole))
+        if key not in self._looked:
+            self._looked[key] = look(self.skeleton, self.owned.units, self._whole(whole))
+        found = self._looked[key]
         if found is not None:
             raise PlanError("pipeline.microbatches", count, str(found), "1")
 
@@ -184,3 +187,8 @@ class Preparing:
 
         changed: Call = pytree.tree_map_only(torch.Tensor, one, call)
         return changed
+
+
+def _mode(module: nn.Module) -> tuple[bool, bool]:
+    """What decides whether a module draws random numbers: its mode, and whether a dropout drops some and not all."""
+    return module.training, isinstance(module, DROPOUTS) and 0 < module.p < 1

@@ -29,7 +29,7 @@ from meshwright_pipeline._torch import (
     target_of,
 )
 from meshwright_pipeline.batching import Call, rows_of
-from meshwright_pipeline.drawing import BETWEEN, Draw, Draws
+from meshwright_pipeline.drawing import BETWEEN, Draw, Draws, check_generator
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
 from meshwright_pipeline.keeping import Place, Writes
 from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
@@ -128,6 +128,8 @@ class _Taint(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if draws(func, args, kwargs):
+            check_generator(self.key, func, kwargs)
         if self.watch is None or self.inside:
             result = self._run(func, args, kwargs)
         else:

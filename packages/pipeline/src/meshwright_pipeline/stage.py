@@ -182,6 +182,7 @@ class Stage:
         self.streams.key, before = key, self.streams.key
         try:
             yield
+            self.streams.check(key)
         finally:
             self.streams.key = before
 

@@ -90,6 +90,8 @@ def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if place < len(args):
             return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
         return func(*args, **{**kwargs, "dropout_p": 0.0})
+    if "generator" in kwargs:  # one of its own stays as it is
+        kwargs = {**kwargs, "generator": None}
     result = func(*args, **kwargs)
     for tensor in tensors_of(result):
         if name.startswith("randperm"):
