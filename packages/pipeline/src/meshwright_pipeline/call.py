@@ -24,7 +24,6 @@ from meshwright_pipeline.drawing import Drawn, Replay, Streams
 from meshwright_pipeline.ending import Ending, Place
 from meshwright_pipeline.gradients import Sink, Sinks, connected, loss_only, returned
 from meshwright_pipeline.inputs import Inputs
-from meshwright_pipeline.keeping import held, put
 from meshwright_pipeline.losses import loss_of, need_loss, with_loss
 from meshwright_pipeline.mail import Failure
 from meshwright_pipeline.mates import Mates
@@ -226,14 +225,14 @@ class PipelinedCall:
         streams, sinks = work.prepared.streams, self.sinks.trainable()
         running = Running(work.prepared.runtime, work.calls, None, None, work.batch, backward=False)
         kept = work.prepared.profile.kept
-        before = [value.clone() for value in held(self.model, kept)]
+        before = [None if value is None else value.clone() for value in kept.held(self.model)]
         ran: Ran | None = None
         made: list[Any] = []
         with self.sinks.active() if training else contextlib.nullcontext(), self._drawing(streams) as drawn:
             self.last = running.run("forward")
             if self._ends and self.last.failure is None:
                 try:
-                    put(self.model, kept, before)  # what is written there, the tail writes again
+                    kept.put(self.model, before)  # what is written there, the tail writes again
                     ran = self.preparing.tail(self.model, work.prepared, work.whole).run(
                         work.whole, self.last
                     )
@@ -281,12 +280,14 @@ class PipelinedCall:
         return with_loss(output, leaves[0], keep=False) if only else _like(output, leaves)
 
     def _tell_kept(self, work: _Work) -> None:
-        """Give every rank the buffers outside of units as the last stage has written them."""
+        """Give every rank the buffers and numbers outside of units as the last stage has written them."""
         kept = work.prepared.profile.kept
         if kept:
-            values, _ = self.ending.tell(held(self.model, kept), lambda: held(self.model, kept))
+            # all ranks of a mesh gather them
+            own = [x if x is None else x.to(self.place.device) for x in kept.held(self.model)]
+            values, _ = self.ending.tell(own, lambda: own)
             if not self._ends:
-                put(self.model, kept, values)
+                kept.put(self.model, values)
 
     @property
     def _ends(self) -> bool:

@@ -1,4 +1,4 @@
-"""Buffers that the code between units writes: every rank runs some of that code, and that of the last stage all of it.
+"""What the code between units writes to itself, buffers and numbers: every rank runs some of it, and that of the last stage all.
 
 So they are told to the others behind a step. Where the code behind the units runs once more, on the whole batch, they are set
 back before it.
@@ -6,25 +6,75 @@ back before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright_dtensor.global_tensor import GlobalTensor
-from meshwright_pipeline._torch import tensors_in
+from meshwright_pipeline._torch import OWN_PARTS, tensors_in
 
 Tensor = torch.Tensor
 Place = tuple[str, str]
-"""The path of a module, and the name of its buffer."""
+"""The path of a module, and the name of its buffer or attribute."""
+
+_NUMBERS = (bool, int, float)
+_FITS = 1 << 63
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a model writes.
+
+    Attributes:
+        buffers: those that are written.
+        numbers: attributes that are numbers, and become others.
+    """
+
+    buffers: tuple[Place, ...] = ()
+    numbers: tuple[Place, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.buffers or self.numbers)
+
+    def held(self, model: nn.Module) -> list[Tensor | None]:
+        """What `model` has there: buffers whole, then numbers."""
+        found = [tensors_in(model.get_submodule(path))[1][name] for path, name in self.buffers]
+        numbers = [model.get_submodule(path).__dict__.get(name) for path, name in self.numbers]
+        return [
+            *(t.full_tensor() if isinstance(t, GlobalTensor) else t for t in found),
+            *(_as_tensor(number) for number in numbers),
+        ]
+
+    def put(self, model: nn.Module, values: Sequence[Tensor | None]) -> None:
+        """Give `model` these values, in the memory that buffers have where that fits."""
+        count = len(self.buffers)
+        for (path, name), value in zip(self.buffers, values[:count], strict=True):
+            buffers = tensors_in(model.get_submodule(path))[1]
+            old = buffers[name]
+            if value is None or old is None:
+                buffers[name] = value
+            elif type(old) is type(value) and old.shape == value.shape and old.dtype == value.dtype:
+                with torch.no_grad():
+                    old.copy_(value)
+            else:
+                buffers[name] = value
+        for (path, name), value in zip(self.numbers, values[count:], strict=True):
+            if value is not None:
+                model.get_submodule(path).__dict__[name] = value.item()
 
 
 class Writes:
-    """Buffers outside of units, as they are now.
+    """Buffers and numbers outside of units, as they are now.
 
     Args:
         model: whose they are.
         units: names of its units.
+
+    Attributes:
+        empty: buffers that are None now.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -35,39 +85,44 @@ class Writes:
             if path not in units and not path.startswith(inside)
         }
         self._before = {
-            (path, name): (buffer, buffer._version)
+            (path, name): (buffer, 0 if buffer is None else buffer._version)
             for path, part in self._parts.items()
-            for name, buffer in _buffers(part).items()
+            for name, buffer in tensors_in(part)[1].items()
         }
+        self.empty = frozenset(at for at, (buffer, _) in self._before.items() if buffer is None)
+        self._numbers = dict(self._counted())
 
-    def found(self) -> dict[Place, Tensor]:
+    def buffers(self) -> dict[Place, Tensor]:
         """Those that have been written since, and their values."""
         return {
             (path, name): buffer
             for path, part in self._parts.items()
-            for name, buffer in _buffers(part).items()
-            if (known := self._before.get((path, name))) is not None
+            for name, buffer in tensors_in(part)[1].items()
+            if buffer is not None
+            and (known := self._before.get((path, name))) is not None
             and (known[0] is not buffer or known[1] != buffer._version)
         }
 
+    def numbers(self) -> tuple[Place, ...]:
+        """Those of modules of which any is another one now: the rest may follow in a later forward."""
+        now = dict(self._counted())
+        changed = {
+            at[0] for at, value in now.items() if self._numbers.get(at, value) != value and value == value
+        }
+        return tuple(at for at in now if at[0] in changed)
 
-def _buffers(part: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in tensors_in(part)[1].items() if buffer is not None}
+    def _counted(self) -> Iterator[tuple[Place, Any]]:
+        for path, part in self._parts.items():
+            for name, value in part.__dict__.items():
+                if name not in OWN_PARTS and _is_number(value):
+                    yield (path, name), value
 
 
-def held(model: nn.Module, places: Iterable[Place]) -> list[Tensor]:
-    """The values of buffers, whole."""
-    found = [tensors_in(model.get_submodule(path))[1][name] for path, name in places]
-    return [t.full_tensor() if isinstance(t, GlobalTensor) else t for t in found]
+def _is_number(value: Any) -> bool:
+    return type(value) in _NUMBERS and (type(value) is float or -_FITS <= value < _FITS)
 
 
-def put(model: nn.Module, places: Iterable[Place], values: Iterable[Tensor]) -> None:
-    """Give buffers these values, in the memory that they have where that fits."""
-    for (path, name), value in zip(places, values, strict=True):
-        buffers = tensors_in(model.get_submodule(path))[1]
-        old = buffers[name]
-        if type(old) is type(value) and old.shape == value.shape and old.dtype == value.dtype:
-            with torch.no_grad():
-                old.copy_(value)
-        else:
-            buffers[name] = value
+def _as_tensor(value: Any) -> Tensor | None:
+    if not _is_number(value):
+        return None
+    return torch.tensor(value, dtype=torch.float64 if type(value) is float else None)

@@ -31,13 +31,14 @@ from meshwright_pipeline._torch import (
 from meshwright_pipeline.batching import Call, rows_of
 from meshwright_pipeline.drawing import BETWEEN, Draw, Draws, check_generator
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
-from meshwright_pipeline.keeping import Place, Writes
+from meshwright_pipeline.keeping import Kept, Writes
 from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
 from meshwright_pipeline.trees import leaves_of, map_leaves, nothing, repeats, tensors_of
 from meshwright_pipeline.watching import Functions, Watch
 
 Labels = frozenset[Label]
 NOTHING: Labels = frozenset()
+NOTHING_KEPT = Kept()
 READ = -1
 """The call of a label that stands for the parameters of a unit."""
 _BATCH: Label = ("", READ - 1, "", 0)
@@ -78,7 +79,7 @@ class Profile:
         draws: the random operations, in order.
         of_batch: the calls whose results depend on the rows of the batch.
         written: what code between units writes to, of what units return.
-        kept: the buffers outside of units that it writes to.
+        kept: the buffers and numbers outside of units that it writes to.
     """
 
     order: tuple[Key, ...]
@@ -90,7 +91,7 @@ class Profile:
     draws: tuple[Draw, ...] = ()
     of_batch: frozenset[Key] = frozenset()
     written: Labels = NOTHING
-    kept: tuple[Place, ...] = ()
+    kept: Kept = NOTHING_KEPT
 
     def leaf(self, label: Label) -> Any:
         """The leaf of a result that a label stands for."""
@@ -272,8 +273,9 @@ class Profiler:
         glue = contextlib.nullcontext() if watch is None else Functions(watch)
         with intercepted(self.model, self.units, one), glue, taint:
             output = self.model(*args, **kwargs)
-        kept = writes.found()
-        final = taint.of((output, list(kept.values()))) - {_BATCH}
+        # one that is made once, and of no batch, each rank makes itself
+        buffers = {at: b for at, b in writes.buffers().items() if at not in writes.empty or taint.of([b])}
+        final = taint.of((output, list(buffers.values()))) - {_BATCH}
         read = {unit for labels in (*consumes.values(), final) for unit, call, _, _ in labels if call == READ}
         if not order:
             raise UnsupportedError(
@@ -290,7 +292,7 @@ class Profiler:
             tuple(taint.draws.found),
             frozenset(of_batch),
             frozenset(taint.written),
-            tuple(kept),
+            Kept(tuple(buffers), writes.numbers()),
         )
 
 
