@@ -131,6 +131,12 @@ def with_dtype(spec: Any, dtype: torch.dtype) -> Any:
     return replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
+def count_write(tensor: DTensor) -> None:
+    """Let autograd, and whoever keeps copies, know that a DTensor was written to in a way that was not counted."""
+    if not tensor._local_tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor._local_tensor)
+
+
 def copied_spec(tensor: DTensor) -> Any:
     """A spec equal to that of a DTensor, but another object."""
     return replace(tensor._spec)

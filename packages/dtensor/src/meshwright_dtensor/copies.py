@@ -6,7 +6,6 @@ compute copy is a plain leaf tensor with a layout of its own; an engine fills it
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from meshwright_dtensor.errors import UnsupportedError
 if TYPE_CHECKING:
     from meshwright_dtensor.layout import Layout
 
-_COPY_OF = "_meshwright_copy_of"
+_IS_COPY = "_meshwright_is_copy"
 
 
 class ComputeCopy(ABC):
@@ -56,23 +55,25 @@ class ComputeCopy(ABC):
         """Take over the parameter's `requires_grad`."""
 
 
-def mark_as_copy(leaf: torch.Tensor, parameter: torch.Tensor) -> None:
+def mark_as_copy(leaf: torch.Tensor) -> None:
     """Note that `leaf` is the compute copy of a parameter: writes to views of it must not pass for writes to that."""
-    leaf.__dict__[_COPY_OF] = weakref.ref(parameter)
+    leaf.__dict__[_IS_COPY] = True
+
+
+def is_of_copy(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is marked as a compute copy, or a view of one that is."""
+    return _IS_COPY in (tensor if tensor._base is None else tensor._base).__dict__
 
 
 def refuse_write_to_copy(written: torch.Tensor) -> None:
-    """Raise if the tensor that was written to is a view of a compute copy, which is gathered anew before it is used again.
+    """Raise if what is about to be written to is a view of a compute copy, which is gathered anew before it is used again.
 
     Raises:
         UnsupportedError: it is.
     """
-    base = written._base
-    found = None if base is None else base.__dict__.get(_COPY_OF)
-    if base is not None and found is not None:
-        touch(found())
+    if is_of_copy(written):
         raise UnsupportedError(
-            f"a write to a view of a parameter of shape {list(base.shape)} that is sharded by zero or computed in another "
+            f"a write to a view, of shape {list(written.shape)}, of a parameter that is sharded by zero or computed in another "
             "precision: the view was taken for autograd and shows what is computed with, so the write would not reach the "
             "parameter; take the view under torch.no_grad(), or write to parameter.data"
         )
@@ -87,3 +88,11 @@ def touch(values: object) -> None:
     copy = getattr(values, "_copy", None)
     if isinstance(copy, ComputeCopy):
         copy.touched += 1
+
+
+def computing(values: object) -> bool:
+    """Whether a parameter among the arguments has a compute copy and a forward runs, which takes the copy, dtype and all."""
+    if isinstance(values, (tuple, list)):
+        return any(map(computing, values))
+    copy = getattr(values, "_copy", None)
+    return isinstance(copy, ComputeCopy) and copy.computing

@@ -160,6 +160,8 @@ def _run(
                 locals_.append(dtensor_local(t) if t._copy is None else t._copy.take())
             else:
                 locals_.append(_local_of(t, states, program, site))
+    if program.writes:
+        refuse_write_to_copy(locals_[0])
     if program.takes_arguments:
         result = program.local(args, kwargs, locals_)
     else:
@@ -168,8 +170,6 @@ def _run(
     if type(out) is not Layout:
         return _label(result, out, tensors, program.gathered_view)
     if program.returns_input:
-        if program.writes:
-            refuse_write_to_copy(result)
         for t in tensors:
             if t is result or (type(t) is GlobalTensor and t._local is result and t._layout is out):
                 return t
@@ -274,6 +274,7 @@ def _make(
         bare = all(type(t) is GlobalTensor for t in tensors)
         places = [once.index(i) for i in _repeats(tensors)]
         program = build(space, func, args, kwargs, layouts, places, d, bare)
+        program.writes = in_place
     except Underivable as e:
         space.note(name, 3, described, str(e))
         return fallback.Replicated(space, func, in_place)

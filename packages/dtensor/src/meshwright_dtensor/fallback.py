@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from meshwright_dtensor._torch import pytree
 from meshwright_dtensor.collectives import NOWHERE, Site
+from meshwright_dtensor.copies import refuse_write_to_copy
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.functions import runs_on_shards
 from meshwright_dtensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
@@ -32,6 +33,8 @@ Tensor = torch.Tensor
 def whole(x: Any, site: Site = NOWHERE) -> Any:
     """The whole value of a global tensor or mesh parameter, connected to autograd; anything else as it is."""
     if isinstance(x, GlobalTensor):
+        if isinstance(x, DetachedView):
+            x.check_fresh()
         return local_in(x, x._layout.space.replicated, site)
     if isinstance(x, DTensor):
         return parameter_local(x, layout_of_dtensor(x).space.replicated, site)
@@ -83,6 +86,7 @@ class Replicated:
                     "before parallelize, or write through parameter.data with a DTensor"
                 )
             return self.func(target, *rest, **full_kwargs)
+        refuse_write_to_copy(target._local)
         layout = target._layout
         changed = whole(target, site)
         if changed is target._local:
@@ -124,7 +128,8 @@ def run_with_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ru
     """
     kwargs = dict(kwargs)
     out = kwargs.pop("out")
-    result = run(func, args, kwargs)
+    over = any(isinstance(x, (GlobalTensor, DTensor)) for x in pytree.tree_leaves((args, kwargs)))
+    result = run(func, args, kwargs) if over else func(*args, **kwargs)
     outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
     for o, r in zip(outs, results, strict=True):
         if tuple(o.shape) != tuple(r.shape):
@@ -138,8 +143,10 @@ def run_with_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ru
                 "not reach the base; write to the base itself"
             )
         if isinstance(o, GlobalTensor):
-            same = r.redistribute(o._layout.states) if isinstance(r, GlobalTensor) else r
-            o._local.copy_(same._local)
+            refuse_write_to_copy(o._local)
+            if not isinstance(r, GlobalTensor):
+                r = label(o._layout.space, r)
+            o._local.copy_(r.redistribute(o._layout.states)._local)
         else:
             o.copy_(whole(r))
     return out

@@ -20,11 +20,13 @@ from meshwright_dtensor._torch import (
     dtensor_spec,
     pytree,
     quiet_exchanges,
+    set_dtensor_parts,
     settled,
     stock_call,
 )
 from meshwright_dtensor.alike import lies_like, on_local_parts, quickly, same_specs
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.lists import one_by_one, writes_lists
 from meshwright_dtensor.permuted import layout_in_runs
 
 Tensor = torch.Tensor
@@ -91,7 +93,7 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return _on_locals(func, name, args, kwargs)
     with stock_call():
         if name != "stack":  # the norms of many gradients are stacked first, and completed together
-            args = tuple([_complete(a) if isinstance(a, MeshValue) else a for a in args])
+            args = tuple([_completed(a) if isinstance(a, MeshValue) else a for a in args])
         result = on_local_parts(func, name, args, kwargs)
     if result is NotImplemented:
         if kwargs.get("out") is not None:
@@ -108,15 +110,25 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
-    # lists are written to by functions that give nothing: stock DTensor refuses what it cannot mix
-    if name.startswith("_f") or not _writing().meets_others(args, kwargs):
+    mixed = _writing().meets_others(args, kwargs)
+    if not mixed or (name.startswith("_f") and not writes_lists(name)):
         try:
             with stock_call(), quiet_exchanges():
                 return func(*args, **kwargs)
         except NotImplementedError:  # it has no rule, and says so on every rank before anything is moved
-            if name.startswith("_f"):
+            if name.startswith("_f") and not writes_lists(name):
                 raise
+    if writes_lists(name):
+        return one_by_one(func, args, kwargs)
     return _writing().by_global_rules(func, args, kwargs)
+
+
+def _completed(x: MeshValue) -> MeshValue:
+    """``x`` itself, from now on without partial values: what is written to it must not go to another tensor."""
+    if any(p.is_partial() for p in x.placements):
+        whole = _complete(x)
+        set_dtensor_parts(x, dtensor_local(whole), dtensor_spec(whole))
+    return x
 
 
 def _complete(x: DTensor) -> DTensor:

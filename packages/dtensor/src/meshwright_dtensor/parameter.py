@@ -27,7 +27,7 @@ from meshwright_dtensor._torch import (
 )
 from meshwright_dtensor.alike import quickly
 from meshwright_dtensor.collectives import NOWHERE, Site
-from meshwright_dtensor.copies import ComputeCopy, touch
+from meshwright_dtensor.copies import ComputeCopy, computing, touch
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.layout import Layout, states_of, stored_placement
 from meshwright_dtensor.optimizing import mesh_value, optimizer_call
@@ -238,9 +238,11 @@ class MeshParameter(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = quickly(func, args, kwargs)
-        if result is not NotImplemented:
-            return mesh_value(in_order_of(args[0], result))
+        copy = args[0]._copy if args and type(args[0]) is MeshParameter else None
+        if copy is None or not copy.computing:  # else a forward may want the copy
+            result = quickly(func, args, kwargs)
+            if result is not NotImplemented:
+                return mesh_value(in_order_of(args[0], result))
         if MeshView in types:
             return NotImplemented  # it knows better what it shows
         name = getattr(func, "__name__", "")
@@ -316,7 +318,7 @@ def _joins(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dic
     if torch.is_grad_enabled():
         return True
     flat = [*args, *(kwargs or {}).values()]
-    return any(isinstance(a, Tensor) and not isinstance(a, DTensor) for a in flat)
+    return any(isinstance(a, Tensor) and not isinstance(a, DTensor) for a in flat) or computing(flat)
 
 
 def _any_in_runs(args: Sequence[Any]) -> bool:

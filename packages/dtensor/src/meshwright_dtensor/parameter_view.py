@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch import dtensor_local, pytree
+from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree
+from meshwright_dtensor.copies import computing
 from meshwright_dtensor.dispatch import dispatch
 from meshwright_dtensor.global_tensor import DetachedView, GlobalTensor, version_of, wrap
+from meshwright_dtensor.lists import one_by_one, writes_lists
+from meshwright_dtensor.optimizing import mesh_value
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
-from meshwright_dtensor.views_of_stored import Origin
+from meshwright_dtensor.permuted import in_order_of
+from meshwright_dtensor.views_of_stored import Origin, still
 from meshwright_dtensor.writing import handled, role, write_out, write_whole
 
 Tensor = torch.Tensor
@@ -53,6 +57,8 @@ class ParameterView(DetachedView):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if writes_lists(getattr(func, "__name__", "")):
+            return one_by_one(func, args, kwargs)
         kind = role(func)
         first = args[0] if args else None
         if kind in ("view", "alias") and isinstance(first, ParameterView):
@@ -96,12 +102,20 @@ def viewed_or_written(
     first = args[0] if args else None
     if not isinstance(first, DTensor) or (kind == "fill" and isinstance(first, MeshParameter)):
         return NotImplemented
+    if kind == "alias" and isinstance(first, MeshParameter) and func.__name__ == "detach":
+        local = dtensor_local(
+            first
+        ).detach()  # whose writes are counted as the parameter's: stock DTensor forgets that
+        return mesh_value(in_order_of(first, dtensor_from(local, dtensor_spec(first))))
+    running = computing(first)
     if kind == "view":
         if not isinstance(first, MeshParameter) or (grad and first.requires_grad):
             return NotImplemented
-        if grad and not _idle_copy(first):  # a forward may take it: the value that is computed with
+        if running or (
+            grad and not _idle_copy(first)
+        ):  # a forward may take it: the value that is computed with
             return remembered(dispatch(MeshParameter, func, types, args, kwargs), func, args, kwargs)
-    elif grad and kind in ("draw", "draft"):
+    elif (grad or running) and kind in ("draw", "draft"):
         asks = kind == "draft" or func.__name__.endswith(
             "_like"
         )  # for shape and dtype only: autograd has no part in it
@@ -133,6 +147,8 @@ def remembered(result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwa
     """``result``, what ``func`` made of a parameter or of a view of one, as views that know where they come from."""
     if isinstance(result, ParameterView):  # p.T is p.permute(1, 0)
         return result
+    parent, *rest = args
+    args, kwargs = (parent, *still(rest)), still(kwargs)
     if isinstance(result, GlobalTensor):
         return _view(result, (func, args, kwargs, None))
     return type(result)([_view(one, (func, args, kwargs, index)) for index, one in enumerate(result)])

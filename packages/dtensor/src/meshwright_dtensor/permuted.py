@@ -81,15 +81,17 @@ class PermutedDTensor(DTensor):
         result = quickly(func, args, kwargs)
         if result is not NotImplemented:
             return in_order_of(args[0], result)
-        result = _handler()(func, args, kwargs, views=False)
+        if _writing().MeshView in types:
+            return NotImplemented  # it knows better what it shows
+        result = _writing().handled(func, args, kwargs, views=False)
         return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
 
 
 @cache
-def _handler() -> Callable[..., Any]:
-    from meshwright_dtensor.writing import handled
+def _writing() -> Any:
+    from meshwright_dtensor import writing
 
-    return handled
+    return writing
 
 
 def in_order_of(first: Any, result: DTensor) -> DTensor:

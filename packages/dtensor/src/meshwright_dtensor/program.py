@@ -36,7 +36,7 @@ class Program:
         local: (args, kwargs, locals) or (locals, site) -> local outputs, by ``takes_arguments``.
         out: tree of layouts, the outputs.
         returns_input: an output may be an input itself.
-        writes: an input is written to.
+        writes: the first argument is written to.
         gathered_view: outputs alias an input on one device, but not here.
     """
 
@@ -63,7 +63,7 @@ class Program:
     ) -> None:
         self.space, self.targets, self.out, self.gathered_view = space, targets, d.out, d.gathered_view
         self.returns_input = d.returns_input
-        self.writes = d.returns_input and any(node.mutates for node in d.traced.nodes)
+        self.writes = False
         self.local, self.takes_arguments, self.unchanged = local, takes_arguments, unchanged
 
 

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
 from meshwright_dtensor.boxes import dim_order_of
+from meshwright_dtensor.copies import is_of_copy, mark_as_copy
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor, local_in, wrap
+from meshwright_dtensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+from meshwright_dtensor.lists import one_by_one, writes_lists
 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -210,6 +212,14 @@ def _transposed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return x.permute(*reversed(range(x.dim())))
 
 
+def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    local = x._local.detach()
+    if is_of_copy(x._local):  # torch forgets of what this is a view
+        mark_as_copy(local)
+    return detached(local, x._layout, x) if isinstance(x, DetachedView) else wrap(local, x._layout)
+
+
 class _Forgetful(dict[Any, Any]):
     """A memory that keeps nothing."""
 
@@ -219,7 +229,10 @@ class _Forgetful(dict[Any, Any]):
 
 def _data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    other = wrap(x._local.data, x._layout)
+    data = x._local.data
+    other = detached(data, x._layout, x) if isinstance(x, DetachedView) else wrap(data, x._layout)
+    if is_of_copy(x._local):  # torch forgets of what this is a view
+        mark_as_copy(other._local)
     # one memory, two version counters: what either has gathered could go stale unseen, so neither keeps it
     x._memo, other._memo = _Forgetful(), _Forgetful()
     return other
@@ -256,6 +269,11 @@ def _conjugate_transposed(func: Callable[..., Any], args: tuple[Any, ...], kwarg
 def _reshape_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.t_()`` and its like: the same object, from now on what ``x.t()`` is."""
     x = args[0]
+    if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
+        raise RuntimeError(
+            f"a leaf Variable that requires grad is being used in an in-place operation, {func.__name__}; use the form that gives "
+            "a new tensor"
+        )
     changed = getattr(torch.Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
     x._local, x._layout, x._memo = changed._local, changed._layout, None
     x.__dict__.pop("_middle", None)
@@ -284,6 +302,8 @@ def _handlers() -> dict[Any, Handler]:
         torch.Tensor.register_hook: _register_hook,
         torch.autograd.grad: _autograd_grad,
         torch.Tensor.stride: _stride,
+        torch.Tensor.detach: _detach,
+        torch.detach: _detach,
     }
     for name in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"):
         table[getattr(torch.Tensor, name)] = _reshape_in_place
@@ -302,6 +322,8 @@ def by_name(func: Callable[..., Any], name: str) -> Handler | None:
     """The handler of a function that is known by its name only."""
     if name in _STORAGE:
         return _storage
+    if writes_lists(name):
+        return one_by_one
     if name in _ON_LOCAL:
         return _on_local
     if name in ("_make_dual", "make_dual"):

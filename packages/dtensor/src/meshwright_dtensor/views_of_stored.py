@@ -80,7 +80,7 @@ class Origin:
         """
         if getattr(func, "__name__", "") == "__getitem__" and not _is_basic(args[0]):
             return None
-        args, kwargs = pytree.tree_map(_stand_in, (args, dict(kwargs)))
+        args, kwargs = still((args, dict(kwargs)))
         made = func(self.sketch, *args, **kwargs)
         if not isinstance(made, Tensor):
             step = [Step(func, args, kwargs, i) for i in range(len(made))]
@@ -112,7 +112,7 @@ class Origin:
                 shape=part.shape,
                 stride=part.stride(),
             )
-            return found, whole is local
+            return found, share_memory(whole, local)
 
     def _by_stock(self, x: DTensor) -> DTensor | None:
         """The view of ``x`` by stock DTensor; None where it knows none.
@@ -155,8 +155,14 @@ def _is_number(one: Any) -> bool:
     return hasattr(one, "__index__") and not isinstance(one, bool) and getattr(one, "ndim", 0) == 0
 
 
-def _stand_in(x: Any) -> Any:
-    """What lies over a mesh is here for its shape only (``view_as``)."""
-    if isinstance(x, (DTensor, GlobalTensor)):
+def still(tree: Any) -> Any:
+    """Arguments that take a view, as they are now: an index that is a tensor may count on afterwards."""
+    return pytree.tree_map(_still, tree)
+
+
+def _still(x: Any) -> Any:
+    if isinstance(x, (DTensor, GlobalTensor)):  # here for its shape only (``view_as``)
         return torch.empty((), dtype=x.dtype).expand(x.shape)
-    return x
+    if isinstance(x, slice):
+        return slice(*[b.clone() if type(b) is Tensor else b for b in (x.start, x.stop, x.step)])
+    return x.clone() if isinstance(x, Tensor) else x

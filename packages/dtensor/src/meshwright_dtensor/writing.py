@@ -17,15 +17,18 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch import (
     copied_spec,
+    count_write,
     dtensor_from,
     dtensor_local,
     dtensor_spec,
     pytree,
     set_dtensor_parts,
+    share_memory,
     stock_call,
 )
 from meshwright_dtensor.alike import is_elementwise, on_local_parts
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.lists import one_by_one, writes_lists
 from meshwright_dtensor.optimizing import MeshValue, assigns_under_mask, mesh_value
 from meshwright_dtensor.regions import take
 from meshwright_dtensor.special import VIEWS, is_in_place
@@ -155,7 +158,10 @@ class MeshView(MeshValue):
         out = kwargs.get("out")
         if isinstance(out, MeshView):
             return write_out(func, args, kwargs)
-        _refuse_lists(func, args)
+        name = getattr(func, "__name__", "")
+        if writes_lists(name):
+            return one_by_one(func, args, kwargs)
+        _refuse_lists(name, args)
         args, kwargs = pytree.tree_map_only(MeshView, MeshView.current, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -220,6 +226,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             with stock_call():
                 _refuse_leaf(origin.base)
                 if on_local_parts(func, name, (target, *rest), options) is not NotImplemented:
+                    count_write(origin.base)  # the memory is the base's, the count was the view's own
                     return target
     else:
         origin = Origin.of(target)
@@ -255,16 +262,15 @@ def write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return out
 
 
-def _refuse_lists(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Functions that write to lists of tensors find no view there that is a copy."""
-    name = getattr(func, "__name__", "")
-    if not (name.startswith("_f") and name.endswith("_") and args):
+def _refuse_lists(name: str, args: tuple[Any, ...]) -> None:
+    """Fused functions, which write to all their lists, find no view there."""
+    if not (name.startswith(("_fused", "_amp_foreach")) and name.endswith("_")):
         return
     for one in pytree.tree_leaves(args):
-        if isinstance(one, MeshView) and not one._shares:
+        if isinstance(one, MeshView):
             raise UnsupportedError(
-                f"{name} is given a view of shape {list(one.shape)} that had to be gathered from its sharded base, and a write "
-                "to it would not reach the base; write to one view after the other, with its own methods"
+                f"{name} is given a view of shape {list(one.shape)} of a tensor over a mesh, and a write to it might not reach "
+                "that tensor; write to one view after the other, with its own methods"
             )
 
 
@@ -330,15 +336,16 @@ def write_whole(
     with torch.no_grad():
         whole = gathered(base)
         part = origin(whole)
-        shape = part.shape
+        shape, strides = part.shape, part.stride()
         given, options = pytree.tree_map(lambda x: part if x is target else x, (given, options))
         func(*given, **options)
-        if part.shape != shape:
+        if part.shape != shape or part.stride() != strides:
             raise UnsupportedError(
                 f"{getattr(func, '__name__', func)} would change the shape of a stored tensor from {list(shape)} to "
-                f"{list(part.shape)} in place; use the form that gives a new tensor"
+                f"{list(part.shape)} in place, or its strides from {strides} to {part.stride()}; use the form that gives a new "
+                "tensor"
             )
-        if whole is not local:
+        if not share_memory(whole, local):
             local.copy_(take(whole, layout.region))
 
 

@@ -88,7 +88,7 @@ class Copy(ComputeCopy):
         self._leaf = torch.empty(0, dtype=layout.dtype, device=self._nothing.device)
         self._leaf.data = self._nothing
         self._leaf.requires_grad_(parameter.requires_grad)
-        mark_as_copy(self._leaf, parameter)
+        mark_as_copy(self._leaf)
 
     @property
     def computing(self) -> bool:
