@@ -159,6 +159,7 @@ WRITES: dict[str, Write] = {
     "p.data = whole": lambda p: setattr(p, "data", _numbers(*p.shape)),
     "relu(p[0], inplace=True)": lambda p: F.relu(p[0], inplace=True),
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "foreach of views": lambda p: torch._foreach_add_([p[0], p[:, 1]], [p[2], _numbers(p.shape[0])], alpha=2),
     "vector_to_parameters": lambda p: nn.utils.vector_to_parameters(_numbers(p.numel()), [p]),
     "rows": _each_row,
     "chunk, split, unbind, tensor_split": _parts,

@@ -95,14 +95,20 @@ class ArgumentCopies:
 
 
 class _Held(NamedTuple):
-    """A tensor, how often it had been written to, and the class of the object that holds it ("" for none)."""
+    """A tensor, how often it had been written to, its local part, and the class of the object that holds it ("" for none)."""
 
     tensor: Tensor
     version: int
+    local: Any
     holder: str
 
     def written(self) -> bool:
-        return version_of(self.tensor) != self.version
+        # a global tensor that is turned in place (t_) has another part from then on, and no write is counted
+        return version_of(self.tensor) != self.version or _local_of(self.tensor) is not self.local
+
+
+def _local_of(x: Tensor) -> Any:
+    return x._local if isinstance(x, GlobalTensor) else None
 
 
 _Key = str | types.MemberDescriptorType
@@ -131,7 +137,7 @@ class _Copier:
 
     def _copy(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            self.tensors.append(_Held(x, version_of(x), self._holder))
+            self.tensors.append(_Held(x, version_of(x), _local_of(x), self._holder))
             return self._tensor(x)
         if isinstance(x, _SHARED):
             return x
