@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as _pytree
+import torch.utils.checkpoint as _checkpoint
 from torch import _ops
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -317,3 +318,19 @@ def stock_call() -> AbstractContextManager[Any]:
 def unwatched() -> AbstractContextManager[Any]:
     """Inside, no function mode sees torch functions: even reading a shape is one, and takes ten times as long when seen."""
     return torch._C.DisableTorchFunction()
+
+
+def on_checkpointing(resume: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Torch's non-reentrant checkpointing runs ``resume(function)`` where it runs ``function`` again; idempotent.
+
+    ``resume`` is called when the first run begins, in the thread of that run.
+    """
+    original = _checkpoint._checkpoint_without_reentrant_generator
+    if hasattr(original, "_meshwright_resume"):
+        return
+
+    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(resume(fn), *args, **kwargs)
+
+    setattr(generator, "_meshwright_resume", resume)  # noqa: B010 - mypy knows no attributes of functions
+    setattr(_checkpoint, "_checkpoint_without_reentrant_generator", generator)  # noqa: B010

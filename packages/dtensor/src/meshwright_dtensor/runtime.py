@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor._torch import on_checkpointing
 from meshwright_dtensor.collectives import NOWHERE, Site
 from meshwright_dtensor.commlog import CommLog
 from meshwright_dtensor.errors import PlanError
@@ -88,6 +89,12 @@ class Frame:
         self.counts[name] = occurrence + 1
         return planned.get(occurrence)
 
+    def copy(self) -> Frame:
+        """The same, counting on by itself."""
+        again = Frame(self.module, self.rules, self.where)
+        again.counts.update(self.counts)
+        return again
+
 
 class Frames(threading.local):
     """The running modules of this thread, innermost last."""
@@ -104,6 +111,25 @@ FRAMES = Frames()
 """Torch functions carry no context, so whose forward is running has to be known per thread."""
 
 _NAME = "_meshwright_name"
+
+
+def resumed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as if it were called from here, whenever it runs: inside of the modules whose forward runs now.
+
+    A model's own checkpointing of a part of a forward runs that part again without the hooks of the module around it.
+    """
+    began = [frame.copy() for frame in FRAMES.stack]
+    if not began:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, FRAMES.stack = FRAMES.stack, [frame.copy() for frame in began]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            FRAMES.stack = before
+
+    return run
 
 
 def here(function: str) -> Site:
@@ -191,6 +217,8 @@ def hook_frames(model: nn.Module, rules: Mapping[str, Mapping[str, Mapping[int, 
             handles += _hook(module, name, rules.get(name, {}))
         else:
             module.__dict__[_NAME] = name
+    if handles:
+        on_checkpointing(resumed)
     return handles
 
 
