@@ -206,7 +206,7 @@ def test_damage_is_told_to_all() -> None:
             Filling(store, columns(ranks, store), neighbours, 2).run()
 
     found = together(3, work)
-    assert [type(error) for error in found] == [CorruptError, CheckpointError, CheckpointError]
+    assert [type(error) for error in found] == [CorruptError] * 3  # so that all can load another one
     assert all("the stored values of even are damaged" in str(error) for error in found)
     assert str(found[1]).startswith("rank 0 failed: CorruptError")
 

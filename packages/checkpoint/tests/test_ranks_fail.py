@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import build
 
-from meshwright_checkpoint import CheckpointError, latest, save, streaming
+from meshwright_checkpoint import CheckpointError, CorruptError, latest, load, save, streaming
 from meshwright_dtensor.testing import RankError, RankPool
 
 
@@ -67,3 +68,41 @@ def test_one_rank_is_killed(killed: int, tmp_path: Path) -> None:
         tmp_path / "step-2", model=torch.nn.Linear(2, 2), asynchronous=False
     )  # the lock has gone with its holder
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def damaged(rank: int, size: int, folder: str) -> str:
+    """A byte of what only rank 1 reads is another one."""
+    path = Path(folder, "x")
+    model = build("fsdp")
+    save(path, model=model, asynchronous=False)
+    if rank == 0:
+        file = path / "data-00001.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    with pytest.raises(CorruptError) as caught:  # of its kind on every rank: all of them can load another one
+        load(path, model=model)
+    return str(caught.value)
+
+
+def test_damage_is_damage_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    for said in rank_pool.run(2, damaged, str(tmp_path)):
+        assert "are damaged" in said or "damage" in said
+
+
+def apart(rank: int, size: int, folder: str) -> str:
+    """Each rank loads another checkpoint."""
+    model = build("fsdp")
+    for step in range(2):
+        save(f"{folder}/step-{step}", model=model, asynchronous=False)
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(CheckpointError) as caught:
+        load(f"{folder}/step-{rank}", model=model)
+    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+    return str(caught.value)
+
+
+def test_ranks_load_one_checkpoint(rank_pool: RankPool, tmp_path: Path) -> None:
+    for said in rank_pool.run(2, apart, str(tmp_path)):
+        assert "rank 1 has opened" in said and "which is another checkpoint" in said

@@ -117,6 +117,28 @@ def test_a_part_a_cast_and_leniency(tmp_path: Path) -> None:
     assert torch.equal(model.first.weight, value["first.weight"])
 
 
+def test_nothing_in_common_is_no_load(tmp_path: Path) -> None:
+    save(tmp_path / "x", model=build("plain"), asynchronous=False)
+    other = torch.nn.Linear(3, 3)
+    before = other.weight.clone()
+    with pytest.raises(MismatchError, match="anything that it has"):
+        load(tmp_path / "x", model=other, strict=False)
+    assert torch.equal(other.weight, before)
+    with pytest.raises(UsageError, match=r"latest\(\) gives None"):
+        load(latest(tmp_path / "x"), model=other)
+
+
+def test_leniency_leaves_an_optimizer_alone_that_was_not_saved(tmp_path: Path) -> None:
+    model, saved = build("plain"), build("plain", 1)
+    save(tmp_path / "x", model=saved, asynchronous=False)
+    optimizer = adam(model)
+    train(model, optimizer)
+    state = optimizer.state_dict()["state"]
+    load(tmp_path / "x", model=model, optimizer=optimizer, strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
+    assert optimizer.state_dict()["state"].keys() == state.keys()
+
+
 def test_groups_go_by_name(tmp_path: Path) -> None:
     def grouped(turn: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model: Any = Block()

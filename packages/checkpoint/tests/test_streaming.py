@@ -141,3 +141,29 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     )
     assert done.returncode == 0 and not done.stderr
     assert latest(tmp_path) == str(tmp_path / "step-1")
+
+
+FAILS = (
+    """
+import sys
+from meshwright_checkpoint import streaming
+def full(*args):
+    raise OSError(28, "No space left on device")
+streaming.Writer.write = full
+"""
+    + ENDS
+)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_nobody_was_told_is_said_as_the_process_ends(asked: bool, tmp_path: Path) -> None:
+    code = FAILS
+    if asked:
+        code = (
+            FAILS.replace("\nsave(", "\nhandle = save(") + "try:\n    handle.wait()\nexcept Exception: pass\n"
+        )
+    done: Any = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ("step-1 failed: [Errno 28] No space left on device" in done.stderr) is not asked
+    assert latest(tmp_path) is None

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.errors import CheckpointError, of_other
 from meshwright_dtensor.errors import MeshwrightError
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Ranks:
             raise error
         first = next(((rank, text) for rank, (text, _) in enumerate(told) if text is not None), None)
         if first is not None:
-            raise CheckpointError(f"rank {first[0]} failed: {first[1]}")
+            raise of_other(*first)
         return [given for _, given in told]
 
     def together(self, work: Callable[[], T]) -> T:

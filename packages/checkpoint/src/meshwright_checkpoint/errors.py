@@ -17,6 +17,12 @@ class CorruptError(CheckpointError):
     exit_code = 4
 
 
+def of_other(rank: int, told: str) -> CheckpointError:
+    """What the error of another rank, "Kind: text", is here: damage is damage on every rank, so that all can go on alike."""
+    kind = CorruptError if told.startswith(f"{CorruptError.__name__}:") else CheckpointError
+    return kind(f"rank {rank} failed: {told}")
+
+
 class MismatchError(CheckpointError):
     """A checkpoint is whole, but does not go with the model or optimizer.
 

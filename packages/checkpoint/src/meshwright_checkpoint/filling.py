@@ -18,7 +18,7 @@ import torch
 from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.around import ALIGN, PagedFile
 from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
-from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.errors import CheckpointError, CorruptError, of_other
 from meshwright_checkpoint.memory import HUGE, aligned_memory, in_large_pages
 from meshwright_checkpoint.neighbours import BYE, FAILED, FREE, OVER, READY, WANTS, Line, Message, Neighbours
 from meshwright_checkpoint.portions import Portion, Runs, Stored, portions, runs
@@ -93,7 +93,7 @@ class Filling:
         self._culprit, self._blame = 0, b""
 
     def run(self) -> None:
-        """Fill all targets. Raises CorruptError, and CheckpointError where another rank of this machine has failed."""
+        """Fill all targets. Raises what one rank of this machine has failed with on all: CorruptError, else CheckpointError."""
         hearing = [
             threading.Thread(target=self._guarded, args=(self._hear, *both), name="meshwright-take")
             for both in self._lines.items()
@@ -327,7 +327,7 @@ class Filling:
 
 
 def _failed(rank: int, text: bytes) -> CheckpointError:
-    return CheckpointError(f"rank {rank} failed: {text.decode(errors='replace')}")
+    return of_other(rank, text.decode(errors="replace"))
 
 
 def _alone(nbytes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from meshwright_checkpoint._torch import unwrapped
 from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.encode import decode
-from meshwright_checkpoint.errors import MismatchError
+from meshwright_checkpoint.errors import CheckpointError, MismatchError
 from meshwright_checkpoint.filling import memory_of
 from meshwright_checkpoint.holding import Held, held
 from meshwright_checkpoint.neighbours import meet
@@ -32,7 +32,7 @@ from meshwright_dtensor.errors import UsageError
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -45,10 +45,11 @@ def load(
     """Load a checkpoint in place (a collective call). Saved and present layouts, plans and numbers of ranks may differ.
 
     Args:
-        path: a checkpoint, or a directory that `from_pretrained` reads (for the model only).
+        path: a checkpoint, the same on every rank, or a directory that `from_pretrained` reads (for the model only).
         model: as it was saved, in any layout; its tensors are overwritten.
         optimizer: over parameters of `model`, of the class that was saved.
-        strict: names that only the model or only the checkpoint has are an error. Other shapes always are.
+        strict: names that only the model or only the checkpoint has are an error. Other shapes always are, and to have no name in
+            common.
         only: load the tensors of the model whose names match (one of) these patterns, "decoder.*"; the rest is left as it is.
         cast: let a tensor of another dtype be converted to the model's; without it that is an error.
         random: set the random streams as they were saved, unless only a part is loaded.
@@ -58,10 +59,16 @@ def load(
         What was saved as `extra`; None from a directory of `from_pretrained`.
 
     Raises:
-        CheckpointError: there is no checkpoint at the path.
+        UsageError: `path` is None, as `latest` gives where there is no checkpoint yet.
+        CheckpointError: there is no checkpoint at the path, or ranks have given different ones.
         MismatchError: it does not fit; lists everything that is missing, unexpected or mismatched. Nothing was changed.
         CorruptError: what is stored is damaged; the message names the tensor. Model and optimizer may be partly overwritten.
     """
+    if path is None:
+        raise UsageError(
+            "path=None names no checkpoint (latest() gives None where there is none yet): load only what is there, "
+            "`if (path := latest(directory)): load(path, ...)`"
+        )
     ranks = Ranks()
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     inner = unwrapped(model)
@@ -184,8 +191,10 @@ def _check(
             "mismatched": fit.mismatched,
             "used": sorted(fit.used | (states.used if states else set())),
             "extra_state": sorted(names.extra_state),
+            "checkpoint": [store.where, store.manifest.id] if isinstance(store, Checkpoint) else None,
         }
     )
+    _check_same([one["checkpoint"] for one in told])
 
     def union(what: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(x for one in told for x in one[what]))
@@ -203,10 +212,22 @@ def _check(
         if not used:
             missing += [f"anything that matches {pattern}" for pattern in patterns]
     if not strict:
-        missing, unexpected = [], []
+        nothing = used and not used.intersection(store.tensors)
+        missing, unexpected = (["anything that it has"] if nothing else []), []
     mismatched = union("mismatched")
     if missing or unexpected or mismatched:
         raise MismatchError(store.where, _plain(missing), _plain(unexpected), mismatched)
+
+
+def _check_same(opened: Sequence[list[str] | None]) -> None:
+    """Raise CheckpointError, on every rank, where ranks have opened different checkpoints: a model would be made of both."""
+    first = next((one for one in opened if one is not None), None)
+    for rank, one in enumerate(opened):
+        if one is not None and first is not None and one[1] != first[1]:
+            raise CheckpointError(
+                f"rank {rank} has opened {one[0]}, and a rank before it {first[0]}, which is another checkpoint; "
+                "let one rank choose (latest), and tell the others"
+            )
 
 
 def _plain(keys: Iterable[str]) -> tuple[str, ...]:

@@ -113,7 +113,9 @@ class OptimizerTargets:
         return options if isinstance(options, dict) else {}
 
     def install(self) -> None:
-        """Put states and options into the optimizer, once they have been read."""
+        """Put states and options into the optimizer, once they have been read; it is left as it is where none was saved."""
+        if not self.options:
+            return
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             for key, value in options.items():
                 old = group.get(key)
