@@ -41,6 +41,13 @@ def test_a_state_is_its_dim_but_equal_only_to_the_same_runs():
     assert qkv.parts == (64, 32, 32) and zigzag(0, 8, 2).parts is None
 
 
+def test_what_comes_from_another_process_is_equal_to_its_own():
+    here, there = segments(1, (64, 32, 32), 2), Runs(1, segments(1, (64, 32, 32), 2).intervals)
+    there._hash += 1  # a class, and so what hashes it, has another hash in every process
+    got = pickle.loads(pickle.dumps(there))
+    assert got == here and {here: "known"}[got] == "known"
+
+
 def test_what_are_the_chunks_of_a_plain_shard_is_one():
     assert type(runs(1, [[(0, 4)], [(4, 4)]])) is int and segments(1, (8,), 2) == 1
     assert type(runs(0, [[(0, 3), (3, 1)], [(4, 3)]])) is int  # as torch.chunk cuts 7 rows

@@ -52,8 +52,8 @@ class Runs(int):
         self._hash = hash((Runs, int(dim), intervals))
         return self
 
-    def __getnewargs__(self) -> tuple[int, tuple[Intervals, ...]]:  # type: ignore[override]
-        return int(self), self.intervals
+    def __reduce__(self) -> tuple[type[Runs], tuple[int, tuple[Intervals, ...]]]:
+        return Runs, (int(self), self.intervals)  # the hash is another one in every process
 
     def __eq__(self, other: object) -> bool:
         if self is other:
