@@ -165,12 +165,12 @@ class Filling:
             self._change.notify_all()
         for number in self._left:
             self._store.file(plan[number].stored.file)  # opened, and its header checked, by one thread
-        if self._me not in self._memories:
-            self._memories[self._me] = _alone(SLOTS * self._slot)
-        elif sum(p.nbytes for p in plan if p.reader == self._me and len(p.takers) > 1) >= WORTH:
-            self._large = in_large_pages(self._memories[self._me])
         own = sum(p.nbytes for p in plan if p.takers == (self._me,))
         shared = sum(p.nbytes for p in plan if p.reader == self._me) - own
+        if self._me not in self._memories:
+            self._memories[self._me] = _alone(SLOTS * self._slot)
+        elif shared >= WORTH:
+            self._large = in_large_pages(self._memories[self._me])
         threads = self._threads * DEEPER if own > shared else self._threads
         with ThreadPoolExecutor(threads, thread_name_prefix="meshwright-load") as pool:
             for _ in range(min(threads, len(self._left))):

@@ -67,18 +67,17 @@ class SaveHandle:
     def __init__(self, job: Job) -> None:
         self.path = job.place.where
         self._error: BaseException | None = None
-        self._told = False
         self._done = threading.Event()
         # no daemon: a process that ends normally finishes its save first
         self._thread = threading.Thread(target=self._run, args=(job,), name="meshwright-save")
-        atexit.register(self._settle)
+        atexit.register(self.wait)  # what nobody has been told is said then
         self._thread.start()
 
     @classmethod
     def finished(cls, path: str) -> SaveHandle:
         """Of a save that is over already."""
         made = cls.__new__(cls)
-        made.path, made._error, made._told, made._done = path, None, False, threading.Event()
+        made.path, made._error, made._done = path, None, threading.Event()
         made._done.set()
         return made
 
@@ -99,14 +98,8 @@ class SaveHandle:
         if not self._done.wait(timeout):
             raise CheckpointError(f"saving {self.path} still goes on after {timeout:g} s; wait longer")
         if self._error is not None:
-            self._told = True
+            atexit.unregister(self.wait)
             raise CheckpointError(f"saving {self.path} failed: {self._error}") from self._error
-
-    def _settle(self) -> None:
-        """When the process ends: what nobody has been told is said then."""
-        self._done.wait()
-        if not self._told:
-            self.wait()
 
     def _run(self, job: Job) -> None:
         try:
@@ -127,7 +120,7 @@ class SaveHandle:
             _let_go(job)
             job.data = ()
             if self._error is None:
-                atexit.unregister(self._settle)
+                atexit.unregister(self.wait)
             self._done.set()
 
 

@@ -110,23 +110,24 @@ def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
-    mixed = _writing().meets_others(args, kwargs)
-    if not mixed or (name.startswith("_f") and not writes_lists(name)):
+    by_list = writes_lists(name)
+    fused = name.startswith("_f") and not by_list
+    if fused or not _writing().meets_others(args, kwargs):
         try:
             with stock_call(), quiet_exchanges():
                 return func(*args, **kwargs)
         except NotImplementedError:  # it has no rule, and says so on every rank before anything is moved
-            if name.startswith("_f") and not writes_lists(name):
+            if fused:
                 raise
-    if writes_lists(name):
+    if by_list:
         return one_by_one(func, args, kwargs)
     return _writing().by_global_rules(func, args, kwargs)
 
 
 def _completed(x: MeshValue) -> MeshValue:
     """``x`` itself, from now on without partial values: what is written to it must not go to another tensor."""
-    if any(p.is_partial() for p in x.placements):
-        whole = _complete(x)
+    whole = _complete(x)
+    if whole is not x:
         set_dtensor_parts(x, dtensor_local(whole), dtensor_spec(whole))
     return x
 

@@ -213,8 +213,11 @@ def _transposed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    local = x._local.detach()
+    return _cut_off(args[0], args[0]._local.detach())
+
+
+def _cut_off(x: GlobalTensor, local: Tensor) -> GlobalTensor:
+    """The global tensor of ``local``, which is that of ``x`` without its history."""
     if is_of_copy(x._local):  # torch forgets of what this is a view
         mark_as_copy(local)
     return detached(local, x._layout, x) if isinstance(x, DetachedView) else wrap(local, x._layout)
@@ -229,10 +232,7 @@ class _Forgetful(dict[Any, Any]):
 
 def _data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    data = x._local.data
-    other = detached(data, x._layout, x) if isinstance(x, DetachedView) else wrap(data, x._layout)
-    if is_of_copy(x._local):  # torch forgets of what this is a view
-        mark_as_copy(other._local)
+    other = _cut_off(x, x._local.data)
     # one memory, two version counters: what either has gathered could go stale unseen, so neither keeps it
     x._memo, other._memo = _Forgetful(), _Forgetful()
     return other

@@ -54,9 +54,7 @@ class Kept:
         for (path, name), value in zip(self.buffers, values[:count], strict=True):
             buffers = tensors_in(model.get_submodule(path))[1]
             old = buffers[name]
-            if value is None or old is None:
-                buffers[name] = value
-            elif type(old) is type(value) and old.shape == value.shape and old.dtype == value.dtype:
+            if old is not None and value is not None and _alike(old, value):
                 with torch.no_grad():
                     old.copy_(value)
             else:
@@ -64,6 +62,10 @@ class Kept:
         for (path, name), value in zip(self.numbers, values[count:], strict=True):
             if value is not None:
                 model.get_submodule(path).__dict__[name] = value.item()
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype
 
 
 class Writes:

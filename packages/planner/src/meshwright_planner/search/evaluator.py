@@ -67,9 +67,8 @@ class Search:
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
         self._eased: dict[int, tuple[Placed, Again]] = {}
-        self._full: dict[
-            tuple[Point, bool], tuple[Placed, Candidate]
-        ] = {}  # those with nothing run again that do not fit
+        # those with nothing run again that do not fit, exact and rough
+        self._full: dict[tuple[Point, bool], tuple[Placed, Candidate]] = {}
 
     def variant(self, **changes: object) -> Search:
         """A search of a changed setting that shares what was recorded and solved: of the same model on the same cluster."""
