@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.testing import RankPool
+from meshwright_checkpoint.commands import command
+from meshwright_dtensor.testing import RankPool, fake_group
 
 STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -40,7 +45,7 @@ def trained(model: Any, optimizer: Any, name: str, steps: int) -> list[float]:
         torch.manual_seed(50 + step)
         loss = model(**CASES[name].batch()).loss
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -95,6 +100,45 @@ def test_any_to_any(name: str, layouts: dict[str, Any], rank_pool: RankPool, tmp
                 different = [n for n in expected if not _equal(expected[n], value.get(n))]
                 assert not different and expected.keys() == value.keys(), f"{source} -> {key}: {different}"
                 assert losses == pytest.approx(went_on, rel=1e-5), f"{source} -> {key}"
+
+
+@pytest.mark.parametrize("pins", [{"zero": 3, "dp": 2, "tp": 1}, {"zero": 1, "dp": 2, "tp": 2}])
+def test_written_for_a_plan_each_rank_has_its_part_in_one_file(pins: dict[str, Any], tmp_path: Path) -> None:
+    """Also of what ZeRO shares, which no rule of the plan names."""
+    torch.manual_seed(0)
+    model: Any = CASES["llama"].model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer, "llama", 1)
+    mw.save(tmp_path / "one", model=model, optimizer=optimizer, asynchronous=False)
+    size = pins["dp"] * pins["tp"]
+    plan = mw.plan(model, CASES["llama"].batch(), world_size=size, cluster="laptop-cpu", **pins)
+    plan.save(tmp_path / "plan.json")
+    run("reshard", tmp_path / "one", tmp_path / "more", "--plan", tmp_path / "plan.json")
+    assert run("diff", tmp_path / "one", tmp_path / "more") == (0, "the checkpoints hold the same\n")
+    stored = json.loads((tmp_path / "more" / "manifest.json").read_text())["tensors"]
+    for rank in range(size):
+        with fake_group(size, rank):
+            here: Any = CASES["llama"].model()
+            mw.parallelize(here, plan)
+            alone = 0
+            for name, parameter in here.named_parameters():
+                shape, start = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                if math.prod(shape) * size != parameter.numel():
+                    continue  # others have it too, and write a part of it
+                alone += 1
+                box = [list(pair) for pair in zip(start, shape, strict=True)]
+                for key in (f"model/{name}", f"optimizer/{name}/exp_avg"):
+                    assert [p["box"] for p in stored[key]["parts"] if p["file"] == rank] == [box], key
+            assert alone > 5
+
+
+def run(*arguments: object) -> tuple[Any, str]:
+    result = CliRunner().invoke(command, [str(a) for a in arguments], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value, result.output
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -212,5 +212,11 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     )
     with pytest.raises(MismatchError, match=r"missing \(11\): scale, first.bias.*unexpected \(1\): other"):
         load(tmp_path / "part", model=model, backend="dcp")
-    with pytest.raises(CheckpointError, match=r"no checkpoint: it has no manifest.json"):  # never sniffed
+    with pytest.raises(CheckpointError, match=r"no manifest.json; .*backend=\"dcp\""):  # never sniffed
         load(tmp_path / "part", model=model)
+    numbered = {"model": model.state_dict(), "optim": {"state": {0: {"exp_avg": torch.zeros(36, 16)}}}}
+    saved_by_torch(numbered, path=tmp_path / "numbered")
+    with pytest.raises(
+        MismatchError, match=r"the optimizer \(its states have numbers for names.*get_optimizer_state"
+    ):
+        load(tmp_path / "numbered", model=model, optimizer=adam(model), backend="dcp")

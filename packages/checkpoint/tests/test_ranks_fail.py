@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import build
+from models import adam, build
 
 from meshwright_checkpoint import CheckpointError, CorruptError, latest, load, save, streaming
+from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.testing import RankError, RankPool
 
 
@@ -106,3 +107,39 @@ def apart(rank: int, size: int, folder: str) -> str:
 def test_ranks_load_one_checkpoint(rank_pool: RankPool, tmp_path: Path) -> None:
     for said in rank_pool.run(2, apart, str(tmp_path)):
         assert "rank 1 has opened" in said and "which is another checkpoint" in said
+
+
+def unlike(rank: int, size: int, folder: str) -> list[str]:
+    """Ranks ask for different things."""
+    model = build("fsdp")
+    optimizer = adam(model)
+    save(f"{folder}/step-0", model=model, optimizer=optimizer, asynchronous=False)
+    said = []
+    for work in (
+        lambda: save(f"{folder}/step-1", model=model, optimizer=optimizer if rank else None),
+        lambda: save(f"{folder}/step-1", model=model, extra={"seen": 1} if rank else None),
+        lambda: load(f"{folder}/step-0", model=model, optimizer=None if rank else optimizer),
+        lambda: load(f"{folder}/step-0", model=model, only="first.*" if rank else None),
+    ):
+        with pytest.raises(UsageError) as caught:
+            work()
+        said.append(str(caught.value))
+    save(f"{folder}/step-1", model=model, extra=None if rank else {"seen": 1}, asynchronous=False)
+    assert load(f"{folder}/step-1", model=model) == {"seen": 1}
+    return said
+
+
+def test_ranks_are_asked_for_the_same(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(2, unlike, str(tmp_path))
+    assert first == second and not (tmp_path / "step-1" / "data-00002.safetensors").exists()
+    for text, part in zip(
+        first,
+        (
+            "optimizer is given on ranks 1 of 2 only",
+            "extra is given on rank 1 and not on rank 0",
+            "optimizer given on rank 0 and left out on rank 1",
+            "only None on rank 0 and ['first.*'] on rank 1",
+        ),
+        strict=True,
+    ):
+        assert part in text

@@ -19,11 +19,14 @@ class Checkpoint:
         manifest: what it says of itself, checked.
         tensors: key -> where its values are.
         where: its path, for messages.
+        without_optimizer: why it has none, where it has none.
 
     Raises:
         CheckpointError: there is none.
         CorruptError: its manifest is damaged.
     """
+
+    without_optimizer: str = "none was saved"
 
     def __init__(self, place: Place) -> None:
         self._place = place

@@ -152,6 +152,13 @@ class DcpCheckpoint(Checkpoint):
             names = named(model)
             known = {*names.tensors, *names.aliases}
             optim = _optimizer_prefix(self._dcp, known)
+            if optim is None and any(
+                re.search(r"(^|\.)state\.\d+\.\w+$", name) for name in self._dcp.tensors
+            ):
+                self.without_optimizer = (
+                    "its states have numbers for names, which mean other parameters in another model; save what "
+                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
+                )
             prefix = _model_prefix(self._dcp, known, optim)
             tensors: dict[str, Source] = {}
             rest: list[str] = []

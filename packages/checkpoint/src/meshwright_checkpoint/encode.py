@@ -54,6 +54,10 @@ def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth
     ):  # an enum of text, a numpy float: not told apart from the plain value
         if isinstance(value, kind):
             return encode(kind(value), put, path, depth)
+    if hasattr(value, "__array__"):
+        raise UnsupportedError(
+            f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; give torch.as_tensor({path})"
+        )
     raise UnsupportedError(
         f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; use numbers, text, lists, tuples, dicts and "
         "tensors, such as the state_dict() of the object"

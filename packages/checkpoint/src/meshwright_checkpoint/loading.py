@@ -72,8 +72,22 @@ def load(
     ranks = Ranks()
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     inner = unwrapped(model)
-    store = ranks.together(lambda: _open(path, inner, backend))
-    with store:
+    given = {
+        "optimizer": optimizer is not None,
+        "strict": strict,
+        "only": patterns,
+        "cast": cast,
+        "random": random,
+    }
+    stores: list[Checkpoint | Pretrained] = []
+
+    def begin() -> dict[str, Any]:
+        stores.append(_open(path, inner, backend))
+        return given
+
+    told = ranks.told(begin)
+    with stores[0] as store:
+        _check_alike(told)
         checkpoint = store if isinstance(store, Checkpoint) else None
         if checkpoint is None and optimizer is not None:
             raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
@@ -107,6 +121,18 @@ def load(
             return decode(checkpoint.manifest.extra, lambda key: _known(held_back, key, checkpoint))
 
         return ranks.together(fill)
+
+
+def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError, on every rank, where ranks have not been given the same: some would wait for others for ever."""
+    for rank, one in enumerate(told):
+        for name, value in one.items():
+            if value != told[0][name]:
+                values = ("given" if there else "left out" for there in (told[0][name], value))
+                said = tuple(values) if name == "optimizer" else (told[0][name], value)
+                raise UsageError(
+                    f"load() is called with {name} {said[0]} on rank 0 and {said[1]} on rank {rank}; call it alike on all"
+                )
 
 
 def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Checkpoint | Pretrained:

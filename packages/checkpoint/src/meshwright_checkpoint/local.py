@@ -25,6 +25,11 @@ from meshwright_checkpoint.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_checkpoint.streaming import Writer
 from meshwright_dtensor._names import did_you_mean
 
+_FOREIGN = (
+    (".metadata", 'it is in the format of torch.distributed.checkpoint: load it with backend="dcp"'),
+    ("*.safetensors", "it is a directory of from_pretrained: load() takes it for a model alone"),
+    ("*.bin", "its weights are pickles, which are never read: write it anew with save_pretrained"),
+)
 PARTIAL, DELETED, LOCK = ".partial-", ".deleted-", ".lock"
 
 
@@ -275,6 +280,12 @@ class LocalPlace:
             near = did_you_mean(self.name, [place.name for place in self.parent().inside()])
             hint = f"; did you mean {near!r}?" if near else "; give the path of a checkpoint"
             raise CheckpointError(f"{self.where} does not exist{hint}")
+        if not self.path.is_dir():
+            inside = (self.path.parent / NAME).exists()
+            hint = (
+                f"give {self.path.parent}" if inside else "pickles, as torch.save writes them, are never read"
+            )
+            raise CheckpointError(f"{self.where} is a file, and a checkpoint is a directory; {hint}")
         if not path.exists():
             raise CheckpointError(f"{self.where} is no checkpoint: it has no {NAME}{self._hint()}")
         reader = Reader(path)
@@ -331,7 +342,11 @@ class LocalPlace:
             lock.release()
 
     def _hint(self) -> str:
+        """What lies there instead."""
         found = [place.name for place in self.inside()]
-        if not found:
-            return ""
-        return f"; it holds {', '.join(found[-3:])}: give one of them, or latest({self.where!r})"
+        if found:
+            return f"; it holds {', '.join(found[-3:])}: give one of them, or latest({self.where!r})"
+        for pattern, hint in _FOREIGN:
+            if next(self.path.glob(pattern), None) is not None:
+                return f"; {hint}"
+        return ""

@@ -39,10 +39,13 @@ class OptimizerTargets:
         self = cls(optimizer)
         info = checkpoint.manifest.optimizer
         if info is None:
-            self.missing.append("the optimizer (none was saved)")
+            self.missing.append(f"the optimizer ({checkpoint.without_optimizer})")
             return self
         if info.cls and info.cls != type(optimizer).__qualname__:  # torch's own format does not say
             mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
+            self.used.update(
+                key for key in checkpoint.tensors if key.startswith(OPTIMIZER)
+            )  # no news beside that
             return self
         stored: dict[str, list[str]] = {}
         for key in checkpoint.tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -25,7 +26,11 @@ from meshwright_dtensor._names import did_you_mean, listing
 from meshwright_dtensor.boxes import Box, box_numel, box_shape, whole_box
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.regions import region_boxes, region_of
+from meshwright_dtensor.states import State
+from meshwright_dtensor.strategies import parameter_states, resolve_strategies
+from meshwright_dtensor.strategy import Strategy
 
 
 def rewrite(
@@ -38,21 +43,23 @@ def rewrite(
     """Write the same state to `place` in `ranks` files, as a save by so many ranks would.
 
     Args:
-        plan: the layout of those ranks, which each then find their part in one file, in a few long runs. Without one the bytes
-            are divided evenly. It is kept as the checkpoint's plan.
+        plan: the layout of those ranks, which each then find their part in one file, in a few long runs, as the installed
+            strategies would store it (ZeRO's shards too). What the stages of a pipeline hold is not told apart: their ranks
+            share each tensor evenly. Without a plan the bytes are divided evenly. It is kept as the checkpoint's plan.
         progress: is told bytes as they are written.
 
     Raises:
         CheckpointError: the path is taken.
         CorruptError: the checkpoint is damaged.
-        PlanError: a rule of the plan speaks of no parameter of the checkpoint.
+        PlanError: a rule of the plan speaks of no parameter of the checkpoint, or the plan is unsound.
+        PluginError: a strategy of the plan is not installed.
     """
     named = _names(checkpoint)
+    layout = None
     if plan is not None:
         _check_patterns(plan, [name for names in named.values() for name in names])
-    tensors = {
-        key: _catalogued(key, source, ranks, plan, named) for key, source in checkpoint.tensors.items()
-    }
+        layout = _Layout(plan, _strategies(plan), named, checkpoint.tensors)
+    tensors = {key: _catalogued(key, source, ranks, layout) for key, source in checkpoint.tensors.items()}
     shapes = {key: (source.shape, source.dtype) for key, source in checkpoint.tensors.items()}
     save_id = uuid.uuid4().hex
     old = checkpoint.manifest
@@ -117,22 +124,55 @@ def _check_patterns(plan: ParallelPlan, names: list[str]) -> None:
             )
 
 
-def _catalogued(
-    key: str, source: Source, ranks: int, plan: ParallelPlan | None, named: Mapping[str, tuple[str, ...]]
-) -> Catalogued:
-    boxes: list[tuple[Box, ...]] = [(whole_box(source.shape),) if 0 not in source.shape else ()] * ranks
-    if plan is not None and key.startswith((MODEL, OPTIMIZER)) and source.shape:
-        name = (
-            key.removeprefix(MODEL)
-            if key.startswith(MODEL)
-            else key.removeprefix(OPTIMIZER).rpartition("/")[0]
-        )
-        ruled = next((one for one in named.get(name, ()) if plan.parameter_rule(one) is not None), name)
-        states = tuple(plan.parameter_states(ruled).values())
-        if all(not isinstance(s, int) or int(s) < len(source.shape) for s in states):
-            sizes = tuple(plan.degrees.values())
-            regions = [region_of(source.shape, sizes, at, states) for at in product(*map(range, sizes))]
-            boxes = [tuple(there for there, _ in region_boxes(r) if box_numel(there)) for r in regions]
+def _strategies(plan: ParallelPlan) -> tuple[Strategy, ...]:
+    """Those of the plan; none where none are installed, and the plan's own rules are all that is known."""
+    host = discover()
+    return resolve_strategies(plan, host, plan.world_size) if host.strategies() else ()
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the ranks of a plan store the tensors of a checkpoint.
+
+    Attributes:
+        names: of every tensor of the model, all that it has there.
+        tensors: what is stored.
+    """
+
+    plan: ParallelPlan
+    strategies: tuple[Strategy, ...]
+    names: Mapping[str, tuple[str, ...]]
+    tensors: Mapping[str, Source]
+
+    def boxes(self, key: str) -> list[tuple[Box, ...]] | None:
+        """What each rank holds of a tensor, as boxes; None for what every rank holds whole."""
+        if not key.startswith((MODEL, OPTIMIZER)):
+            return None
+        state_of, name = key.startswith(OPTIMIZER), key.removeprefix(MODEL)
+        if state_of:
+            name = key.removeprefix(OPTIMIZER).rpartition("/")[0]
+        shape = self.tensors[key].shape
+        parameter = self.tensors.get(MODEL + name)
+        if not shape or (state_of and parameter is not None and parameter.shape != shape):
+            return None
+        states = self._states(name, shape)
+        if any(isinstance(s, int) and int(s) >= len(shape) for s in states):
+            return None
+        sizes = tuple(self.plan.degrees.values())
+        regions = (region_of(shape, sizes, at, states) for at in product(*map(range, sizes)))
+        return [tuple(there for there, _ in region_boxes(r) if box_numel(there)) for r in regions]
+
+    def _states(self, name: str, shape: tuple[int, ...]) -> tuple[State, ...]:
+        ruled = next((one for one in self.names.get(name, ()) if self.plan.parameter_rule(one)), name)
+        if self.strategies:
+            return parameter_states(ruled, shape, self.plan, self.strategies)
+        return tuple(self.plan.parameter_states(ruled).values())
+
+
+def _catalogued(key: str, source: Source, ranks: int, layout: _Layout | None) -> Catalogued:
+    boxes = None if layout is None else layout.boxes(key)
+    if boxes is None:
+        boxes = [(whole_box(source.shape),) if 0 not in source.shape else ()] * ranks
     return Catalogued(source.shape, source.dtype.itemsize, tuple(boxes))
 
 

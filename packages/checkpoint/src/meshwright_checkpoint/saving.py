@@ -8,6 +8,7 @@ import os
 import re
 import uuid
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshwright_checkpoint.shares import Catalogued, Piece, share
 from meshwright_checkpoint.snapshot import Snapshots, straight
 from meshwright_checkpoint.state import Collected, collect
 from meshwright_checkpoint.writing import Job, SaveHandle
+from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import UsageError
 
 MAX_PLANS = 4
@@ -132,12 +134,11 @@ class Saver:
 
         def tell() -> dict[str, Any]:
             self._settle()
-            return {"path": place.where, "rng": rng.digests(), "id": uuid.uuid4().hex}
+            given = {"path": place.where, "optimizer": optimizer is not None, "extra": extra is not None}
+            return {**given, "rng": rng.digests(), "id": uuid.uuid4().hex}
 
         told = ranks.told(tell)
-        paths = sorted({one["path"] for one in told})
-        if len(paths) > 1:
-            raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
+        _check_alike(told)
         save_id = told[0]["id"]
         collected, shares, kinds = self._planned(
             ranks, model, optimizer, extra, rng.shared([one["rng"] for one in told])
@@ -223,6 +224,24 @@ class Saver:
                 self._plans.popitem(last=False)
             self._plans[key] = shares, kinds
         return collected, *self._plans[key]
+
+
+def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError, on every rank, where ranks do not save the same thing: part of it would be lost unseen."""
+    paths = sorted({one["path"] for one in told})
+    if len(paths) > 1:
+        raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
+    with_optimizer = [rank for rank, one in enumerate(told) if one["optimizer"]]
+    if 0 < len(with_optimizer) < len(told):
+        raise UsageError(
+            f"optimizer is given on ranks {listing(map(str, with_optimizer), 8)} of {len(told)} only; "
+            "give every rank its own, or none"
+        )
+    with_extra = [rank for rank, one in enumerate(told) if one["extra"]]
+    if with_extra and with_extra[0]:
+        raise UsageError(
+            f"extra is given on rank {with_extra[0]} and not on rank 0, whose is saved; give it there too"
+        )
 
 
 @cache

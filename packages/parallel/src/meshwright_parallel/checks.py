@@ -16,9 +16,9 @@ from meshwright_dtensor.deferred import has_values
 from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
 from meshwright_dtensor.fingerprint import fingerprint
 from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, format_state
+from meshwright_dtensor.strategies import parameter_states
 from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.tied import all_names, with_ties
 from meshwright_parallel._torch import gradient_hooks, map_tensors
@@ -110,36 +110,6 @@ def check_optimizers(model: nn.Module) -> None:
                     )
 
 
-def resolve_strategies(plan: ParallelPlan, host: PluginHost, world_size: int) -> tuple[Strategy, ...]:
-    """The strategy of each mesh axis, in mesh order; checks that the plan is sound and fits the run.
-
-    Raises:
-        PlanError: the plan is unsound, or names a strategy of another axis.
-        PluginError: a strategy is not installed.
-    """
-    installed = host.strategies()
-    plan.validate_for(world_size, sorted({r.record.axis for r in installed.values()}))
-    found: list[Strategy] = []
-    for axis in plan.degrees:
-        owners = [name for name, registered in installed.items() if registered.record.axis == axis]
-        name = plan.strategies.get(axis)
-        if name is None:
-            if len(owners) != 1:
-                raise PlanError(
-                    f"strategies.{axis}",
-                    None,
-                    f"{len(owners)} strategies work on this axis: say which",
-                    listing(owners),
-                )
-            name = owners[0]
-        registered = host.get(StrategySpec, name)
-        if registered.record.axis != axis:
-            rule = f"strategy {name!r} works on axis {registered.record.axis!r}"
-            raise PlanError(f"strategies.{axis}", name, rule, listing(owners))
-        found.append(registered.load()())
-    return tuple(found)
-
-
 def stored_states(
     model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy]
 ) -> dict[str, tuple[State, ...]]:
@@ -152,7 +122,7 @@ def stored_states(
     for aliases, parameter in all_names(model):
         ruled = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
         shape = tuple(parameter.shape)
-        by_name = {name: _states(name, shape, plan, strategies) for name in ruled}
+        by_name = {name: parameter_states(name, shape, plan, strategies) for name in ruled}
         first = ruled[0]
         for name, states in by_name.items():
             if states != by_name[first]:
@@ -222,23 +192,6 @@ def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any)
         return tensor
 
     map_tensors(look, args, kwargs)
-
-
-def _states(
-    fqn: str, shape: tuple[int, ...], plan: ParallelPlan, strategies: Sequence[Strategy]
-) -> tuple[State, ...]:
-    found: dict[str, State] = {}
-    for strategy in sorted(
-        strategies, key=lambda strategy: strategy.gathers
-    ):  # these see what the others leave
-        axis, degree = strategy.axis, plan.degree(strategy.axis)
-        if degree == 1:
-            found[axis] = "I"
-        elif strategy.gathers:
-            found[axis] = strategy.state_beside(fqn, shape, plan, degree, dict(found))
-        else:
-            found[axis] = strategy.parameter_state(fqn, shape, plan, degree)
-    return tuple(found[axis] for axis in plan.degrees)
 
 
 def _check_shape(

@@ -148,7 +148,11 @@ def reshard(path: str, target: str, ranks: int | None, plan_file: Path | None, a
         total = sum(one.nbytes for one in checkpoint.manifest.tensors.values())
         with _progress("reshard", total) as told:
             rewrite(checkpoint, place_of_path(target), count, plan, told)
-    click.echo(json.dumps({"path": str(target), "ranks": count}) if as_json else f"{target}: {count} files")
+    click.echo(
+        json.dumps({"path": str(target), "ranks": count})
+        if as_json
+        else f"{target}: {count} file{'s' * (count != 1)}"
+    )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 from meshwright_checkpoint.manifest import Manifest, Stored
+from meshwright_dtensor._names import listing
 
 WIDEST = 16
 
@@ -20,8 +21,12 @@ def overview(manifest: Manifest) -> str:
         lines.append("plan: " + " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()))
     if manifest.optimizer is not None:
         lines.append(
-            f"optimizer: {manifest.optimizer.cls}, {len(manifest.optimizer.groups)} parameter groups"
+            f"optimizer: {manifest.optimizer.cls}, {len(manifest.optimizer.groups)} parameter "
+            f"group{'s' * (len(manifest.optimizer.groups) != 1)}"
         )
+    if manifest.extra is not None:
+        named = isinstance(manifest.extra, dict) and not any(key.startswith("$") for key in manifest.extra)
+        lines.append(f"extra: {listing(manifest.extra) if named else 'one value'}")
     total = sum(file.nbytes for file in manifest.files)
     lines.append(f"files: {len(manifest.files)}, {_size(total)}")
     rows: dict[tuple[str, str, str, int], Counter[str]] = {}
@@ -51,8 +56,9 @@ def _size(nbytes: int) -> str:
 
 
 def draw(key: str, stored: Stored) -> str:
-    """Which file holds which part: the first two dims as a grid, numbers are files."""
-    lines = [f"{key}: {stored.dtype} {list(stored.shape)}, {len(stored.parts)} parts"]
+    """Which file holds which part: the first two dims as a grid of files, with the index at which each part begins."""
+    count = len(stored.parts)
+    lines = [f"{key}: {stored.dtype} {list(stored.shape)}, {count} part{'s' * (count != 1)}"]
     cuts = [
         sorted({part.box[dim][0] for part in stored.parts} | {sum(part.box[dim]) for part in stored.parts})
         for dim in range(min(len(stored.shape), 2))
@@ -64,7 +70,10 @@ def draw(key: str, stored: Stored) -> str:
             text = ", ".join(f"{start}:{start + length}" for start, length in part.box)
             lines.append(f"  file {part.file}: [{text}]")
         return "\n".join(lines)
-    width = max(len(str(part.file)) for part in stored.parts) + 2 if stored.parts else 3
+    numbers = [*(part.file for part in stored.parts), *cuts[1][:-1]]
+    width = max((len(str(number)) for number in numbers), default=1) + 2
+    columns = "|".join(f"{column:^{width}}" for column in cuts[1][:-1])
+    lines.append(f"  {'from':>8} |{columns}|")
     for row in cuts[0][:-1]:
         cells = []
         for column in cuts[1][:-1]:
