@@ -56,7 +56,8 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("rows", "classes", "ignored"), [(7, 11, 0), (13, 5, 4), (6, 3, 6), (0, 9, 0), (1, 1, 0)]
+    ("rows", "classes", "ignored"),
+    [(7, 11, 0), (13, 5, 4), (6, 3, 6), (0, 9, 0), (1, 1, 0), (701, 997, 13)],  # the last in parts
 )
 def test_equals_torch(rows: int, classes: int, ignored: int, dtype: torch.dtype) -> None:
     found = []
@@ -70,6 +71,13 @@ def test_equals_torch(rows: int, classes: int, ignored: int, dtype: torch.dtype)
     torch.testing.assert_close(gradient, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("ignore", [0, 3])
+def test_any_class_can_be_the_ignored_one(ignore: int) -> None:
+    logits, target = case(9, 4, 0, torch.float32)
+    target[4] = ignore
+    assert torch.equal(our_loss(logits, target, ignore), torch_loss(logits, target, ignore))
+
+
 def test_second_derivative() -> None:
     logits, target = case(5, 4, 2, torch.float64)
     factor = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -81,6 +89,8 @@ def test_bad_target() -> None:
     target[2] = 6
     with pytest.raises(IndexError, match="out of bounds"):
         our_loss(logits, target, -100)
+    with pytest.raises(IndexError, match="Target -1 is out of bounds"):
+        our_loss(logits, target.fill_(-1), -100)
 
 
 def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient() -> None:
@@ -92,6 +102,16 @@ def test_nothing_of_the_size_of_the_logits_is_made_but_the_gradient() -> None:
             torch.autograd.grad(total, logits)
         counts.append(made.count)
     assert counts[0] == 1 < counts[1]
+
+
+def test_the_loss_makes_nothing_of_the_size_of_the_logits() -> None:
+    counts = []
+    for loss in (our_loss, torch_loss):
+        logits, target = case(700, 1024, 3, torch.float32)
+        with Made(logits.numel()) as made:
+            loss(logits, target, -100)
+        counts.append(made.count)
+    assert counts == [0, 1]
 
 
 def on_a_mesh_of_one(rank: int, world_size: int) -> list[bool]:

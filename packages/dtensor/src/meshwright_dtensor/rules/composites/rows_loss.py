@@ -1,7 +1,7 @@
 """Cross-entropy of whole rows, summed: the loss as torch computes it, its gradient from one softmax.
 
-Between its two kernels torch's own backward passes a gradient of the size of the logits that is zero but for one value a
-row; here the logits are kept instead of their log-softmax, and nothing of their size is made but the result.
+Torch's own makes a log-softmax of the size of the logits, and between its two backward kernels a gradient of that size which
+is zero but for one value a row; here the logits are kept instead, and nothing of their size is made but the result.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 
 
+ON_CPU, ELSEWHERE = 1 << 20, 256 << 20
+"""Bytes of log-softmax that are there at once: they stay in the CPU's cache, and accelerators get enough to do."""
+
+
 class RowsLoss(torch.autograd.Function):
     """logits [n, c] in float32 or wider, target [n] of classes -> their summed loss, without the rows to be ignored."""
 
@@ -20,18 +24,40 @@ class RowsLoss(torch.autograd.Function):
         """A scalar, to the bit that of torch."""
         context.save_for_backward(logits, target)
         context.ignore = ignore
-        return F.cross_entropy(logits, target, ignore_index=ignore, reduction="sum")
+        kept, index = _looked_up(target, ignore)
+        count = max(1, (ON_CPU if logits.device.type == "cpu" else ELSEWHERE) // (logits[:1].nbytes or 1))
+        room = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
+        found = logits.new_empty(index.shape)
+        for rows, at, each in zip(logits.split(count), index.split(count), found.split(count), strict=True):
+            logs = torch.log_softmax(rows, -1, out=room[: len(rows)])
+            try:
+                torch.gather(logs, -1, at, out=each)
+            except RuntimeError as error:
+                raise _as_of_torch(error, at, logs.shape[-1]) from None
+        # of one class: summed by the kernel, and so in the order, of torch's own
+        return F.nll_loss(found, torch.where(kept, 0, -100), ignore_index=-100, reduction="sum")
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         """Softmax minus one-hot, times the gradient; can be differentiated again."""
         logits, target = context.saved_tensors
-        target = target.long()  # bytes hold no -100
-        kept = target != context.ignore
-        index = target.masked_fill(~kept, 0).unsqueeze(-1)
+        kept, index = _looked_up(target, context.ignore)
         scale = (gradients[0] * kept).unsqueeze(-1)
         result = torch.softmax(logits, -1)
         ones = torch.full_like(scale, -1.0)
         if torch.is_grad_enabled():  # create_graph=True
             return result.scatter_add(-1, index, ones) * scale, None, None
         return result.scatter_add_(-1, index, ones).mul_(scale), None, None
+
+
+def _looked_up(target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows count [n], and the class of each [n, 1], 0 where it does not."""
+    target = target.long()  # bytes hold no -100
+    kept = target != ignore
+    return kept, target.masked_fill(~kept, 0).unsqueeze(-1)
+
+
+def _as_of_torch(error: RuntimeError, index: torch.Tensor, classes: int) -> Exception:
+    """What torch's own loss raises for a class that is not there; any other error as it is."""
+    wrong = index[(index < 0) | (index >= classes)]
+    return IndexError(f"Target {int(wrong[0])} is out of bounds.") if wrong.numel() else error
