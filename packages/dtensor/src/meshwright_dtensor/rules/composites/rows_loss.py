@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-
 ON_CPU, ELSEWHERE = 1 << 20, 256 << 20
 """Bytes of log-softmax that are there at once: they stay in the CPU's cache, and accelerators get enough to do."""
 
