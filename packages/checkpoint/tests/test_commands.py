@@ -77,8 +77,9 @@ def test_what_lies_there_instead_of_a_checkpoint(saved: Path, tmp_path: Path) ->
     torch.save({}, tmp_path / "model.pt")
     assert "pickles, as torch.save writes them, are never read" in said(tmp_path / "model.pt")
     for name, hint in {
-        ".metadata": 'load it with backend="dcp"',
-        "model.safetensors": "load() takes it for a model alone",
+        ".metadata": 'backend="dcp"',
+        "model.safetensors.index.json": "which mw.load takes for a model alone",
+        "data-00000.safetensors": "their manifest is gone",
         "pytorch_model.bin": "write it anew with save_pretrained",
         "notes.txt": "has no manifest.json",
     }.items():

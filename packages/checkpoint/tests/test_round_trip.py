@@ -6,6 +6,7 @@ import json
 import os
 import random
 import runpy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,38 @@ def test_nothing_in_common_is_no_load(tmp_path: Path) -> None:
         load(tmp_path / "x", model=other, strict=False)
     assert torch.equal(other.weight, before)
     with pytest.raises(UsageError, match=r"latest\(\) gives None"):
-        load(latest(tmp_path / "x"), model=other)
+        load(latest(tmp_path / "none"), model=other)
+    for path, what in ((tmp_path / "x", "a checkpoint itself"), (tmp_path / "x" / "manifest.json", "a file")):
+        with pytest.raises(UsageError, match=f"{path} is {what}; give what it is in"):
+            latest(path)
+    for call in (load, save):
+        with pytest.raises(
+            UsageError, match=r"takes the model itself, an nn.Module, and was given a OrderedDict"
+        ):
+            call(tmp_path / "y", model=other.state_dict())
+    with pytest.raises(UsageError, match="step='5' is a str"):
+        save(tmp_path / "y", model=other, step="5")
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ("class", "leave out optimizer, or give one of the class"),
+        ("shape", "shapes have to be those that were saved"),
+        ("dtype", "cast=True changes dtypes"),
+        ("name", "strict=False leaves what is missing"),
+    ],
+)
+def test_a_mismatch_names_what_helps_and_nothing_else(change: str, advice: str, tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    save(tmp_path / "x", model=model, optimizer=torch.optim.AdamW(model.parameters()), asynchronous=False)
+    other: nn.Module = nn.Linear(5 if change == "shape" else 4, 3)
+    other = nn.Sequential(other) if change == "name" else other.double() if change == "dtype" else other
+    optimizer = torch.optim.SGD(other.parameters()) if change == "class" else None
+    with pytest.raises(MismatchError) as refused:
+        load(tmp_path / "x", model=other, optimizer=optimizer)
+    said = str(refused.value).rpartition(". ")[2]
+    assert advice in said and said.count(";") == 0
 
 
 def test_leniency_leaves_an_optimizer_alone_that_was_not_saved(tmp_path: Path) -> None:
@@ -230,7 +262,13 @@ def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
         handle = save(tmp_path / "step-2", model=model)
         with pytest.raises(CheckpointError, match="No space left"):
             handle.wait()
-    with pytest.raises(CheckpointError, match=r"the save before this one failed.*No space left"):
+        assert repr(handle) == f"SaveHandle('{tmp_path}/step-2', failed)"
+        handle = save(tmp_path / "step-2", model=model)  # what has been raised is not raised again
+        while not handle.done:
+            time.sleep(0.01)
+    with pytest.raises(
+        CheckpointError, match=r"the save before this one failed, and this.*call it again.*No space left"
+    ):
         save(tmp_path / "step-3", model=model)
     save(tmp_path / "step-3", model=model, asynchronous=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor.global_tensor import distribute
@@ -112,6 +112,25 @@ def test_the_loss_makes_nothing_of_the_size_of_the_logits() -> None:
             loss(logits, target, -100)
         counts.append(made.count)
     assert counts == [0, 1]
+
+
+def of_other_targets(rank: int, world_size: int) -> list[str]:
+    """What torch refuses is refused: of one rank, and of rows that ranks share."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    found = []
+    for dtype in (torch.int32, torch.bool, torch.int8):
+        logits, target = case(8, 5, 0, torch.float32)
+        plain = distribute(logits.detach(), mesh, [Shard(0)])
+        with pytest.raises((RuntimeError, NotImplementedError)) as refused:
+            F.cross_entropy(plain, distribute(target.to(dtype), mesh, [Shard(0)]))
+        found.append(str(refused.value))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_targets_that_torch_refuses(ranks: int, rank_pool: RankPool) -> None:
+    for said in rank_pool.run(ranks, of_other_targets):
+        assert all("expected target dtype" in text for text in said), said
 
 
 def on_a_mesh_of_one(rank: int, world_size: int) -> list[bool]:

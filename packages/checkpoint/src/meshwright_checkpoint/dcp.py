@@ -152,9 +152,8 @@ class DcpCheckpoint(Checkpoint):
             names = named(model)
             known = {*names.tensors, *names.aliases}
             optim = _optimizer_prefix(self._dcp, known)
-            if optim is None and any(
-                re.search(r"(^|\.)state\.\d+\.\w+$", name) for name in self._dcp.tensors
-            ):
+            numbered = (re.search(r"(?:^|\.)(state\.\d+\.\w+)$", name) for name in self._dcp.tensors)
+            if optim is None and any(found and found[1] not in known for found in numbered):
                 self.without_optimizer = (
                     "its states have numbers for names, which mean other parameters in another model; save what "
                     "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"

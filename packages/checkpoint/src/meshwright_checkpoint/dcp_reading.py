@@ -17,6 +17,7 @@ import torch
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.inert import Record, inert
 from meshwright_checkpoint.local import Reader
+from meshwright_checkpoint.manifest import NAME
 from meshwright_checkpoint.reading import Fragment, ReadFile, Source
 from meshwright_dtensor.boxes import Box
 
@@ -93,8 +94,9 @@ class DcpFiles:
         self.where = str(path)
         self._files: dict[str, Reader] = {}
         if not (path / METADATA).is_file():
+            hint = "; it is one of meshwright: leave out backend" if (path / NAME).is_file() else ""
             raise CheckpointError(
-                f"{path} is no checkpoint of torch.distributed.checkpoint: it has no {METADATA}"
+                f"{path} is no checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
             )
         metadata = inert((path / METADATA).read_bytes(), str(path / METADATA))
         try:

@@ -54,7 +54,7 @@ def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth
     ):  # an enum of text, a numpy float: not told apart from the plain value
         if isinstance(value, kind):
             return encode(kind(value), put, path, depth)
-    if hasattr(value, "__array__"):
+    if hasattr(value, "__array__") and not isinstance(value, type):
         raise UnsupportedError(
             f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; give torch.as_tensor({path})"
         )

@@ -40,10 +40,23 @@ class MismatchError(CheckpointError):
         self.path, self.missing, self.unexpected, self.mismatched = path, missing, unexpected, mismatched
         listed = (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
         parts = [f"{what} ({len(names)}): {', '.join(names)}" for what, names in listed if names]
-        super().__init__(
-            f"checkpoint {path} does not fit: {'; '.join(parts)}. Give only=(patterns) to load a part, strict=False to leave "
-            "what is missing or unexpected, cast=True to change dtypes"
-        )
+        optimizer = any("the optimizer" in text for text in (*missing, *mismatched))
+        shapes = any(": shape " in text for text in mismatched)
+        dtypes = any(" is stored, the model has " in text and ": shape " not in text for text in mismatched)
+        fixes = [
+            ("leave out optimizer, or give one of the class and groups that were saved", optimizer),
+            (
+                "shapes have to be those that were saved: build that model, or give only=(patterns) of the rest",
+                shapes,
+            ),
+            ("cast=True changes dtypes", dtypes),
+            (
+                "only=(patterns) loads a part, strict=False leaves what is missing or unexpected",
+                missing or unexpected,
+            ),
+        ]
+        advice = "; ".join(fix for fix, helps in fixes if helps)
+        super().__init__(f"checkpoint {path} does not fit: {'; '.join(parts)}{'. ' * bool(advice)}{advice}")
 
     def __reduce__(self) -> tuple[type[MismatchError], tuple[object, ...]]:
         return type(self), (self.path, self.missing, self.unexpected, self.mismatched)

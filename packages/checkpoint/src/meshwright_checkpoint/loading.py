@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,7 +26,7 @@ from meshwright_checkpoint.optimizers import OptimizerTargets
 from meshwright_checkpoint.places import DEFAULT, ForeignPlace, any_place_of, local_path
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
-from meshwright_checkpoint.state import MODEL, Named, named
+from meshwright_checkpoint.state import MODEL, Named, check_model, named, optimizer_given
 from meshwright_dtensor.boxes import slice_of
 from meshwright_dtensor.copies import touch
 from meshwright_dtensor.errors import UsageError
@@ -69,35 +70,38 @@ def load(
             "path=None names no checkpoint (latest() gives None where there is none yet): load only what is there, "
             "`if (path := latest(directory)): load(path, ...)`"
         )
+    check_model("load", model)
     ranks = Ranks()
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     inner = unwrapped(model)
-    given = {
-        "optimizer": optimizer is not None,
-        "strict": strict,
-        "only": patterns,
-        "cast": cast,
-        "random": random,
-    }
+    given = {"only": patterns, "strict": bool(strict), "cast": bool(cast), "random": bool(random)}
     stores: list[Checkpoint | Pretrained] = []
+    with ExitStack() as opened:
 
-    def begin() -> dict[str, Any]:
-        stores.append(_open(path, inner, backend))
-        return given
+        def begin() -> dict[str, Any]:
+            stores.append(_open(path, inner, backend))
+            opened.callback(stores[0].close)
+            kind = "a checkpoint" if isinstance(stores[0], Checkpoint) else "a directory of from_pretrained"
+            return {**given, "optimizer": optimizer_given(inner, optimizer), "path": kind}
 
-    told = ranks.told(begin)
-    with stores[0] as store:
+        told = ranks.told(begin)
         _check_alike(told)
+        optimizes = any(one["optimizer"] for one in told)
+        (store,) = stores
         checkpoint = store if isinstance(store, Checkpoint) else None
-        if checkpoint is None and optimizer is not None:
+        if checkpoint is None and optimizes:
             raise UsageError(f"{store.where} holds a model and no optimizer; leave out optimizer")
         names = named(inner)
         fit = _Fit()
         wanted = ranks.together(lambda: _model_targets(store, names, patterns, cast, fit))
-        states: OptimizerTargets | None = None
-        if optimizer is not None and checkpoint is not None:
-            states = ranks.together(lambda: OptimizerTargets.of(checkpoint, optimizer, names, fit.mismatched))
-        _check(ranks, store, fit, names, states, strict, patterns)
+
+        def states_of() -> OptimizerTargets | None:
+            if optimizer is None or checkpoint is None:
+                return None
+            return OptimizerTargets.of(checkpoint, optimizer, names, fit.mismatched)
+
+        states = ranks.together(states_of)
+        _check(ranks, store, fit, names, states, optimizes, strict, patterns)
 
         what = f"{store.where} {checkpoint.manifest.id if checkpoint else ''}"
         neighbours = meet(ranks, what, memory_of)
@@ -124,18 +128,21 @@ def load(
 
 
 def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UsageError, on every rank, where ranks have not been given the same: some would wait for others for ever."""
+    """Raise UsageError, on every rank, where ranks have not been given the same."""
     for rank, one in enumerate(told):
         for name, value in one.items():
-            if value != told[0][name]:
-                values = ("given" if there else "left out" for there in (told[0][name], value))
-                said = tuple(values) if name == "optimizer" else (told[0][name], value)
-                raise UsageError(
-                    f"load() is called with {name} {said[0]} on rank 0 and {said[1]} on rank {rank}; call it alike on all"
-                )
+            first = told[0][name]
+            if value == first or (name == "optimizer" and None in (value, first)):
+                continue
+            if name == "optimizer":
+                first, value = ("given" if there else "left out" for there in (first, value))
+            raise UsageError(
+                f"load() is called with {name} {first} on rank 0 and {value} on rank {rank}; call it alike on all"
+            )
 
 
 def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Checkpoint | Pretrained:
+    """What is to be loaded, open."""
     place = any_place_of(path, backend)
     if isinstance(place, ForeignPlace):
         return place.opened(model)
@@ -207,6 +214,7 @@ def _check(
     fit: _Fit,
     names: Named,
     states: OptimizerTargets | None,
+    optimizes: bool,
     strict: bool,
     patterns: tuple[str, ...] | None,
 ) -> None:
@@ -226,7 +234,7 @@ def _check(
         return tuple(dict.fromkeys(x for one in told for x in one[what]))
 
     used = set(union("used"))
-    sections = [MODEL, "optimizer/"] if states else [MODEL]
+    sections = [MODEL, "optimizer/"] if optimizes else [MODEL]
     unexpected = [k for k in store.tensors if k.startswith(tuple(sections)) and k not in used]
     missing = list(union("missing"))
     if isinstance(store, Checkpoint):

@@ -26,9 +26,19 @@ from meshwright_checkpoint.streaming import Writer
 from meshwright_dtensor._names import did_you_mean
 
 _FOREIGN = (
-    (".metadata", 'it is in the format of torch.distributed.checkpoint: load it with backend="dcp"'),
-    ("*.safetensors", "it is a directory of from_pretrained: load() takes it for a model alone"),
-    ("*.bin", "its weights are pickles, which are never read: write it anew with save_pretrained"),
+    (
+        ".metadata",
+        'it is in the format of torch.distributed.checkpoint: mw.load(..., backend="dcp") reads it',
+    ),
+    ("model.safetensors*", "it is a directory of from_pretrained, which mw.load takes for a model alone"),
+    (
+        "pytorch_model*.bin",
+        "its weights are pickles, which are never read: write it anew with save_pretrained",
+    ),
+    (
+        "data-*.safetensors",
+        "it has files of a checkpoint, and their manifest is gone: what they held cannot be known",
+    ),
 )
 PARTIAL, DELETED, LOCK = ".partial-", ".deleted-", ".lock"
 

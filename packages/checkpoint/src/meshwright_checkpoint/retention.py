@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.manifest import Manifest
-from meshwright_checkpoint.places import Place, place_of_path
+from meshwright_checkpoint.manifest import NAME, Manifest
+from meshwright_checkpoint.places import Place, local_path, place_of_path
 from meshwright_dtensor.errors import UsageError
 
 
@@ -29,7 +29,17 @@ def latest(path: str | os.PathLike[str]) -> str | None:
     """The path of the latest whole checkpoint in the directory `path`, None where there is none.
 
     Found by looking, never from a pointer that could be stale: what a killed save has left does not count.
+
+    Raises:
+        UsageError: the path is that of a checkpoint, or of a file: a run would begin anew, unseen.
     """
+    place = place_of_path(path)
+    directory = local_path(place)
+    if directory is not None and (directory.is_file() or (directory / NAME).is_file()):
+        what = "a file" if directory.is_file() else "a checkpoint itself"
+        raise UsageError(
+            f"latest() looks in a directory of checkpoints, and {place.where} is {what}; give what it is in"
+        )
     found = checkpoints(path)
     return found[-1] if found else None
 

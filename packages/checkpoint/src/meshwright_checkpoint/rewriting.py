@@ -43,16 +43,17 @@ def rewrite(
     """Write the same state to `place` in `ranks` files, as a save by so many ranks would.
 
     Args:
-        plan: the layout of those ranks, which each then find their part in one file, in a few long runs, as the installed
-            strategies would store it (ZeRO's shards too). What the stages of a pipeline hold is not told apart: their ranks
-            share each tensor evenly. Without a plan the bytes are divided evenly. It is kept as the checkpoint's plan.
+        plan: the layout of those ranks, which each then find their part in one file, in a few long runs, as its strategies
+            would store it (ZeRO's shards too), or, where those are not installed, as its rules say. What the stages of a pipeline
+            hold is not told apart: their ranks share each tensor evenly. Without a plan the bytes are divided evenly. It is kept
+            as the checkpoint's plan.
         progress: is told bytes as they are written.
 
     Raises:
         CheckpointError: the path is taken.
         CorruptError: the checkpoint is damaged.
         PlanError: a rule of the plan speaks of no parameter of the checkpoint, or the plan is unsound.
-        PluginError: a strategy of the plan is not installed.
+        PluginError: the strategy that the plan names for an axis is not installed, and another is.
     """
     named = _names(checkpoint)
     layout = None
@@ -125,9 +126,10 @@ def _check_patterns(plan: ParallelPlan, names: list[str]) -> None:
 
 
 def _strategies(plan: ParallelPlan) -> tuple[Strategy, ...]:
-    """Those of the plan; none where none are installed, and the plan's own rules are all that is known."""
+    """Those of the plan; none where not all of its axes have one, and the plan's own rules are all that is known."""
     host = discover()
-    return resolve_strategies(plan, host, plan.world_size) if host.strategies() else ()
+    axes = {registered.record.axis for registered in host.strategies().values()}
+    return resolve_strategies(plan, host, plan.world_size) if axes.issuperset(plan.degrees) else ()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from meshwright_checkpoint.places import DEFAULT, ForeignPlace, Place, any_place
 from meshwright_checkpoint.retention import Retention
 from meshwright_checkpoint.shares import Catalogued, Piece, share
 from meshwright_checkpoint.snapshot import Snapshots, straight
-from meshwright_checkpoint.state import Collected, collect
+from meshwright_checkpoint.state import Collected, check_model, collect, optimizer_given
 from meshwright_checkpoint.writing import Job, SaveHandle
 from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import UsageError
@@ -68,6 +68,11 @@ def save(
         UnsupportedError, UsageError: something in the state cannot be saved; the message has its name.
     """
     retention = Retention.of(keep_last, keep_every)
+    check_model("save", model)
+    if step is not None and type(step) is not int:
+        raise UsageError(
+            f"step={step!r} is a {type(step).__name__}; give the number of the training step, an int"
+        )
     place = any_place_of(path, backend)
     if isinstance(place, ForeignPlace):
         if keep_last is not None or keep_every is not None:
@@ -78,7 +83,9 @@ def save(
             raise UsageError(
                 f"backend {backend!r} stores no step; leave out step={step}, or put it into extra"
             )
-        place.write(model, optimizer, extra, Ranks())
+        ranks = Ranks()
+        _check_alike(ranks.told(lambda: _given(place, model, optimizer, extra)))
+        place.write(model, optimizer, extra, ranks)
         return SaveHandle.finished(place.where)
     if step is None:
         found = re.search(r"(\d{1,18})$", place.name)
@@ -134,7 +141,7 @@ class Saver:
 
         def tell() -> dict[str, Any]:
             self._settle()
-            given = {"path": place.where, "optimizer": optimizer is not None, "extra": extra is not None}
+            given = _given(place, model, optimizer, extra)
             return {**given, "rng": rng.digests(), "id": uuid.uuid4().hex}
 
         told = ranks.told(tell)
@@ -172,11 +179,13 @@ class Saver:
 
     def _settle(self) -> None:
         flying, self._flying = self._flying, None
-        if flying is not None:
+        if flying is not None and not flying.told:
             try:
                 flying.wait()
             except CheckpointError as error:
-                raise CheckpointError(f"the save before this one failed: {error}") from error
+                raise CheckpointError(
+                    f"the save before this one failed, and this one was not begun (call it again): {error}"
+                ) from error
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """See `prepare_save`."""
@@ -226,13 +235,18 @@ class Saver:
         return collected, *self._plans[key]
 
 
+def _given(place: Place | ForeignPlace, model: nn.Module, optimizer: Any, extra: Any) -> dict[str, Any]:
+    """What a rank tells the others of what it was asked to save."""
+    return {"path": place.where, "optimizer": optimizer_given(model, optimizer), "extra": extra is not None}
+
+
 def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UsageError, on every rank, where ranks do not save the same thing: part of it would be lost unseen."""
+    """Raise UsageError, on every rank, where ranks do not save the same thing: part of it would be lost, or waited for."""
     paths = sorted({one["path"] for one in told})
     if len(paths) > 1:
         raise UsageError(f"ranks save to different paths ({', '.join(paths)}); give every rank the same")
     with_optimizer = [rank for rank, one in enumerate(told) if one["optimizer"]]
-    if 0 < len(with_optimizer) < len(told):
+    if with_optimizer and any(one["optimizer"] is False for one in told):
         raise UsageError(
             f"optimizer is given on ranks {listing(map(str, with_optimizer), 8)} of {len(told)} only; "
             "give every rank its own, or none"

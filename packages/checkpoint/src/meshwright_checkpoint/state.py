@@ -23,6 +23,21 @@ from meshwright_dtensor.stages import stages_of
 MODEL, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
 
 
+def check_model(what: str, model: object) -> None:
+    """Raise UsageError for anything that is no module."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{what}() takes the model itself, an nn.Module, and was given a {type(model).__name__}"
+        )
+
+
+def optimizer_given(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool | None:
+    """Whether an optimizer is given; None where there is nothing to optimize on this rank, which then needs none."""
+    if optimizer is not None:
+        return True
+    return False if any(parameter.requires_grad for parameter in model.parameters()) else None
+
+
 @dataclass
 class Named:
     """Parameters and buffers of a model by name; what has several names appears under the first.

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import importlib.metadata
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -62,22 +63,24 @@ class SaveHandle:
 
     Attributes:
         path: where the checkpoint will be.
+        told: `wait` has raised what it failed with.
     """
 
     def __init__(self, job: Job) -> None:
         self.path = job.place.where
         self._error: BaseException | None = None
+        self.told = False
         self._done = threading.Event()
         # no daemon: a process that ends normally finishes its save first
         self._thread = threading.Thread(target=self._run, args=(job,), name="meshwright-save")
-        atexit.register(self.wait)  # what nobody has been told is said then
+        atexit.register(self._tell)
         self._thread.start()
 
     @classmethod
     def finished(cls, path: str) -> SaveHandle:
         """Of a save that is over already."""
         made = cls.__new__(cls)
-        made.path, made._error, made._done = path, None, threading.Event()
+        made.path, made.told, made._error, made._done = path, False, None, threading.Event()
         made._done.set()
         return made
 
@@ -98,8 +101,21 @@ class SaveHandle:
         if not self._done.wait(timeout):
             raise CheckpointError(f"saving {self.path} still goes on after {timeout:g} s; wait longer")
         if self._error is not None:
-            atexit.unregister(self.wait)
+            self.told = True
             raise CheckpointError(f"saving {self.path} failed: {self._error}") from self._error
+
+    def _tell(self) -> None:
+        """As the process ends: say what nobody has been told."""
+        self._done.wait()
+        if self._error is not None and not self.told:
+            print(
+                f"meshwright: saving {self.path} failed: {self._error}; there is no checkpoint there (handle.wait() raises this)",
+                file=sys.stderr,
+            )
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self.done else "failed" if self._error is not None else "committed"
+        return f"{type(self).__name__}({self.path!r}, {state})"
 
     def _run(self, job: Job) -> None:
         try:
@@ -120,7 +136,7 @@ class SaveHandle:
             _let_go(job)
             job.data = ()
             if self._error is None:
-                atexit.unregister(self.wait)
+                atexit.unregister(self._tell)
             self._done.set()
 
 

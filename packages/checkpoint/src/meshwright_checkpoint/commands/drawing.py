@@ -26,7 +26,9 @@ def overview(manifest: Manifest) -> str:
         )
     if manifest.extra is not None:
         named = isinstance(manifest.extra, dict) and not any(key.startswith("$") for key in manifest.extra)
-        lines.append(f"extra: {listing(manifest.extra) if named else 'one value'}")
+        lines.append(
+            f"extra: {(listing(manifest.extra) if manifest.extra else '{}') if named else 'one value'}"
+        )
     total = sum(file.nbytes for file in manifest.files)
     lines.append(f"files: {len(manifest.files)}, {_size(total)}")
     rows: dict[tuple[str, str, str, int], Counter[str]] = {}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
-from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
+from meshwright_dtensor.rules.composites.rows_loss import RowsLoss, takes
 from meshwright_dtensor.rules.composites.vocab_loss import Shards, VocabularyLoss
 from meshwright_dtensor.states import P, R, State
 
@@ -101,7 +101,7 @@ class CrossEntropy(Composite):
         def losses(tensors: list[torch.Tensor], how: str) -> torch.Tensor:
             logits, target = tensors[:2]
             weight = tensors[2] if weighted is not None else None
-            if whole_rows and how == "sum" and logits.dtype.itemsize >= 4 and _is_integer(target.dtype):
+            if whole_rows and how == "sum" and takes(logits, target):
                 total = RowsLoss.apply(logits, target, ignore)
                 assert isinstance(total, torch.Tensor)
                 return total

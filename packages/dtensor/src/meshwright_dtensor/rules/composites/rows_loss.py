@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 
 ON_CPU, ELSEWHERE = 1 << 20, 256 << 20
-"""Bytes of log-softmax that are there at once: they stay in the CPU's cache, and accelerators get enough to do."""
+"""Bytes of log-softmax that are there at once: they stay in a core's cache, and accelerators get enough to do."""
+LEAST, MOST = 16, 64
+"""Rows at once at least, which threads share, and parts at most."""
 
 
 class RowsLoss(torch.autograd.Function):
-    """logits [n, c] in float32 or wider, target [n] of classes -> their summed loss, without the rows to be ignored."""
+    """logits [n, c] in float32 or wider, target [n] of classes -> their summed loss, without the rows to be ignored.
+
+    For what `takes` says; torch's own refuses the rest, or knows it.
+    """
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
@@ -24,13 +29,14 @@ class RowsLoss(torch.autograd.Function):
         context.save_for_backward(logits, target)
         context.ignore = ignore
         kept, index = _looked_up(target, ignore)
-        count = max(1, (ON_CPU if logits.device.type == "cpu" else ELSEWHERE) // (logits[:1].nbytes or 1))
-        room = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
+        room = ON_CPU * torch.get_num_threads() if logits.device.type == "cpu" else ELSEWHERE
+        count = max(LEAST, room // (logits[:1].nbytes or 1), len(logits) // MOST)
+        logs = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
         found = logits.new_empty(index.shape)
         for rows, at, each in zip(logits.split(count), index.split(count), found.split(count), strict=True):
-            logs = torch.log_softmax(rows, -1, out=room[: len(rows)])
+            torch.log_softmax(rows, -1, out=logs[: len(rows)])
             try:
-                torch.gather(logs, -1, at, out=each)
+                torch.gather(logs[: len(rows)], -1, at, out=each)
             except RuntimeError as error:
                 raise _as_of_torch(error, at, logs.shape[-1]) from None
         # of one class: summed by the kernel, and so in the order, of torch's own
@@ -47,6 +53,12 @@ class RowsLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return result.scatter_add(-1, index, ones) * scale, None, None
         return result.scatter_add_(-1, index, ones).mul_(scale), None, None
+
+
+def takes(logits: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether it is for these: numbers of classes as torch has them, one a row."""
+    plain = logits.dim() == 2 and target.shape == logits.shape[:1] and logits.shape[1] > 0
+    return plain and logits.dtype.itemsize >= 4 and target.dtype in (torch.int64, torch.uint8)
 
 
 def _looked_up(target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor]:
