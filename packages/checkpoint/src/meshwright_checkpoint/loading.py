@@ -81,12 +81,14 @@ def load(
         def begin() -> dict[str, Any]:
             stores.append(_open(path, inner, backend))
             opened.callback(stores[0].close)
-            kind = "a checkpoint" if isinstance(stores[0], Checkpoint) else "a directory of from_pretrained"
-            return {**given, "optimizer": optimizer_given(inner, optimizer), "path": kind}
+            which = stores[0].manifest.id if isinstance(stores[0], Checkpoint) else "from_pretrained"
+            arguments = {**given, "optimizer": optimizer_given(inner, optimizer)}
+            return {"arguments": arguments, "opened": [stores[0].where, which]}
 
         told = ranks.told(begin)
-        _check_alike(told)
-        optimizes = any(one["optimizer"] for one in told)
+        _check_alike([one["arguments"] for one in told])
+        _check_same([one["opened"] for one in told])
+        optimizes = any(one["arguments"]["optimizer"] for one in told)
         (store,) = stores
         checkpoint = store if isinstance(store, Checkpoint) else None
         if checkpoint is None and optimizes:
@@ -225,10 +227,8 @@ def _check(
             "mismatched": fit.mismatched,
             "used": sorted(fit.used | (states.used if states else set())),
             "extra_state": sorted(names.extra_state),
-            "checkpoint": [store.where, store.manifest.id] if isinstance(store, Checkpoint) else None,
         }
     )
-    _check_same([one["checkpoint"] for one in told])
 
     def union(what: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(x for one in told for x in one[what]))
@@ -253,13 +253,13 @@ def _check(
         raise MismatchError(store.where, _plain(missing), _plain(unexpected), mismatched)
 
 
-def _check_same(opened: Sequence[list[str] | None]) -> None:
+def _check_same(opened: Sequence[tuple[str, str]]) -> None:
     """Raise CheckpointError, on every rank, where ranks have opened different checkpoints: a model would be made of both."""
-    first = next((one for one in opened if one is not None), None)
-    for rank, one in enumerate(opened):
-        if one is not None and first is not None and one[1] != first[1]:
+    (first, known), *_ = opened
+    for rank, (where, which) in enumerate(opened):
+        if which != known:
             raise CheckpointError(
-                f"rank {rank} has opened {one[0]}, and a rank before it {first[0]}, which is another checkpoint; "
+                f"rank {rank} has opened {where}, and rank 0 {first}, which is another checkpoint; "
                 "let one rank choose (latest), and tell the others"
             )
 
