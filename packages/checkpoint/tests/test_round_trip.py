@@ -114,7 +114,12 @@ def test_a_part_a_cast_and_leniency(tmp_path: Path) -> None:
         load(tmp_path / "x", model=model, only=["nothing.*"], cast=True)
     model = Block()
     model.added = nn.Linear(2, 2)
-    load(tmp_path / "x", model=model, strict=False)
+    del model.head
+    with pytest.warns(
+        UserWarning,
+        match=r"in part. not in the checkpoint \(2\): added.weight.*not in the model \(\d\): head",
+    ):
+        load(tmp_path / "x", model=model, strict=False)
     assert torch.equal(model.first.weight, value["first.weight"])
 
 
@@ -166,7 +171,8 @@ def test_leniency_leaves_an_optimizer_alone_that_was_not_saved(tmp_path: Path) -
     optimizer = adam(model)
     train(model, optimizer)
     state = optimizer.state_dict()["state"]
-    load(tmp_path / "x", model=model, optimizer=optimizer, strict=False)
+    with pytest.warns(UserWarning, match="not in the checkpoint.*the optimizer"):
+        load(tmp_path / "x", model=model, optimizer=optimizer, strict=False)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
     assert optimizer.state_dict()["state"].keys() == state.keys()
 
@@ -191,10 +197,55 @@ def test_groups_go_by_name(tmp_path: Path) -> None:
     assert [float(group["lr"]) for group in its.param_groups] == [pytest.approx(0.2), 0.1]
     assert isinstance(its.param_groups[0]["lr"], torch.Tensor)
     assert not differences(everything(model, optimizer), everything(other, its))
-    with pytest.raises(MismatchError, match="saved in 2 groups"):
+    with pytest.raises(MismatchError, match="group 0 was saved as 2 groups, whose options differ"):
         load(tmp_path / "x", model=other, optimizer=adam(other))
     with pytest.raises(MismatchError, match="AdamW was saved, this is SGD"):
         load(tmp_path / "x", model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("differing", [False, True])
+def test_groups_may_be_divided_and_joined_where_their_options_are_the_same(
+    differing: bool, tmp_path: Path
+) -> None:
+    model: Any = Block()
+    first, *others = model.parameters()
+    divided = torch.optim.AdamW(
+        [
+            {"params": [first], "weight_decay": 0.1 if differing else 0.2},
+            {"params": others, "weight_decay": 0.2},
+        ]
+    )
+    joined = torch.optim.AdamW(model.parameters(), lr=7.0, weight_decay=0.3)
+    for saved, its, refusal in (
+        (joined, divided, "groups 0 and 1, which differ in weight_decay, were saved as one"),
+        (divided, joined, "group 0 was saved as 2 groups, whose options differ"),
+    ):
+        path = tmp_path / refusal[:8]
+        train(model, saved)
+        save(path, model=model, optimizer=saved, asynchronous=False)
+        if differing:
+            with pytest.raises(MismatchError, match=refusal):
+                load(path, model=model, optimizer=its)
+            continue
+        wanted = saved.param_groups[0]["weight_decay"]
+        load(path, model=model, optimizer=its)
+        assert all(group["weight_decay"] == wanted for group in its.param_groups)
+        assert its.state.keys() == saved.state.keys()
+
+
+def test_a_part_of_the_optimizer_goes_with_a_part_of_the_model(tmp_path: Path) -> None:
+    model: Any = Block()
+    optimizer = adam(model)
+    train(model, optimizer)
+    save(tmp_path / "x", model=model, optimizer=optimizer, asynchronous=False)
+    other: Any = Block()
+    groups = [{"params": list(other.head.parameters())}, {"params": list(other.first.parameters())}]
+    its = torch.optim.AdamW(groups, lr=7.0)
+    load(tmp_path / "x", model=other, optimizer=its, only="head.*")
+    state = optimizer.state[model.head.weight]
+    assert torch.equal(its.state[other.head.weight]["exp_avg"], state["exp_avg"])
+    assert other.first.weight not in its.state, "what was not asked for is left as it is"
+    assert [group["lr"] for group in its.param_groups] == [optimizer.param_groups[0]["lr"], 7.0]
 
 
 class Counting(nn.Linear):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from meshwright_checkpoint.places import DEFAULT, ForeignPlace, any_place_of, lo
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
 from meshwright_checkpoint.state import MODEL, Named, check_model, named, optimizer_given
+from meshwright_dtensor._names import listing
 from meshwright_dtensor.boxes import slice_of
 from meshwright_dtensor.copies import touch
 from meshwright_dtensor.errors import UsageError
@@ -49,9 +51,10 @@ def load(
         path: a checkpoint, the same on every rank, or a directory that `from_pretrained` reads (for the model only).
         model: as it was saved, in any layout; its tensors are overwritten.
         optimizer: over parameters of `model`, of the class that was saved.
-        strict: names that only the model or only the checkpoint has are an error. Other shapes always are, and to have no name in
-            common.
-        only: load the tensors of the model whose names match (one of) these patterns, "decoder.*"; the rest is left as it is.
+        strict: names that only the model or only the checkpoint has are an error; without it a warning names them. Other shapes
+            always are an error, and to have no name in common.
+        only: load the tensors of the model whose names match (one of) these patterns, "decoder.*", and the optimizer's states of
+            those. The rest is left as it is, and so are the options of a group that is not loaded whole.
         cast: let a tensor of another dtype be converted to the model's; without it that is an error.
         random: set the random streams as they were saved, unless only a part is loaded.
         backend: name of a checkpoint backend; `meshwright plugins` lists them.
@@ -100,7 +103,9 @@ def load(
         def states_of() -> OptimizerTargets | None:
             if optimizer is None or checkpoint is None:
                 return None
-            return OptimizerTargets.of(checkpoint, optimizer, names, fit.mismatched)
+            return OptimizerTargets.of(
+                checkpoint, optimizer, names, fit.mismatched, partial(_chosen, patterns)
+            )
 
         states = ranks.together(states_of)
         _check(ranks, store, fit, names, states, optimizes, strict, patterns)
@@ -174,7 +179,7 @@ def _model_targets(
     wanted = []
     for name, tensor in names.tensors.items():
         known = [name, *aliases.get(name, ())]
-        if patterns is not None and not any(fnmatchcase(one, p) for one in known for p in patterns):
+        if not any(_chosen(patterns, one) for one in known):
             continue
         found = next((k for one in known if (k := _stored_as(store, one, stored_aliases)) is not None), None)
         fit.used.update(MODEL + one for one in known)
@@ -194,6 +199,10 @@ def _model_targets(
         else:
             wanted += targets_of(found, target)
     return wanted
+
+
+def _chosen(patterns: tuple[str, ...] | None, name: str) -> bool:
+    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _stored_as(store: Store, name: str, aliases: Mapping[str, str]) -> str | None:
@@ -247,6 +256,13 @@ def _check(
             missing += [f"anything that matches {pattern}" for pattern in patterns]
     if not strict:
         nothing = used and not used.intersection(store.tensors)
+        left = [
+            f"{what} ({len(names)}): {listing(_plain(names), 8)}"
+            for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected))
+            if names
+        ]
+        if left and not nothing and ranks.rank == 0:
+            warnings.warn(f"{store.where} is loaded in part. {'; '.join(left)}", stacklevel=3)
         missing, unexpected = (["anything that it has"] if nothing else []), []
     mismatched = union("mismatched")
     if missing or unexpected or mismatched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.encode import decode
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.holding import held
+from meshwright_checkpoint.manifest import OptimizerInfo
 from meshwright_checkpoint.reading import Wanted
 from meshwright_checkpoint.state import OPTIMIZER, Named, parameter_names
 from meshwright_dtensor.boxes import slice_of
@@ -33,9 +35,17 @@ class OptimizerTargets:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, names: Named, mismatched: list[str]
+        cls,
+        checkpoint: Checkpoint,
+        optimizer: torch.optim.Optimizer,
+        names: Named,
+        mismatched: list[str],
+        chosen: Callable[[str], bool],
     ) -> OptimizerTargets:
-        """What `optimizer` takes from `checkpoint`. What does not fit is added to `mismatched`."""
+        """What `optimizer` takes from `checkpoint`, for parameters of which any name is `chosen`.
+
+        A group that is not loaded whole keeps its options. What does not fit is added to `mismatched`.
+        """
         self = cls(optimizer)
         info = checkpoint.manifest.optimizer
         if info is None:
@@ -54,10 +64,16 @@ class OptimizerTargets:
                 stored.setdefault(parameter, []).append(state)
         aliases = checkpoint.manifest.model.aliases
         group_of = {name: number for number, group in enumerate(info.groups) for name in group.params}
+        saved_as: list[set[int]] = []
+        whole: list[bool] = []
         for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
             numbers: set[int] = set()
+            left = False
             for name, parameter in zip(params, group["params"], strict=True):
                 known = [name, *(other for other, first in names.aliases.items() if first == name)]
+                if not any(map(chosen, known)):
+                    left = True
+                    continue
                 saved = next((a for n in known if (a := aliases.get(n, n)) in group_of), None)
                 if saved is None:
                     self.missing.append(f"optimizer/{name}")
@@ -67,7 +83,9 @@ class OptimizerTargets:
                 for key, value in info.values.get(saved, {}).items():
                     entries[key] = decode(value, no_tensor)
                 self.states.append((parameter, entries))
-            self.options.append(self._options(checkpoint, numbers, params, mismatched))
+            saved_as.append(numbers)
+            whole.append(not left)
+        self._take_options(info, saved_as, whole, mismatched)
         return self
 
     def _state(
@@ -102,18 +120,31 @@ class OptimizerTargets:
             self.wanted += [Wanted(full, there_, slice_of(part.local, here)) for there_, here in part.boxes]
         return made
 
-    def _options(
-        self, checkpoint: Checkpoint, numbers: set[int], params: list[str], mismatched: list[str]
-    ) -> dict[str, Any]:
-        info = checkpoint.manifest.optimizer
-        if len(numbers) > 1:
-            mismatched.append(
-                f"the optimizer's group of {', '.join(params[:3])}...: its parameters were saved in {len(numbers)} groups"
-            )
-        if len(numbers) != 1 or info is None:
-            return {}
-        options = decode(info.groups[numbers.pop()].options, number_of)
-        return options if isinstance(options, dict) else {}
+    def _take_options(
+        self, info: OptimizerInfo, saved_as: list[set[int]], whole: list[bool], mismatched: list[str]
+    ) -> None:
+        """Find the options of every group, which a group takes that is loaded whole.
+
+        Groups may have been divided and joined since, as long as it is no question which options hold.
+        """
+        first_of: dict[int, int] = {}
+        for number, (group, saved) in enumerate(zip(self.optimizer.param_groups, saved_as, strict=True)):
+            self.options.append({})
+            if not saved or not whole[number]:
+                continue
+            stored = [info.groups[one].options for one in sorted(saved)]
+            if any(options != stored[0] for options in stored):
+                mismatched.append(
+                    f"the optimizer: its group {number} was saved as {len(saved)} groups, whose options differ"
+                )
+            for one in sorted(saved):
+                first = first_of.setdefault(one, number)
+                if (differing := _differing(self.optimizer.param_groups[first], group)) is not None:
+                    mismatched.append(
+                        f"the optimizer: its groups {first} and {number}, which differ in {differing}, were saved as one"
+                    )
+            options = decode(stored[0], number_of)
+            self.options[-1] = options if isinstance(options, dict) else {}
 
     def install(self) -> None:
         """Put states and options into the optimizer, once they have been read; it is left as it is where none was saved."""
@@ -131,6 +162,14 @@ class OptimizerTargets:
                 self.optimizer.state[parameter] = state
             else:
                 self.optimizer.state.pop(parameter, None)
+
+
+def _differing(group: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """An option in which two groups differ."""
+    keys = [key for key in {**group, **other} if key not in ("params", "param_names")]
+    return next(
+        (key for key in keys if key not in group or key not in other or group[key] != other[key]), None
+    )
 
 
 def new_state(
