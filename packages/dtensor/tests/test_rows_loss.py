@@ -54,6 +54,16 @@ class Made(TorchDispatchMode):
         return result
 
 
+class Softmaxes(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._softmax.default
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("rows", "classes", "ignored"),
@@ -146,3 +156,51 @@ def on_a_mesh_of_one(rank: int, world_size: int) -> list[bool]:
 
 def test_means_of_one_rank_are_those_of_torch_in_low_precision_too(rank_pool: RankPool) -> None:
     assert rank_pool.run(1, on_a_mesh_of_one) == [[True, True]]
+
+
+def shared(rank: int, world_size: int) -> dict[str, bool]:
+    """The gradient that is made while ranks wait: what it is, when it is made, and that it is given once."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    found = {}
+    whole, target = case(14, 11, 3, torch.float64)
+    expected = F.cross_entropy(whole, target)
+    (gradient,) = torch.autograd.grad(expected, whole)
+
+    def loss(value: Tensor) -> Tensor:
+        return F.cross_entropy(value, distribute(target, mesh, [Shard(0)]))
+
+    def near(some: Any) -> bool:
+        return torch.allclose(some.full_tensor(), gradient, rtol=0, atol=1e-15)
+
+    logits = distribute(whole.detach(), mesh, [Shard(0)]).requires_grad_()
+    with Softmaxes() as made:
+        first = loss(logits)
+    found["made in the forward"] = made.count == 1
+    with Softmaxes() as made:
+        (once,) = torch.autograd.grad(first, logits, retain_graph=True)
+    found["made once"] = made.count == 0 and near(once)
+    (twice,) = torch.autograd.grad(first, logits, retain_graph=True)
+    found["again"] = near(twice)
+    kept = once.full_tensor().clone()
+    twice.mul_(2)
+    found["its own"] = torch.equal(once.full_tensor(), kept)
+    with torch.no_grad(), Softmaxes() as made:
+        loss(logits)
+    found["not without gradients"] = made.count == 0
+    with Softmaxes() as made:
+        loss(logits.detach())
+    found["not for what needs none"] = made.count == 0
+    loss(logits)  # its graph is gone, and with it what was made
+    with Softmaxes() as made:
+        some = [loss(logits)]
+    found["once more"] = made.count == 1
+    with Softmaxes() as made:
+        some += [loss(logits) for _ in range(3)]
+    found["not where backwards come later"] = made.count == 0
+    found["late"] = all(near(torch.autograd.grad(one, logits)[0]) for one in some)
+    return found
+
+
+def test_the_gradient_is_made_while_ranks_wait(rank_pool: RankPool) -> None:
+    for found in rank_pool.run(2, shared):
+        assert all(found.values()), found

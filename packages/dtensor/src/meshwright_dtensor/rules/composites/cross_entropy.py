@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
 from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.rows_loss import RowsLoss, takes
+from meshwright_dtensor.rules.composites.shared_rows_loss import Ahead, SharedGradient, SharedRowsLoss
 from meshwright_dtensor.rules.composites.vocab_loss import Shards, VocabularyLoss
 from meshwright_dtensor.states import P, R, State
 
@@ -96,7 +97,7 @@ class CrossEntropy(Composite):
         start, length = ctx.region(ctx.in_shapes[0], ctx.ins[0])[class_dim][0]
         shards = Shards(start, length, ctx.in_shapes[0][class_dim], tuple(class_axes), ctx)
 
-        whole_rows = not class_axes and _of_rows(ctx)
+        whole_rows, ahead = not class_axes and _of_rows(ctx), Ahead()
 
         def losses(tensors: list[torch.Tensor], how: str) -> torch.Tensor:
             logits, target = tensors[:2]
@@ -116,6 +117,12 @@ class CrossEntropy(Composite):
         def run(tensors: list[torch.Tensor]) -> torch.Tensor:
             if reduction != "mean":
                 return losses(tensors, reduction).to(tensors[0].dtype)
+            if row_axes and whole_rows and takes(*tensors[:2]):
+                follows = torch.is_grad_enabled() and tensors[0].requires_grad
+                total, count = SharedRowsLoss.apply(  # type: ignore[misc]
+                    tensors[0], tensors[1], ignore, row_axes, ctx, ahead if follows else None
+                )
+                return total / count
             wide = tensors[0].dtype.itemsize >= 4
             if not (row_axes or class_axes) and not (wide and _is_integer(tensors[1].dtype)):
                 return losses(tensors, "mean")
@@ -155,25 +162,6 @@ class SumPair(torch.autograd.Function):
         if gradient.requires_grad and torch.is_grad_enabled():  # create_graph=True
             gradient = SharedGradient.apply(gradient, context.axes, context.ctx)
         return gradient, None, None, None
-
-
-class SharedGradient(torch.autograd.Function):
-    """A replicated value that every rank uses for its own part: nothing forward, all-reduce backward."""
-
-    @staticmethod
-    def forward(context: Any, value: torch.Tensor, axes: list[int], ctx: LocalContext) -> torch.Tensor:
-        """Any shape."""
-        context.axes, context.ctx = axes, ctx
-        return value.detach()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        """The sum over the ranks."""
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        for axis in context.axes:
-            dist.all_reduce(total, group=context.ctx.group(axis))
-            context.ctx.record("all_reduce", axis, total.nbytes, "backward")
-        return total, None, None
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

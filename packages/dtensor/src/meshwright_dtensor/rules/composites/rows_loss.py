@@ -28,37 +28,66 @@ class RowsLoss(torch.autograd.Function):
         """A scalar, to the bit that of torch."""
         context.save_for_backward(logits, target)
         context.ignore = ignore
-        kept, index = _looked_up(target, ignore)
-        room = ON_CPU * torch.get_num_threads() if logits.device.type == "cpu" else ELSEWHERE
-        count = max(LEAST, room // (logits[:1].nbytes or 1), len(logits) // MOST)
-        logs = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
-        found = logits.new_empty(index.shape)
-        for rows, at, each in zip(logits.split(count), index.split(count), found.split(count), strict=True):
-            torch.log_softmax(rows, -1, out=logs[: len(rows)])
-            try:
-                torch.gather(logs[: len(rows)], -1, at, out=each)
-            except RuntimeError as error:
-                raise _as_of_torch(error, at, logs.shape[-1]) from None
-        # of one class: summed by the kernel, and so in the order, of torch's own
-        return F.nll_loss(found, torch.where(kept, 0, -100), ignore_index=-100, reduction="sum")
+        return summed(logits, target, ignore)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         """Softmax minus one-hot, times the gradient; can be differentiated again."""
         logits, target = context.saved_tensors
-        kept, index = _looked_up(target, context.ignore)
-        scale = (gradients[0] * kept).unsqueeze(-1)
-        result = torch.softmax(logits, -1)
-        ones = torch.full_like(scale, -1.0)
-        if torch.is_grad_enabled():  # create_graph=True
-            return result.scatter_add(-1, index, ones) * scale, None, None
-        return result.scatter_add_(-1, index, ones).mul_(scale), None, None
+        return scaled(gradients[0], logits, target, context.ignore), None, None
+
+
+def summed(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
+    """The loss, a scalar; no gradient flows through it."""
+    kept, index = _looked_up(target, ignore)
+    room = ON_CPU * torch.get_num_threads() if logits.device.type == "cpu" else ELSEWHERE
+    count = max(LEAST, room // (logits[:1].nbytes or 1), len(logits) // MOST)
+    logs = torch.empty_like(logits[:count], memory_format=torch.contiguous_format)
+    found = logits.new_empty(index.shape)
+    for rows, at, each in zip(logits.split(count), index.split(count), found.split(count), strict=True):
+        torch.log_softmax(rows, -1, out=logs[: len(rows)])
+        try:
+            torch.gather(logs[: len(rows)], -1, at, out=each)
+        except RuntimeError as error:
+            raise _as_of_torch(error, at, logs.shape[-1]) from None
+    # of one class: summed by the kernel, and so in the order, of torch's own
+    return F.nll_loss(found, torch.where(kept, 0, -100), ignore_index=-100, reduction="sum")
+
+
+def unscaled(logits: torch.Tensor, target: torch.Tensor, ignore: int) -> torch.Tensor:
+    """Softmax minus one-hot [n, c]: the gradient but for its factor, which is 0 in rows to be ignored."""
+    _, index = _looked_up(target, ignore)
+    return torch.softmax(logits, -1).scatter_add_(-1, index, _minus_ones(logits))
+
+
+def scaled(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore: int,
+    made: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of the logits [n, c] for that of the sum; `made`: what `unscaled` gives, which is taken for it."""
+    kept, index = _looked_up(target, ignore)
+    scale = (gradient * kept).unsqueeze(-1)
+    if torch.is_grad_enabled():  # create_graph=True
+        return torch.softmax(logits, -1).scatter_add(-1, index, _minus_ones(logits)) * scale
+    return (unscaled(logits, target, ignore) if made is None else made).mul_(scale)
+
+
+def counted(target: torch.Tensor, ignore: int) -> torch.Tensor:
+    """How many rows are not ignored, a scalar."""
+    return _looked_up(target, ignore)[0].sum()
 
 
 def takes(logits: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether it is for these: numbers of classes as torch has them, one a row."""
     plain = logits.dim() == 2 and target.shape == logits.shape[:1] and logits.shape[1] > 0
     return plain and logits.dtype.itemsize >= 4 and target.dtype in (torch.int64, torch.uint8)
+
+
+def _minus_ones(logits: torch.Tensor) -> torch.Tensor:
+    return logits.new_full((len(logits), 1), -1.0)
 
 
 def _looked_up(target: torch.Tensor, ignore: int) -> tuple[torch.Tensor, torch.Tensor]:
