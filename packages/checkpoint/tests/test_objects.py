@@ -10,11 +10,13 @@ from typing import Any
 
 import fsspec
 import pytest
+from click.testing import CliRunner
 from models import adam, build, differences, everything, train
 
 from meshwright_checkpoint import CheckpointError, CorruptError, checkpoints, latest, load, objects, save
+from meshwright_checkpoint.commands import command
 from meshwright_dtensor import plugins
-from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.testing import RankPool
 
@@ -97,3 +99,19 @@ def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     load(tmp_path / "x", model=model, backend="acme")
     with pytest.raises(PluginError, match="did you mean 'acme'"):
         load(tmp_path / "x", model=model, backend="acne")
+
+    def run(*arguments: object) -> Any:
+        return CliRunner().invoke(command, [*map(str, arguments), "--backend", "acme"], standalone_mode=False)
+
+    x, y = tmp_path / "x", tmp_path / "y"
+    assert run("reshard", x, y, "--ranks", 2).exception is None and (tmp_path / "y-of-acme").is_dir()
+    assert "the checkpoints hold the same" in run("diff", x, y).output
+    assert "all as they were saved" in run("verify", y).output and "first.weight" in run("inspect", y).output
+    assert run("export", y, tmp_path / "weights").exception is None
+    assert (tmp_path / "weights" / "model.safetensors").is_file()
+
+
+def test_the_command_line_says_what_it_cannot_open(tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["verify", str(tmp_path), "--backend", "dcp"], standalone_mode=False)
+    assert isinstance(done.exception, UsageError)
+    assert "load(path, backend='dcp'), then save() without it" in str(done.exception)

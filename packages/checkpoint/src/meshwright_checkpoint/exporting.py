@@ -20,7 +20,8 @@ from meshwright_checkpoint.checkpoint import Checkpoint
 from meshwright_checkpoint.datafile import lay_out
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.local import LocalPlace, sync_directory
-from meshwright_checkpoint.places import place_of_path
+from meshwright_checkpoint.places import place_of
+from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.reading import Source, Wanted, read
 from meshwright_checkpoint.saving import save
@@ -59,11 +60,13 @@ def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
             LocalPlace(between).remove(token)
 
 
-def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+def export_checkpoint(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], backend: str = DEFAULT
+) -> None:
     """The same from a checkpoint, in one process that needs no model. Raises CheckpointError, CorruptError."""
     target = LocalPlace(path).path
     _free(target)
-    with Checkpoint(place_of_path(source)) as checkpoint:
+    with Checkpoint(place_of(source, backend)) as checkpoint:
         convert(checkpoint, target, Ranks())
 
 

@@ -24,7 +24,8 @@ from meshwright_checkpoint.filling import memory_of
 from meshwright_checkpoint.holding import Held, held
 from meshwright_checkpoint.neighbours import meet
 from meshwright_checkpoint.optimizers import OptimizerTargets
-from meshwright_checkpoint.places import DEFAULT, ForeignPlace, any_place_of, local_path
+from meshwright_checkpoint.places import ForeignPlace, any_place_of, local_path
+from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
 from meshwright_checkpoint.state import MODEL, Named, check_model, named, optimizer_given

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright_checkpoint.local import LocalPlace
 from meshwright_checkpoint.manifest import Manifest
+from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.reading import ReadFile
 from meshwright_dtensor.errors import UsageError
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     from meshwright_checkpoint.agree import Ranks
     from meshwright_checkpoint.checkpoint import Checkpoint
-
-DEFAULT = "safetensors"
 
 
 class WriteFile(Protocol):
@@ -139,7 +138,10 @@ def place_of(path: str | os.PathLike[str], backend: str = DEFAULT) -> Place:
     """
     place = any_place_of(path, backend)
     if isinstance(place, ForeignPlace):
-        raise UsageError(f"backend {backend!r} has another format; it is for load() and save() only")
+        raise UsageError(
+            f"backend {backend!r} has another format, for load() and save() only: load(path, backend={backend!r}), then save() "
+            "without it"
+        )
     return place
 
 

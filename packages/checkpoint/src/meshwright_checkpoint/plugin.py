@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from meshwright_dtensor.plugins import BackendSpec, CommandSpec, hookimpl
 
+DEFAULT = "safetensors"
+"""The backend of a save or a load that names none."""
+
 
 @hookimpl
 def meshwright_commands() -> Iterator[CommandSpec]:
@@ -21,7 +24,7 @@ def meshwright_commands() -> Iterator[CommandSpec]:
 def meshwright_checkpoint_backends() -> Iterator[BackendSpec]:
     """Where checkpoints are kept."""
     yield BackendSpec(
-        name="safetensors",
+        name=DEFAULT,
         target="meshwright_checkpoint.places:place_of_path",
         summary="safetensors and a manifest, in a directory or at a URL that fsspec knows",
     )

@@ -20,7 +20,8 @@ from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.datafile import Body, lay_out
 from meshwright_checkpoint.dtypes import dtype_name
 from meshwright_checkpoint.errors import CheckpointError
-from meshwright_checkpoint.places import DEFAULT, ForeignPlace, Place, any_place_of
+from meshwright_checkpoint.places import ForeignPlace, Place, any_place_of
+from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.retention import Retention
 from meshwright_checkpoint.shares import Catalogued, Piece, share
 from meshwright_checkpoint.snapshot import Snapshots, straight

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from meshwright_checkpoint.commands.drawing import draw, overview
+from meshwright_checkpoint.plugin import DEFAULT
 
 
 @click.group("checkpoint")
@@ -19,19 +20,26 @@ def command() -> None:
 
 
 _PATH = click.Path(path_type=Path)
+_BACKEND = click.option(
+    "--backend",
+    default=DEFAULT,
+    show_default=True,
+    help="Where checkpoints lie; `meshwright plugins` lists backends.",
+)
 
 
 @command.command("inspect")
 @click.argument("path")
 @click.option("--tensor", default=None, help="Draw which file holds which part of this tensor.")
+@_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str, tensor: str | None, as_json: bool) -> None:
+def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
     """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
-    from meshwright_checkpoint.places import place_of_path
+    from meshwright_checkpoint.places import place_of
     from meshwright_dtensor._names import suggestion
     from meshwright_dtensor.errors import UsageError
 
-    manifest = place_of_path(path).manifest()
+    manifest = place_of(path, backend).manifest()
     if tensor is not None:
         name = tensor.removeprefix("model/")
         wanted = (tensor, f"model/{tensor}", f"model/{manifest.model.aliases.get(name, name)}")
@@ -54,14 +62,15 @@ def inspect(path: str, tensor: str | None, as_json: bool) -> None:
 
 @command.command("verify")
 @click.argument("path")
+@_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def verify(path: str, as_json: bool) -> int:
+def verify(path: str, backend: str, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit code 4 where something is damaged."""
     from meshwright_checkpoint.checking import verify as check
     from meshwright_checkpoint.checkpoint import Checkpoint
-    from meshwright_checkpoint.places import place_of_path
+    from meshwright_checkpoint.places import place_of
 
-    with Checkpoint(place_of_path(path)) as checkpoint:
+    with Checkpoint(place_of(path, backend)) as checkpoint:
         total = sum(file.nbytes for file in checkpoint.manifest.files)
         with _progress("verify", total) as told:
             problems = check(checkpoint, told)
@@ -78,8 +87,9 @@ def verify(path: str, as_json: bool) -> int:
 @command.command("diff")
 @click.argument("a")
 @click.argument("b")
+@_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def diff(a: str, b: str, as_json: bool) -> int:
+def diff(a: str, b: str, backend: str, as_json: bool) -> int:
     """Say what differs between two checkpoints, whatever their layouts; values are compared bit for bit.
 
     Exit codes are those of diff(1): 0 where they hold the same, 1 where something differs, 2 where they could not be compared
@@ -88,11 +98,11 @@ def diff(a: str, b: str, as_json: bool) -> int:
     from meshwright_checkpoint.checking import compare
     from meshwright_checkpoint.checkpoint import Checkpoint
     from meshwright_checkpoint.errors import CheckpointError
-    from meshwright_checkpoint.places import place_of_path
+    from meshwright_checkpoint.places import place_of
     from meshwright_dtensor.errors import MeshwrightError
 
     try:
-        with Checkpoint(place_of_path(a)) as one, Checkpoint(place_of_path(b)) as other:
+        with Checkpoint(place_of(a, backend)) as one, Checkpoint(place_of(b, backend)) as other:
             found = compare(one, other)
         if as_json:
             click.echo(json.dumps([difference.to_dict() for difference in found]))
@@ -111,12 +121,13 @@ def diff(a: str, b: str, as_json: bool) -> int:
 @command.command("export")
 @click.argument("path")
 @click.argument("target", type=_PATH)
+@_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def export(path: str, target: Path, as_json: bool) -> None:
+def export(path: str, target: Path, backend: str, as_json: bool) -> None:
     """Write the model of a checkpoint as a directory that transformers' from_pretrained reads."""
     from meshwright_checkpoint.exporting import export_checkpoint
 
-    export_checkpoint(path, target)
+    export_checkpoint(path, target, backend)
     files = sorted(file.name for file in target.iterdir())
     click.echo(
         json.dumps({"path": str(target), "files": files}) if as_json else f"{target}: {', '.join(files)}"
@@ -128,14 +139,17 @@ def export(path: str, target: Path, as_json: bool) -> None:
 @click.argument("target")
 @click.option("--ranks", type=click.IntRange(1, 1 << 20), default=None, help="How many ranks will read it.")
 @click.option("--plan", "plan_file", type=_PATH, default=None, help="The plan of those ranks.")
+@_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def reshard(path: str, target: str, ranks: int | None, plan_file: Path | None, as_json: bool) -> None:
+def reshard(
+    path: str, target: str, ranks: int | None, plan_file: Path | None, backend: str, as_json: bool
+) -> None:
     """Write a checkpoint anew for other ranks, so that each finds its part in one place.
 
     Loading never needs this: any layout reads any checkpoint. It makes later loads faster.
     """
     from meshwright_checkpoint.checkpoint import Checkpoint
-    from meshwright_checkpoint.places import place_of_path
+    from meshwright_checkpoint.places import place_of
     from meshwright_checkpoint.rewriting import rewrite
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.plan import ParallelPlan
@@ -144,10 +158,10 @@ def reshard(path: str, target: str, ranks: int | None, plan_file: Path | None, a
     if (ranks is None) == (plan is None):
         raise UsageError("reshard needs to know for whom: give either --ranks or --plan")
     count = plan.world_size if plan is not None else ranks or 1
-    with Checkpoint(place_of_path(path)) as checkpoint:
+    with Checkpoint(place_of(path, backend)) as checkpoint:
         total = sum(one.nbytes for one in checkpoint.manifest.tensors.values())
         with _progress("reshard", total) as told:
-            rewrite(checkpoint, place_of_path(target), count, plan, told)
+            rewrite(checkpoint, place_of(target, backend), count, plan, told)
     click.echo(
         json.dumps({"path": str(target), "ranks": count})
         if as_json
