@@ -71,6 +71,16 @@ def test_leases_in_memory(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     load("memory://run/x", model=model)
 
 
+def test_a_lease_that_is_being_renewed(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lease = "/run/x/.saving-lock", json.dumps({"time": time.time(), "by": "another"}).encode()
+    looks = iter((b"", lease[:9], lease))
+    monkeypatch.setattr(objects, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(type(store), "cat_file", lambda *_: next(looks))
+    assert objects.beats(store, path) == "another"
+    looks = iter((b"", b"", b"", lease))
+    assert objects.beats(store, path) is None
+
+
 def saved(rank: int, size: int, url: str) -> dict[str, Any]:
     model = build("fsdp")
     optimizer = adam(model)

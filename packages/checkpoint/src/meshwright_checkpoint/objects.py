@@ -23,6 +23,8 @@ BEAT = 5.0
 """Seconds between two signs of life."""
 LEASE = 60.0
 """Seconds after the last one until a process counts as dead."""
+PAUSES = (0.05, 0.2, 1.0, 3.0)
+"""Seconds between looks at a sign of life that cannot be read."""
 WORK = ".saving"
 """What the objects of a save in progress begin with."""
 
@@ -55,11 +57,21 @@ class Heartbeat:
 
 def beats(fs: Any, path: str) -> str | None:
     """Who renews the object, None where nobody does."""
-    try:
-        data = json.loads(fs.cat_file(path))
-        return str(data["by"])[:100] if time.time() - float(data["time"]) < LEASE else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    for pause in (*PAUSES, None):
+        try:
+            data = json.loads(fs.cat_file(path))
+            return str(data["by"])[:100] if time.time() - float(data["time"]) < LEASE else None
+        except FileNotFoundError:
+            return None
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # not every store replaces an object at once: it is being renewed
+            if pause is not None:
+                time.sleep(pause)
+    return None
 
 
 class ObjectWriter:
