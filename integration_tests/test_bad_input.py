@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import run_ranks
+from commands import run_on, run_ranks
 
 from meshwright.cli import main
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.testing import RankPool
 
 HERE = Path(__file__).parent
 MODEL = f"{HERE / 'refusing.py'}:small_llama"
@@ -107,15 +109,11 @@ def test_degrees_that_do_not_match_the_world_size(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_axis_that_no_strategy_owns(tmp_path: Path) -> None:
+def test_an_axis_that_no_strategy_owns(rank_pool: RankPool, tmp_path: Path) -> None:
     plan = plan_for({"dp": 1, "xp": 2}, tmp_path)
-    done = run_ranks(
-        ["train", "--world-size", "2", "--plan", str(plan), "--out", str(tmp_path)], launcher=False
-    )
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1 and "xp" in lines[0], done.stderr
-    assert "Traceback" not in done.stderr
+    arguments = ["train", "--world-size", "2", "--plan", str(plan), "--out", str(tmp_path)]
+    with pytest.raises(PlanError, match="xp"):
+        run_on(rank_pool, 2, arguments, tmp_path)
 
 
 def test_under_torchrun_one_rank_speaks_and_all_leave() -> None:
