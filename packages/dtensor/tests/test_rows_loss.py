@@ -158,6 +158,35 @@ def test_means_of_one_rank_are_those_of_torch_in_low_precision_too(rank_pool: Ra
     assert rank_pool.run(1, on_a_mesh_of_one) == [[True, True]]
 
 
+def of_rows_to_be_ignored(rank: int, world_size: int) -> list[bool]:
+    """Means whose rows all, or on one rank, are ignored, and rows of NaN among them: value and gradient are those of torch."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    found = []
+    for ignored, wrong in ((8, 0), (4, 0), (8, 3), (4, 3)):
+        whole, target = case(8, 5, ignored, torch.float64)
+        whole = whole.detach()
+        whole[:wrong, 1] = torch.nan
+        both = []
+        for logits in (whole.clone(), distribute(whole, mesh, [Shard(0)])):
+            logits.requires_grad_()
+            aim = target if type(logits) is Tensor else distribute(target, mesh, [Shard(0)])
+            loss = F.cross_entropy(logits, aim)
+            (gradient,) = torch.autograd.grad(loss, logits)
+            both.append(
+                [one.full_tensor() if hasattr(one, "full_tensor") else one for one in (loss, gradient)]
+            )
+        found += [
+            torch.allclose(a, b, rtol=0, atol=1e-15, equal_nan=True) for a, b in zip(*both, strict=True)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_to_be_ignored_have_the_gradient_of_torch(ranks: int, rank_pool: RankPool) -> None:
+    """The mean of no rows is NaN, and its gradient zero: a step whose batch is all padding changes nothing."""
+    assert rank_pool.run(ranks, of_rows_to_be_ignored) == [[True] * 8] * ranks
+
+
 def shared(rank: int, world_size: int) -> dict[str, bool]:
     """The gradient that is made while ranks wait: what it is, when it is made, and that it is given once."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))

@@ -69,7 +69,7 @@ def scaled(
 ) -> torch.Tensor:
     """The gradient of the logits [n, c] for that of the sum; `made`: what `unscaled` gives, which is taken for it."""
     kept, index = _looked_up(target, ignore)
-    scale = (gradient * kept).unsqueeze(-1)
+    scale = torch.where(kept, gradient, 0.0).unsqueeze(-1)  # no product: of the mean of no rows it is NaN
     if torch.is_grad_enabled():  # create_graph=True
         return torch.softmax(logits, -1).scatter_add(-1, index, _minus_ones(logits)) * scale
     return (unscaled(logits, target, ignore) if made is None else made).mul_(scale)
