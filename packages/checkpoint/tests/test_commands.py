@@ -190,3 +190,5 @@ def test_export(saved: Path, tmp_path: Path) -> None:
         torch.equal(a, b)
         for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
     )
+    with pytest.raises(UsageError, match=f"file://{tmp_path}/elsewhere is a URL"):
+        run("export", saved, f"file://{tmp_path}/elsewhere")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from models import adam, build
 
 from meshwright_checkpoint import CheckpointError, CorruptError, latest, load, save, streaming
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.testing import RankError, RankPool
 
 
@@ -91,6 +91,24 @@ def damaged(rank: int, size: int, folder: str) -> str:
 def test_damage_is_damage_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
     for said in rank_pool.run(2, damaged, str(tmp_path)):
         assert "are damaged" in said or "damage" in said
+
+
+def unsavable(rank: int, size: int, folder: str) -> str:
+    """What cannot be saved is on rank 0."""
+    with pytest.raises(UnsupportedError) as caught:
+        save(
+            f"{folder}/x",
+            model=build("fsdp"),
+            extra={"made": object()} if rank == 0 else {},
+            asynchronous=False,
+        )
+    return str(caught.value)
+
+
+def test_what_cannot_be_saved_is_so_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, other = rank_pool.run(2, unsavable, str(tmp_path))
+    assert "is of type object, which a checkpoint cannot hold" in first
+    assert other.startswith("rank 0 failed: UnsupportedError") and not list(tmp_path.iterdir())
 
 
 def apart(rank: int, size: int, folder: str) -> str:

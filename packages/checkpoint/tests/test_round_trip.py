@@ -7,6 +7,7 @@ import os
 import random
 import runpy
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,20 @@ import torch
 from models import Block, adam, build, differences, everything, train
 from torch import nn
 
-from meshwright_checkpoint import CheckpointError, MismatchError, checkpoints, latest, load, reading, save
+from meshwright_checkpoint import (
+    CheckpointError,
+    MismatchError,
+    checkpoints,
+    export,
+    latest,
+    load,
+    reading,
+    save,
+)
 from meshwright_checkpoint.datafile import header_length, read_header
 from meshwright_checkpoint.manifest import Manifest
 from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.testing import RankPool
 
 
 def trained(seed: int = 0, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -112,13 +123,18 @@ def test_a_part_a_cast_and_leniency(tmp_path: Path) -> None:
     )
     with pytest.raises(MismatchError, match=r"nothing\.\*"):
         load(tmp_path / "x", model=model, only=["nothing.*"], cast=True)
+    with pytest.raises(MismatchError, match=r"nothing\.\*"):
+        load(tmp_path / "x", model=model, only="nothing.*", cast=True, strict=False)
     model = Block()
     model.added = nn.Linear(2, 2)
     del model.head
     with pytest.warns(
         UserWarning,
         match=r"in part. not in the checkpoint \(2\): added.weight.*not in the model \(\d\): head",
-    ):
+    ) as warned:
+        load(tmp_path / "x", model=model, strict=False)
+    assert [one.filename for one in warned] == [__file__]
+    with warnings.catch_warnings(action="error"), pytest.raises(CheckpointError, match="loaded in part"):
         load(tmp_path / "x", model=model, strict=False)
     assert torch.equal(model.first.weight, value["first.weight"])
 
@@ -137,11 +153,29 @@ def test_nothing_in_common_is_no_load(tmp_path: Path) -> None:
             latest(path)
     for call in (load, save):
         with pytest.raises(
-            UsageError, match=r"takes the model itself, an nn.Module, and was given a OrderedDict"
+            UsageError,
+            match=r"takes the model itself, an nn.Module, and was given an object of type OrderedDict",
         ):
             call(tmp_path / "y", model=other.state_dict())
-    with pytest.raises(UsageError, match="step='5' is a str"):
-        save(tmp_path / "y", model=other, step="5")
+    for step in ("5", -1, 1.5):
+        with pytest.raises(UsageError, match=f"step={step!r} is no number of a training step"):
+            save(tmp_path / "y", model=other, step=step)  # type: ignore[arg-type]
+
+
+def test_where_no_checkpoint_can_be_is_said(tmp_path: Path) -> None:
+    model = build("plain")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path / 'file'} is a file; save where a directory can be"
+    ):
+        save(tmp_path / "file" / "step-1", model=model)
+    for call in (save, load):
+        with pytest.raises(UsageError, match=r"foo://bucket/x cannot be opened: .*foo"):
+            call("foo://bucket/x", model=model)
+    url = f"file://{tmp_path}/weights"
+    with pytest.raises(UsageError, match=f"{url} is a URL, and from_pretrained reads directories"):
+        export(url, model=model)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -203,34 +237,83 @@ def test_groups_go_by_name(tmp_path: Path) -> None:
         load(tmp_path / "x", model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("differing", [False, True])
-def test_groups_may_be_divided_and_joined_where_their_options_are_the_same(
-    differing: bool, tmp_path: Path
-) -> None:
-    model: Any = Block()
+def in_two_groups(model: nn.Module, *decays: float) -> torch.optim.Optimizer:
     first, *others = model.parameters()
-    divided = torch.optim.AdamW(
-        [
-            {"params": [first], "weight_decay": 0.1 if differing else 0.2},
-            {"params": others, "weight_decay": 0.2},
-        ]
+    return torch.optim.AdamW(
+        [{"params": some, "weight_decay": x} for some, x in zip(([first], others), decays, strict=True)]
     )
-    joined = torch.optim.AdamW(model.parameters(), lr=7.0, weight_decay=0.3)
-    for saved, its, refusal in (
-        (joined, divided, "groups 0 and 1, which differ in weight_decay, were saved as one"),
-        (divided, joined, "group 0 was saved as 2 groups, whose options differ"),
-    ):
-        path = tmp_path / refusal[:8]
-        train(model, saved)
-        save(path, model=model, optimizer=saved, asynchronous=False)
-        if differing:
-            with pytest.raises(MismatchError, match=refusal):
-                load(path, model=model, optimizer=its)
-            continue
-        wanted = saved.param_groups[0]["weight_decay"]
-        load(path, model=model, optimizer=its)
-        assert all(group["weight_decay"] == wanted for group in its.param_groups)
-        assert its.state.keys() == saved.state.keys()
+
+
+@pytest.mark.parametrize("saved_in_two", [False, True])
+@pytest.mark.parametrize("loaded_in_two", [False, True])
+def test_groups_take_the_options_that_their_parameters_were_saved_with(
+    saved_in_two: bool, loaded_in_two: bool, tmp_path: Path
+) -> None:
+    """Whatever the groups were and are, and whatever their options are now: a schedule may be anywhere."""
+    model: Any = Block()
+    saved = (
+        in_two_groups(model, 0.2, 0.2)
+        if saved_in_two
+        else torch.optim.AdamW(model.parameters(), weight_decay=0.2)
+    )
+    train(model, saved)
+    save(tmp_path / "x", model=model, optimizer=saved, asynchronous=False)
+    its = in_two_groups(model, 0.3, 0.4) if loaded_in_two else torch.optim.AdamW(model.parameters(), lr=7.0)
+    load(tmp_path / "x", model=model, optimizer=its)
+    assert {(group["lr"], group["weight_decay"]) for group in its.param_groups} == {(1e-3, 0.2)}
+    assert its.state.keys() == saved.state.keys()
+
+
+def test_groups_are_not_joined_that_were_saved_with_other_options(tmp_path: Path) -> None:
+    model: Any = Block()
+    saved = in_two_groups(model, 0.1, 0.2)
+    train(model, saved)
+    save(tmp_path / "x", model=model, optimizer=saved, asynchronous=False)
+    its = in_two_groups(model, 0.3, 0.3)
+    load(tmp_path / "x", model=model, optimizer=its)
+    assert [group["weight_decay"] for group in its.param_groups] == [0.1, 0.2]
+    with pytest.raises(MismatchError, match="group 0 was saved as 2 groups, whose options differ"):
+        load(tmp_path / "x", model=model, optimizer=adam(model))
+
+
+def parts_of_groups(rank: int, world_size: int, directory: str) -> list[list[float]]:
+    """Ranks that have a part of the parameters each, and of a group none, as pipeline stages do."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def of_stage(stage: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        part = nn.ModuleDict({str(stage): model[stage]})
+        groups = [
+            {
+                "params": [p for n, p in part.named_parameters() if ("1.weight" in n) == second],
+                "lr": lr * (1 + second),
+            }
+            for second in (False, True)
+        ]
+        return part, torch.optim.AdamW(groups)
+
+    part, optimizer = of_stage(rank, 0.1)
+    train_on = sum(p.sum() for p in part.parameters())
+    train_on.backward()  # type: ignore[union-attr]
+    optimizer.step()
+    save(directory, model=part, optimizer=optimizer, asynchronous=False)
+    found = []
+    for only in (None, "0.*", "1.weight"):
+        part, optimizer = of_stage(rank, 7.0)
+        load(directory, model=part, optimizer=optimizer, only=only)
+        found.append([group["lr"] for group in optimizer.param_groups])
+    return found
+
+
+def test_ranks_that_have_parts_of_a_group_agree_about_its_options(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    found, others = rank_pool.run(2, parts_of_groups, str(tmp_path / "x"))
+    assert found == others
+    whole, none, second = found
+    assert whole == [0.1, 0.2], "rank 0 has no parameter of the second group"
+    assert none == [7.0, 14.0], "the first group is loaded whole on rank 0 only"
+    assert second == [7.0, 0.2]
 
 
 def test_a_part_of_the_optimizer_goes_with_a_part_of_the_model(tmp_path: Path) -> None:
@@ -271,7 +354,7 @@ def test_extra_states_of_modules(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
-    with pytest.raises(UnsupportedError, match=r"extra\.a\.1 is a object"):
+    with pytest.raises(UnsupportedError, match=r"extra\.a\.1 is of type object"):
         save(tmp_path / "x", model=model, extra={"a": [1, object()]})
     with pytest.raises(UsageError, match="none of the model's"):
         save(tmp_path / "x", model=Block(), optimizer=optimizer)

@@ -56,10 +56,10 @@ def encode(value: Any, put: Callable[[str, torch.Tensor], str], path: str, depth
             return encode(kind(value), put, path, depth)
     if hasattr(value, "__array__") and not isinstance(value, type):
         raise UnsupportedError(
-            f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; give torch.as_tensor({path})"
+            f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold; give torch.as_tensor({path})"
         )
     raise UnsupportedError(
-        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; use numbers, text, lists, tuples, dicts and "
+        f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold; use numbers, text, lists, tuples, dicts and "
         "tensors, such as the state_dict() of the object"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
 
 
 class CheckpointError(MeshwrightError):
@@ -17,10 +17,10 @@ class CorruptError(CheckpointError):
     exit_code = 4
 
 
-def of_other(rank: int, told: str) -> CheckpointError:
-    """What the error of another rank, "Kind: text", is here: damage is damage on every rank, so that all can go on alike."""
-    kind = CorruptError if told.startswith(f"{CorruptError.__name__}:") else CheckpointError
-    return kind(f"rank {rank} failed: {told}")
+def of_other(rank: int, told: str) -> MeshwrightError:
+    """What the error of another rank, "Kind: text", is here: of its kind on every rank, so that all can go on alike."""
+    kinds = {kind.__name__: kind for kind in (CorruptError, UnsupportedError, UsageError)}
+    return kinds.get(told.partition(":")[0], CheckpointError)(f"rank {rank} failed: {told}")
 
 
 class MismatchError(CheckpointError):

@@ -45,9 +45,10 @@ def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
 
     Raises:
         CheckpointError: the path is taken, or cannot be written.
+        UsageError: the path is a URL.
     """
     ranks = Ranks()
-    place = LocalPlace(path)
+    place = _directory(path)
     token = ranks.gather(uuid.uuid4().hex)[0]
     between = place.path.parent / f".{place.name}.export-{token}"
     ranks.together(lambda: _free(place.path))
@@ -64,10 +65,18 @@ def export_checkpoint(
     source: str | os.PathLike[str], path: str | os.PathLike[str], backend: str = DEFAULT
 ) -> None:
     """The same from a checkpoint, in one process that needs no model. Raises CheckpointError, CorruptError."""
-    target = LocalPlace(path).path
+    target = _directory(path).path
     _free(target)
     with Checkpoint(place_of(source, backend)) as checkpoint:
         convert(checkpoint, target, Ranks())
+
+
+def _directory(path: str | os.PathLike[str]) -> LocalPlace:
+    if "://" in os.fspath(path):
+        raise UsageError(
+            f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a path on disk, and copy it from there"
+        )
+    return LocalPlace(path)
 
 
 def _free(path: Path) -> None:

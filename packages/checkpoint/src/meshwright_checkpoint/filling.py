@@ -326,7 +326,7 @@ class Filling:
         line.send(FREE, 0, message.second)
 
 
-def _failed(rank: int, text: bytes) -> CheckpointError:
+def _failed(rank: int, text: bytes) -> MeshwrightError:
     return of_other(rank, text.decode(errors="replace"))
 
 

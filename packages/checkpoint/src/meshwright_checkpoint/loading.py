@@ -23,7 +23,7 @@ from meshwright_checkpoint.errors import CheckpointError, MismatchError
 from meshwright_checkpoint.filling import memory_of
 from meshwright_checkpoint.holding import Held, held
 from meshwright_checkpoint.neighbours import meet
-from meshwright_checkpoint.optimizers import OptimizerTargets
+from meshwright_checkpoint.optimizers import GroupTargets, OptimizerTargets
 from meshwright_checkpoint.places import ForeignPlace, any_place_of, local_path
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
@@ -101,14 +101,20 @@ def load(
         fit = _Fit()
         wanted = ranks.together(lambda: _model_targets(store, names, patterns, cast, fit))
 
-        def states_of() -> OptimizerTargets | None:
+        def begin_states() -> list[GroupTargets]:
             if optimizer is None or checkpoint is None:
-                return None
-            return OptimizerTargets.of(
-                checkpoint, optimizer, names, fit.mismatched, partial(_chosen, patterns)
-            )
+                return []
+            chosen = partial(_chosen, patterns)
+            fit.states = OptimizerTargets.of(checkpoint, optimizer, names, fit.mismatched, chosen)
+            return fit.states.groups
 
-        states = ranks.together(states_of)
+        groups = [
+            [GroupTargets(tuple(saved), whole) for saved, whole in one] for one in ranks.told(begin_states)
+        ]
+        states = fit.states
+        if states is not None and checkpoint is not None and checkpoint.manifest.optimizer is not None:
+            info = checkpoint.manifest.optimizer
+            ranks.together(lambda: states.take_options(info, groups, fit.mismatched))
         _check(ranks, store, fit, names, states, optimizes, strict, patterns)
 
         what = f"{store.where} {checkpoint.manifest.id if checkpoint else ''}"
@@ -167,6 +173,7 @@ class _Fit:
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    states: OptimizerTargets | None = None
 
 
 def _model_targets(
@@ -256,18 +263,29 @@ def _check(
         if not used:
             missing += [f"anything that matches {pattern}" for pattern in patterns]
     if not strict:
-        nothing = used and not used.intersection(store.tensors)
+        nothing = (used or patterns) and not used.intersection(store.tensors)
         left = [
             f"{what} ({len(names)}): {listing(_plain(names), 8)}"
             for what, names in (("not in the checkpoint", missing), ("not in the model", unexpected))
             if names
         ]
-        if left and not nothing and ranks.rank == 0:
-            warnings.warn(f"{store.where} is loaded in part. {'; '.join(left)}", stacklevel=3)
-        missing, unexpected = (["anything that it has"] if nothing else []), []
+        if left and not nothing:
+            text = f"{store.where} is loaded in part. {'; '.join(left)}"
+            ranks.together(lambda: _warn(ranks, text))
+        missing, unexpected = ((missing if patterns else ["anything that it has"]) if nothing else []), []
     mismatched = union("mismatched")
     if missing or unexpected or mismatched:
         raise MismatchError(store.where, _plain(missing), _plain(unexpected), mismatched)
+
+
+def _warn(ranks: Ranks, text: str) -> None:
+    """A warning of rank 0 at the line of `load`, and an error that all ranks are told where warnings are errors."""
+    if ranks.rank:
+        return
+    try:
+        warnings.warn(text, stacklevel=8)
+    except Warning as error:
+        raise CheckpointError(text) from error
 
 
 def _check_same(opened: Sequence[tuple[str, str]]) -> None:

@@ -186,8 +186,16 @@ class LocalPlace:
         Raises:
             CheckpointError: another job saves here, or there is a checkpoint (or anything else) already.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._lock.take():
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            free = self._lock.take()
+        except OSError as error:
+            file = next((parent for parent in self.path.parents if parent.is_file()), None)
+            why = error.strerror if file is None else f"{file} is a file"
+            raise CheckpointError(
+                f"{self.where} cannot be made: {why}; save where a directory can be"
+            ) from error
+        if not free:
             raise CheckpointError(
                 f"another job is saving to {self.where} ({self._holder()}); save elsewhere, or wait for it"
             )

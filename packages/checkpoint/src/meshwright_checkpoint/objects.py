@@ -18,6 +18,7 @@ import fsspec
 
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.manifest import MAX_BYTES, NAME, Manifest
+from meshwright_dtensor.errors import UsageError
 
 BEAT = 5.0
 """Seconds between two signs of life."""
@@ -125,7 +126,13 @@ class ObjectPlace:
 
     def __init__(self, url: str, fs: Any = None) -> None:
         if fs is None:
-            fs, url = fsspec.core.url_to_fs(url)
+            try:
+                fs, url = fsspec.core.url_to_fs(url)
+            except (
+                ImportError,
+                ValueError,
+            ) as error:  # a protocol whose package is not installed, or that nobody knows
+                raise UsageError(f"{url} cannot be opened: {error}") from error
         self._fs = fs
         self._path = url.rstrip("/")
         self.where = str(fs.unstrip_protocol(self._path))

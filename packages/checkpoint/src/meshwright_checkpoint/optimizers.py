@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,13 @@ from meshwright_dtensor.optimizing import mesh_value
 from meshwright_dtensor.parameter import MeshParameter
 
 
+class GroupTargets(NamedTuple):
+    """Which groups of a checkpoint a group's parameters on one rank were in, and whether all of them are to be loaded."""
+
+    saved_as: tuple[int, ...]
+    whole: bool
+
+
 @dataclass
 class OptimizerTargets:
     """New states, not yet in the optimizer; `wanted` says what to read into them."""
@@ -32,6 +39,7 @@ class OptimizerTargets:
     wanted: list[Wanted] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    groups: list[GroupTargets] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -44,7 +52,7 @@ class OptimizerTargets:
     ) -> OptimizerTargets:
         """What `optimizer` takes from `checkpoint`, for parameters of which any name is `chosen`.
 
-        A group that is not loaded whole keeps its options. What does not fit is added to `mismatched`.
+        What does not fit is added to `mismatched`. The options of groups are for `take_options`.
         """
         self = cls(optimizer)
         info = checkpoint.manifest.optimizer
@@ -64,8 +72,6 @@ class OptimizerTargets:
                 stored.setdefault(parameter, []).append(state)
         aliases = checkpoint.manifest.model.aliases
         group_of = {name: number for number, group in enumerate(info.groups) for name in group.params}
-        saved_as: list[set[int]] = []
-        whole: list[bool] = []
         for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
             numbers: set[int] = set()
             left = False
@@ -83,9 +89,7 @@ class OptimizerTargets:
                 for key, value in info.values.get(saved, {}).items():
                     entries[key] = decode(value, no_tensor)
                 self.states.append((parameter, entries))
-            saved_as.append(numbers)
-            whole.append(not left)
-        self._take_options(info, saved_as, whole, mismatched)
+            self.groups.append(GroupTargets(tuple(sorted(numbers)), not left))
         return self
 
     def _state(
@@ -120,31 +124,28 @@ class OptimizerTargets:
             self.wanted += [Wanted(full, there_, slice_of(part.local, here)) for there_, here in part.boxes]
         return made
 
-    def _take_options(
-        self, info: OptimizerInfo, saved_as: list[set[int]], whole: list[bool], mismatched: list[str]
+    def take_options(
+        self, info: OptimizerInfo, told: Sequence[Sequence[GroupTargets]], mismatched: list[str]
     ) -> None:
-        """Find the options of every group, which a group takes that is loaded whole.
+        """Find the options of every group: those that its parameters were saved with, where it is loaded whole.
 
-        Groups may have been divided and joined since, as long as it is no question which options hold.
+        `told` are the groups of every rank, which may have a part of the parameters each: a group is loaded whole where it is
+        so on all, and one without parameters here takes what it takes elsewhere.
         """
-        first_of: dict[int, int] = {}
-        for number, (group, saved) in enumerate(zip(self.optimizer.param_groups, saved_as, strict=True)):
+        for number, group in enumerate(self.groups):
+            same = [groups[number] for groups in told if number < len(groups)]
+            saved = group.saved_as or tuple(sorted({one for other in same for one in other.saved_as}))
+            options = [info.groups[one].options for one in saved]
             self.options.append({})
-            if not saved or not whole[number]:
+            if not options or not all(other.whole for other in same):
                 continue
-            stored = [info.groups[one].options for one in sorted(saved)]
-            if any(options != stored[0] for options in stored):
+            if all(one == options[0] for one in options):
+                decoded = decode(options[0], number_of)
+                self.options[-1] = decoded if isinstance(decoded, dict) else {}
+            elif group.saved_as:
                 mismatched.append(
                     f"the optimizer: its group {number} was saved as {len(saved)} groups, whose options differ"
                 )
-            for one in sorted(saved):
-                first = first_of.setdefault(one, number)
-                if (differing := _differing(self.optimizer.param_groups[first], group)) is not None:
-                    mismatched.append(
-                        f"the optimizer: its groups {first} and {number}, which differ in {differing}, were saved as one"
-                    )
-            options = decode(stored[0], number_of)
-            self.options[-1] = options if isinstance(options, dict) else {}
 
     def install(self) -> None:
         """Put states and options into the optimizer, once they have been read; it is left as it is where none was saved."""
@@ -162,14 +163,6 @@ class OptimizerTargets:
                 self.optimizer.state[parameter] = state
             else:
                 self.optimizer.state.pop(parameter, None)
-
-
-def _differing(group: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """An option in which two groups differ."""
-    keys = [key for key in {**group, **other} if key not in ("params", "param_names")]
-    return next(
-        (key for key in keys if key not in group or key not in other or group[key] != other[key]), None
-    )
 
 
 def new_state(

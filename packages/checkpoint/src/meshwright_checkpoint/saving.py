@@ -70,10 +70,8 @@ def save(
     """
     retention = Retention.of(keep_last, keep_every)
     check_model("save", model)
-    if step is not None and type(step) is not int:
-        raise UsageError(
-            f"step={step!r} is a {type(step).__name__}; give the number of the training step, an int"
-        )
+    if step is not None and (type(step) is not int or step < 0):
+        raise UsageError(f"step={step!r} is no number of a training step; give an int, 0 or more")
     place = any_place_of(path, backend)
     if isinstance(place, ForeignPlace):
         if keep_last is not None or keep_every is not None:

@@ -27,7 +27,7 @@ def check_model(what: str, model: object) -> None:
     """Raise UsageError for anything that is no module."""
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"{what}() takes the model itself, an nn.Module, and was given a {type(model).__name__}"
+            f"{what}() takes the model itself, an nn.Module, and was given an object of type {type(model).__name__}"
         )
 
 
@@ -71,7 +71,7 @@ def named(model: nn.Module) -> Named:
             found.extra_state[name] = value
         elif not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"{name} in the model's state dict is a {type(value).__name__}, no tensor; make it an extra state"
+                f"{name} in the model's state dict is of type {type(value).__name__}, no tensor; make it an extra state"
             )
         elif id(value) in found.names:
             found.aliases[name] = found.names[id(value)]

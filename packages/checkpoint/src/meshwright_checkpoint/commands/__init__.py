@@ -120,18 +120,16 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
 
 @command.command("export")
 @click.argument("path")
-@click.argument("target", type=_PATH)
+@click.argument("target")
 @_BACKEND
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def export(path: str, target: Path, backend: str, as_json: bool) -> None:
+def export(path: str, target: str, backend: str, as_json: bool) -> None:
     """Write the model of a checkpoint as a directory that transformers' from_pretrained reads."""
     from meshwright_checkpoint.exporting import export_checkpoint
 
     export_checkpoint(path, target, backend)
-    files = sorted(file.name for file in target.iterdir())
-    click.echo(
-        json.dumps({"path": str(target), "files": files}) if as_json else f"{target}: {', '.join(files)}"
-    )
+    files = sorted(file.name for file in Path(target).iterdir())
+    click.echo(json.dumps({"path": target, "files": files}) if as_json else f"{target}: {', '.join(files)}")
 
 
 @command.command("reshard")
