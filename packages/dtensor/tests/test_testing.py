@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.testing import RUNS_PER_WORLD, RankError, RankPool, fake_group
+from meshwright_dtensor.testing import JOIN_ATTEMPTS, RUNS_PER_WORLD, RankError, RankPool, fake_group
 
 
 @dataclass
@@ -48,6 +48,11 @@ def draw(rank: int, world_size: int) -> torch.Tensor:
 def here(rank: int, world_size: int, given: Here) -> Here:
     assert isinstance(given, Here)
     return Here(rank)
+
+
+def leaves_a_mark(rank: int, world_size: int, folder: str) -> int:
+    (Path(folder) / str(rank)).touch(exist_ok=False)
+    return rank
 
 
 def one_fails(rank: int, world_size: int, failing: int) -> None:
@@ -140,6 +145,21 @@ def test_a_local_function_is_refused(rank_pool: RankPool) -> None:
 def test_a_world_outside_the_pool_is_refused(rank_pool: RankPool, size: int) -> None:
     with pytest.raises(UsageError, match=f"world_size={size} is outside"):
         rank_pool.run(size, draw)
+
+
+@pytest.mark.parametrize("broken", [1, JOIN_ATTEMPTS])
+def test_a_world_that_does_not_come_about_is_made_anew(broken: int, tmp_path: Path) -> None:
+    with RankPool(grace=5.0) as pool:
+        for attempt in range(broken):  # a folder where the file is due
+            (pool._folder / f"meet-{attempt + 1}").mkdir()
+        if broken < JOIN_ATTEMPTS:
+            assert pool.run(2, leaves_a_mark, str(tmp_path)) == [0, 1]
+        else:
+            with pytest.raises(Exception, match="Is a directory") as caught:
+                pool.run(2, leaves_a_mark, str(tmp_path))
+            assert f"joining the others, {JOIN_ATTEMPTS} times" in str(caught.value.__cause__)
+            assert pool.run(2, leaves_a_mark, str(tmp_path)) == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]  # it has run once on each
 
 
 def test_hangs_and_deaths_are_errors_and_the_pool_recovers() -> None:

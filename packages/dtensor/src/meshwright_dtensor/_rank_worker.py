@@ -32,13 +32,14 @@ from meshwright_dtensor._torch_meshes import forget_failed_join, forget_meshes
 @dataclass
 class Outcome:
     """How a call ended: `result` (pickled) or `traceback` with, where it pickles, `exception`; `finished` on
-    the monotonic clock.
+    the monotonic clock; `joined` is false where the world itself did not come about, so that no rank ran anything.
     """
 
     result: bytes = b""
     traceback: str = ""
     exception: bytes | None = None
     finished: float = 0.0
+    joined: bool = True
 
     @staticmethod
     def none() -> Outcome:
@@ -62,11 +63,13 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
                 path, source, world_size, place, payload = pipe.recv()
             except (EOFError, OSError):
                 break
+            joined = False
             try:
                 sys.path[:] = path
                 if place != meeting:
                     meeting = place
                     _join(rank, world_size, place)
+                joined = True
                 _import(*source)
                 fn, args = pickle.loads(payload)
                 _reset()
@@ -74,7 +77,10 @@ def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, 
             except BaseException as error:  # whatever it is, it belongs to the parent
                 finished = time.monotonic()  # before the others hear of it and fail too
                 outcome = Outcome(
-                    traceback=traceback.format_exc(), exception=_pickled(error), finished=finished
+                    traceback=traceback.format_exc(),
+                    exception=_pickled(error),
+                    finished=finished,
+                    joined=joined,
                 )
                 meeting = ""
                 _leave()  # closes the connections, so that ranks that wait for this one fail at once
@@ -98,6 +104,7 @@ def _join(rank: int, world_size: int, place: str) -> None:
         world_size=world_size,
         timeout=timedelta(hours=1),  # the pool itself ends what hangs
     )
+    dist.barrier()  # nobody begins before everybody is there: a world that failed can be tried again
 
 
 def _leave() -> None:

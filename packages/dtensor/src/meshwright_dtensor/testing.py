@@ -43,6 +43,8 @@ from meshwright_dtensor.errors import MeshwrightError, UsageError
 MAX_RANKS = 8
 DEFAULT_TIMEOUT = 300.0
 WORKER = "meshwright_dtensor._rank_worker"
+JOIN_ATTEMPTS = 3
+"""How often a world is made before its failure is told: gloo drops a connection once in tens of thousands of worlds."""
 RUNS_PER_WORLD = 8
 """After so many runs a world is made anew: nothing else ends the process groups that its runs have made."""
 
@@ -91,7 +93,8 @@ class RankPool:
         every rank seeds `random` and torch with 0, on one thread, with a default process group of exactly
         `world_size` ranks. Raises the exception of the rank that failed first, its `__cause__` a `RankError`
         with rank and traceback; raises `RankError` when a rank died or `timeout` seconds have passed, and
-        starts afresh on the next call.
+        starts afresh on the next call. A world that does not come about, so that `fn` has run nowhere, is made
+        anew, up to `JOIN_ATTEMPTS` times in all.
         """
         if not 1 <= world_size <= self._max_ranks:
             raise UsageError(
@@ -100,24 +103,18 @@ class RankPool:
             )
         _check_by_name(fn)
         payload = pickle.dumps((fn, args))  # plain pickle: tensors by value, no shared memory to leak
-        meeting = self._meet(world_size)
-        job = (list(sys.path), _source_of(fn), world_size, meeting, payload)
-        for index, rank in enumerate(self._ranks[:world_size]):
-            try:
-                rank.pipe.send(job)
-            except OSError as error:  # it died between two runs
-                how = _death(rank.process)
-                message = f"rank {index} of {world_size} was dead before {fn.__qualname__} began ({how})"
-                self._kill()
-                raise RankError(message) from error
-        outcomes = self._collect(world_size, fn.__qualname__, timeout)
+        for _ in range(JOIN_ATTEMPTS):
+            self._send(world_size, fn, payload)
+            outcomes = self._collect(world_size, fn.__qualname__, timeout)
+            if all(outcome.joined for outcome in outcomes):
+                break
+            self._kill()
         failed = [(outcome, index) for index, outcome in enumerate(outcomes) if outcome.traceback]
         if failed:
             self._world_size = None  # a failed world is never used again: its groups may be out of step
             outcome, index = min(failed, key=lambda pair: pair[0].finished)
-            cause = RankError(
-                f"rank {index} of {world_size} failed in {fn.__qualname__}:\n{outcome.traceback}"
-            )
+            where = fn.__qualname__ if outcome.joined else f"joining the others, {JOIN_ATTEMPTS} times"
+            cause = RankError(f"rank {index} of {world_size} failed in {where}:\n{outcome.traceback}")
             if outcome.exception is None:
                 raise cause
             raise pickle.loads(outcome.exception) from cause
@@ -164,6 +161,18 @@ class RankPool:
             self._runs = 0
         self._runs += 1
         return str(self._folder / f"meet-{self._meetings}")
+
+    def _send(self, world_size: int, fn: Callable[..., Any], payload: bytes) -> None:
+        meeting = self._meet(world_size)
+        job = (list(sys.path), _source_of(fn), world_size, meeting, payload)
+        for index, rank in enumerate(self._ranks[:world_size]):
+            try:
+                rank.pipe.send(job)
+            except OSError as error:  # it died between two runs
+                how = _death(rank.process)
+                message = f"rank {index} of {world_size} was dead before {fn.__qualname__} began ({how})"
+                self._kill()
+                raise RankError(message) from error
 
     def _collect(self, world_size: int, name: str, timeout: float) -> list[Outcome]:
         ranks = self._ranks[:world_size]
