@@ -81,7 +81,8 @@ class ActivationRule(Model):
 class ZeroRule(Model):
     """How the ranks along the mesh axis `zero` share one copy of the training state.
 
-    stage: 1 shares optimizer states, 2 gradients too, 3 parameters too (gathered for use, one block at a time).
+    stage: 1 shares optimizer states, 2 gradients too, 3 parameters too (gathered for use, one block at a time). The
+        strategies that meshwright brings share gradients at stage 1 as well, since that costs nothing.
     """
 
     stage: Literal[1, 2, 3]

@@ -11,7 +11,6 @@ Every parameter becomes a DTensor of which this rank holds its part only; make o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -37,12 +36,14 @@ from meshwright_parallel.agreement import check_alike, same_plugins
 from meshwright_parallel.checks import check_model, check_optimizers
 from meshwright_parallel.dividing import link
 from meshwright_parallel.engine import install_copies, install_reduction, make_groups
+from meshwright_parallel.engine.buckets import Filling
 from meshwright_parallel.experts.installing import install_apart, modules_apart
 from meshwright_parallel.fitting import check_fit
 from meshwright_parallel.inputs import Placed, install_inputs
 from meshwright_parallel.optimizers import attend_to_steps, refuse_assignment
 from meshwright_parallel.recompute import install_recompute
 from meshwright_parallel.registry import LivePlacements
+from meshwright_parallel.strategies.data import BUCKET_BYTES
 from meshwright_parallel.taking_off import Before, is_blank
 
 
@@ -101,9 +102,9 @@ def parallelize(
     for strategy in strategies:
         strategy.attach(model, mesh, inner)
     install_apart(model, apart)
-    filling = install_copies(model, mesh, inner, strategies)
+    install_copies(model, mesh, inner, strategies)
     # what is divided has its gradients in other memory until the step is over
-    install_reduction(model, mesh, replace(filling, again=division is None))
+    install_reduction(model, mesh, Filling(BUCKET_BYTES, again=division is None))
     if division is not None:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]

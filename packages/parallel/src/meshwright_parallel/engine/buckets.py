@@ -103,7 +103,6 @@ class Bucket:
         axes: summed over by an all-reduce.
         shared, count: axis of the reduce-scatter and its ranks; "" and 1 where there is none.
         dtype: of the sums, which is that of the holders.
-        keep: the buffer outlives the pass (whole gradients are not freed as soon as they are shared).
         again: the buffer is taken again once no gradient lies in it any more: a CPU gets fresh memory page by page.
         guests: by its index, where among the flags lies that of a slot that is summed alone.
         before: the last buffer in which gradients were left, for `again`.
@@ -116,7 +115,6 @@ class Bucket:
     count: int
     dtype: torch.dtype
     device: torch.device
-    keep: bool = False
     again: bool = False
     slots: list[Slot] = field(default_factory=list)
     guests: dict[int, int] = field(default_factory=dict)
@@ -199,8 +197,7 @@ class Bucket:
         if self.shared and self.work is not None:
             self.work.wait()
             self.work = None
-            if not self.keep:
-                self.rows = None
+            self.rows = None
             assert self.result is not None
             self.work = self._sum(self.result, mesh)
 
@@ -224,9 +221,7 @@ class Bucket:
             self.work.wait()
         if self.again and self.lent:  # not in a pass that adds to gradients: those lie in the one before
             self.before = self.rows
-        if not (self.keep and self.shared):
-            self.rows = None
-        self.result, self.work, self.lent = None, None, False
+        self.rows, self.result, self.work, self.lent = None, None, None, False
         self.arrived.clear()
         self.views.clear()
 
@@ -299,13 +294,11 @@ class Filling:
 
     Attributes:
         nbytes: bytes of gradients at which a bucket is launched, where they are not shared: those have one per unit.
-        keep: see Bucket.
         single: bytes from which a gradient is summed alone; None: see `single_bytes`.
         again: see Bucket; only on a CPU, and where ranks do not share the gradients.
     """
 
     nbytes: int
-    keep: bool = False
     single: int | None = None
     again: bool = False
 
@@ -332,7 +325,7 @@ def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
         left[key] -= 1
         if filling.alone(slot):
             # its memory is whatever autograd brings
-            single = _bucket(Single, slot, replace(filling, keep=False, again=False))
+            single = _bucket(Single, slot, replace(filling, again=False))
             single.add(slot)
             closed.append(single)
             singles.setdefault(key, []).append(single)
@@ -362,7 +355,7 @@ def _bucket(kind: type[_Kind], slot: Slot, filling: Filling) -> _Kind:
     """An empty one for a slot and its like."""
     count, device = 1 if slot.shards is None else slot.shards.count, slot.holder.device
     again = filling.again and device.type == "cpu" and not slot.shared
-    return kind(slot.axes, slot.shared, count, slot.holder.dtype, device, filling.keep, again)
+    return kind(slot.axes, slot.shared, count, slot.holder.dtype, device, again)
 
 
 def _key(slot: Slot) -> tuple[object, ...]:

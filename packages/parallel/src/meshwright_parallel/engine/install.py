@@ -14,17 +14,15 @@ from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.units import parameter_units
-from meshwright_parallel.engine.buckets import Filling
 from meshwright_parallel.engine.copies import Copy
 from meshwright_parallel.engine.gathering import Gathering, Group, UnitHook, hook_module
 from meshwright_parallel.engine.shards import Shards
-from meshwright_parallel.strategies.data import BUCKET_BYTES
 
 
 def install_copies(
     model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, strategies: Sequence[Strategy]
-) -> Filling:
-    """Install the compute copies that `plan` asks for; how gradient buckets are filled beside them."""
+) -> None:
+    """Install the compute copies that `plan` asks for."""
     axis = next((s.axis for s in strategies if s.gathers and plan.degree(s.axis) > 1), "")
     dtype = None if plan.precision is None else DTYPES[plan.precision.parameters]
     stage = plan.zero.stage if plan.zero is not None and axis else 0
@@ -40,15 +38,12 @@ def install_copies(
                 group = groups.setdefault(key, Group(name, module is model, []))
                 group.copies.append(copy)
     if not groups:
-        return Filling(BUCKET_BYTES)
+        return
     engine = Gathering(mesh, list(groups.values()), frees=stage == 3)
     for name, module in modules.items():
         indices = tuple(unit.index for unit in engine.units if unit.name == name)
         if indices or module is model:
             hook_module(module, UnitHook(engine, indices, module is model))
-    if stage <= 1:
-        return Filling(BUCKET_BYTES, keep=True)
-    return Filling(BUCKET_BYTES)
 
 
 def _copy(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -> Copy | None:

@@ -123,10 +123,9 @@ class Zero(Strategy):
         held = (
             2 * largest + units[-1].computed if request.stage == 3 else sum(unit.computed for unit in units)
         )
-        buffers = sum if request.stage == 1 else max
         trained = sum(unit.trained for unit in units)
         rest = trained if piped else sum(unit.trained_kept for unit in units)
-        gradients = rest + buffers(unit.buffered for unit in units)
+        gradients = rest + max(unit.buffered for unit in units)
         own = sum(unit.trained_kept for unit in units)
         return StrategyCost(
             exposed_seconds=exposed,
@@ -135,8 +134,6 @@ class Zero(Strategy):
             gradients=gradients / trained if trained else 1.0,
             optimizer=own / trained if trained else 1.0,
             collectives=tuple(uses),
-            # whole gradients lie in buffers that stay
-            lasting=max(0.0, 1.0 - own / gradients) if request.stage == 1 and gradients else 0.0,
         )
 
 
