@@ -98,18 +98,24 @@ class Placed:
         return found[holds]
 
     def summed(
-        self, degrees: Mapping[str, int], over: Sequence[str]
+        self, degrees: Mapping[str, int], over: Sequence[str], holds: frozenset[str] | None = None
     ) -> tuple[tuple[ParameterSize, ...], ...]:
-        """The parameters of each unit whose gradients are summed `over` these axes, as all axes leave them to a rank."""
+        """The parameters of each unit whose gradients are summed `over` these axes, as all axes leave them to a rank.
+
+        `holds`: as in `sizes`.
+        """
         surveys = {a: s for a, s in self.basis.surveys.items() if degrees[a] > 1 and s.parameters}
         if not surveys:
-            return self.sizes()
-        key = (tuple(over), tuple((axis, degrees[axis]) for axis in surveys))
+            return self.sizes(holds)
+        key = (tuple(over), tuple((axis, degrees[axis]) for axis in surveys), holds)
         found = self._states.summed
         if key not in found:
             owners = {axis: survey.parameters for axis, survey in surveys.items()}
             stated = placements(self.basis.setting.strategies, surveys, degrees)
-            found[key] = summed_units(self._states.units, owners, stated, degrees, over)
+            every = self._states.units
+            if holds is not None:
+                every = tuple({n: size for n, size in unit.items() if n in holds} for unit in every)
+            found[key] = summed_units(every, owners, stated, degrees, over)
         return found[key]
 
     def trained(self, holds: frozenset[str] | None) -> int:

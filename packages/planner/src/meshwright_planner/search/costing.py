@@ -69,7 +69,7 @@ def cost(
         attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
         forward_seconds=placement.forward_seconds * hides,
         stage=point.stage,
-        units=placed.sizes() if shards > 1 else (),
+        units=placed.summed(degrees, (SHARED,)) if shards > 1 else (),
         degrees=dict(degrees),
         microbatches=times,
         resident_bytes=_resident(memory, shards, point.stage),
@@ -100,7 +100,7 @@ def cost(
         own_part = 1 / degrees[outer]
         common = replace(
             common,
-            units=placed.sizes(divided.holds) if shards > 1 else (),
+            units=placed.summed(degrees, (SHARED,), divided.holds) if shards > 1 else (),
             attention=tuple(replace(u, count=math.ceil(u.count * own_part)) for u in common.attention),
         )
     holds = divided.holds
