@@ -19,7 +19,7 @@ from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
 from meshwright_pipeline.behind import Behind, with_tail
 from meshwright_pipeline.foreseeing import Lookout
-from meshwright_pipeline.predicting import Fullest
+from meshwright_pipeline.holding import Fullest
 from meshwright_pipeline.predicting import Prediction as Steps
 from meshwright_pipeline.reading import NOTHING
 from meshwright_pipeline.schedules.named import schedule_named

@@ -21,7 +21,8 @@ from meshwright_pipeline.behind import Behind, returned_by, tail_of, taken_by, w
 from meshwright_pipeline.choosing import microbatches, note
 from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.foreseeing import Foreseen
-from meshwright_pipeline.predicting import Fullest, Prediction, StageCosts, predict
+from meshwright_pipeline.holding import Fullest
+from meshwright_pipeline.predicting import Prediction, StageCosts, predict
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
 from meshwright_pipeline.surveying import Surveyed

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright_pipeline.actions import Action, Schedule, Shape
-from meshwright_pipeline.predicting import Fullest, Prediction
+from meshwright_pipeline.holding import Fullest
+from meshwright_pipeline.predicting import Prediction
 from meshwright_pipeline.reading import NOTHING, Read, Run
 
 

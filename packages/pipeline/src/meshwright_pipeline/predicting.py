@@ -7,9 +7,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from meshwright_dtensor.errors import UsageError
 from meshwright_pipeline.actions import Schedule, Shape, ordered, require
 from meshwright_pipeline.crowded import Timed, elapsed
+from meshwright_pipeline.holding import KINDS, Actions, Bytes, Fullest
 
 WALKED = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
@@ -39,20 +42,6 @@ class StageCosts:
     gradients: tuple[float, ...] = ()
     halving: tuple[float, ...] = ()
     split: bool = True
-
-
-@dataclass(frozen=True)
-class Fullest:
-    """Bytes at the moment at which a rank holds most: kept, alive beside that, and of gradients."""
-
-    kept: float = 0.0
-    over: float = 0.0
-    gradients: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.kept + self.over + self.gradients
 
 
 @dataclass(frozen=True)
@@ -134,6 +123,7 @@ class Steps:
             in one number (as in `_lengths`), and place (from 1 on) of what it waits for on another rank, 0 for nothing.
         cuts: by kind and stage, the cut that the message crosses which an action waits for; -1 for none.
         ranks: the kinds (as in KINDS) and stages of each rank alone, in one number.
+        actions: the same, for what they hold.
     """
 
     doers: tuple[int, ...]
@@ -141,9 +131,7 @@ class Steps:
     after: tuple[int, ...]
     cuts: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
-
-
-KINDS = "FBIW"
+    actions: Actions
 
 
 def _lengths(costs: StageCosts) -> tuple[float, ...]:
@@ -194,43 +182,10 @@ def _by_rank(steps: Steps, lengths: Sequence[float], late: Sequence[float]) -> l
 
 
 def _held(steps: Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
-    """What ranks hold, from action to action, as in Prediction."""
+    """What ranks hold, as in Prediction."""
     nothing = (0.0,) * shape.stages
-    saved, over, waiting = costs.saved, costs.over or nothing, costs.waiting or nothing
-    left = list(costs.gradients or nothing)
-    held: list[float] = []
-    fullest: list[Fullest] = []
-    forward, whole, _, late = range(len(KINDS))
-    kinds, stages = zip(*itertools.product(range(len(KINDS)), range(shape.stages)), strict=True)
-    for own in steps.ranks:
-        now = most = made = top = 0.0
-        full = (0.0, 0.0, 0.0)  # as in Fullest
-        for number in own:
-            kind, stage = kinds[number], stages[number]
-            if kind == forward:
-                now += saved[stage]
-                if now > most:
-                    most = now
-                if now + made > top:
-                    top, full = now + made, (now, 0.0, made)
-            elif kind == late:
-                if costs.split:
-                    now -= saved[stage] + waiting[stage]
-                    made, left[stage] = made + left[stage], 0.0
-            else:
-                beside = over[stage]
-                if now + beside + made > top:
-                    top, full = now + beside + made, (now, beside, made)
-                if kind == whole or not costs.split:
-                    now -= saved[stage]
-                    made, left[stage] = made + left[stage], 0.0
-                else:
-                    now += waiting[stage]
-                    if now + made > top:
-                        top, full = now + made, (now, 0.0, made)
-        held.append(most)
-        fullest.append(Fullest(*full))
-    return tuple(held), tuple(fullest)
+    over, waiting, gradients = (own or nothing for own in (costs.over, costs.waiting, costs.gradients))
+    return steps.actions.held(Bytes(costs.saved, over, waiting, gradients, costs.split))
 
 
 @functools.lru_cache(maxsize=256)
@@ -250,13 +205,14 @@ def steps_of(schedule: Schedule, shape: Shape) -> Steps:
     order: list[int] = []  # places among the actions of all ranks, one rank behind the other
     for rank, begin, end in found.runs:
         order += range(offsets[rank] + begin, offsets[rank] + end)
-    doers, numbers, slots, waits = (
-        [one for own in every for one in own]
-        for every in ([[n] * len(own) for n, own in enumerate(ranks)], ranks, found.slots, found.waits)
+    there = np.array(order, dtype=np.int64)
+    numbers, slots, waits = (
+        np.fromiter(itertools.chain.from_iterable(every), dtype=np.int64, count=offsets[-1])[there]
+        for every in (ranks, found.slots, found.waits)
     )
-    places = [0] * (3 * shape.stages * shape.microbatches + 1)
-    for place, at in enumerate(order, 1):
-        places[slots[at]] = place
-    after = [places[other] if cuts[number] >= 0 else 0 for number, other in zip(numbers, waits, strict=True)]
-    doers, numbers, after = ([own[place] for place in order] for own in (doers, numbers, after))
-    return Steps(tuple(doers), tuple(numbers), tuple(after), tuple(cuts), ranks)
+    doers = np.repeat(np.arange(shape.ranks), np.diff(offsets))[there]
+    places = np.zeros(3 * shape.stages * shape.microbatches + 1, dtype=np.int64)
+    places[slots] = np.arange(1, len(order) + 1)
+    after = np.where(np.array(cuts)[numbers] >= 0, places[waits], 0)
+    one, two, three = (tuple(own.tolist()) for own in (doers, numbers, after))
+    return Steps(one, two, three, tuple(cuts), ranks, Actions(ranks, shape.stages))

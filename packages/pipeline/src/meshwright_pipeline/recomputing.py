@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from meshwright_pipeline.actions import Schedule, Shape
-from meshwright_pipeline.predicting import KINDS, steps_of, walks
+from meshwright_pipeline.holding import KINDS
+from meshwright_pipeline.predicting import steps_of, walks
 
 MOST = 512
 """Choices of a row of units that are gone on with; of more, which only units that all differ have, an even part is."""
