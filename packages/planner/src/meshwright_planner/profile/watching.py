@@ -15,6 +15,9 @@ from meshwright_planner._torch import pytree
 REAL_ELEMENTS = 2**25
 """Integer results with more elements than this are fake too: nobody looks at every entry of a large mask."""
 
+INSIDE_ELEMENTS = 2**12
+"""The same inside of a composite of fake tensors (the mask of causal attention): nobody outside sees those results."""
+
 
 class Watcher(Recorder):
     """A recorder that knows which value a storage belongs to, and keeps what is real small."""
@@ -23,6 +26,7 @@ class Watcher(Recorder):
         self.storages: dict[int, list[int]] = {}
         self._stored: set[tuple[int, int]] = set()  # (id of a tensor, value) whose storage is noted
         self.fake = mode
+        self._real = REAL_ELEMENTS
         self.copied: dict[str, str] = {}
         self.packed: list[tuple[int, Any]] = []
         """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again)."""
@@ -79,11 +83,27 @@ class Watcher(Recorder):
         if func is DEVICE:
             return func(*args)
         kwargs = kwargs or {}
-        if self.fake is not None and _result_elements(func, args, kwargs) > REAL_ELEMENTS:
+        if self.fake is not None and _result_elements(func, args, kwargs) > self._real:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def composed(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """See Recorder.composed."""
+        if not any(map(_torch.is_fake, tensors)):
+            return super().composed(func, args, kwargs, tensors)
+        self._real = INSIDE_ELEMENTS
+        try:
+            return super().composed(func, args, kwargs, tensors)
+        finally:
+            self._real = REAL_ELEMENTS
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Recorder.compute."""
