@@ -132,21 +132,21 @@ class Program:
         )  # the solver's tolerances are absolute
         limits = LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))
 
-        def solved(integer: Any, seconds: float) -> Any:
+        def solved(integer: Any, seconds: float, presolve: bool) -> Any:
             return milp(
                 cost * scale * 1e3,
                 constraints=limits,
                 integrality=integer,
                 bounds=Bounds(0, 1),
-                options={"time_limit": seconds, "mip_rel_gap": GAP},
+                options={"time_limit": seconds, "mip_rel_gap": GAP, "presolve": presolve},
             )
 
-        # most of these programs have a whole vertex at their relaxation's best, which is found in half the time
+        # most of these programs have a whole vertex at their relaxation's best, which is found in half the time, sooner as it is
         start, integer = time.perf_counter(), np.asarray(self.integer)
-        relaxed = solved(np.zeros_like(integer), time_limit)
+        relaxed = solved(np.zeros_like(integer), time_limit, False)
         if relaxed.status == INFEASIBLE or (relaxed.status == 0 and _whole(relaxed.x[integer > 0])):
             return relaxed
-        return solved(integer, max(0.0, time_limit - (time.perf_counter() - start)))
+        return solved(integer, max(0.0, time_limit - (time.perf_counter() - start)), True)
 
 
 def _whole(values: Any) -> bool:
