@@ -99,7 +99,7 @@ class _Explorer:
     steps: list[float] = field(default_factory=list)
     known: dict[Point, Candidate | None] = field(default_factory=dict)
     keeps: bool = True
-    free: dict[tuple[object, ...], float] = field(default_factory=dict)
+    free: dict[tuple[object, ...], dict[int, tuple[float, float]]] = field(default_factory=dict)
     ended: bool = False
 
     @property
@@ -153,7 +153,6 @@ class _Explorer:
         first = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
         if first is None or not first.excess_bytes:
             return first
-        self.free[first.point.degrees, first.point.way] = first.step_seconds
         if first.step_seconds >= self.bound:  # whatever saves memory takes longer still
             return first
         policies = [setting.recompute]
@@ -172,21 +171,41 @@ class _Explorer:
     def ease(self) -> None:
         """Where all blocks of a pipeline run again, let stages choose: the fastest first, while that may be among the best."""
         setting, easable = self.search.setting, self.search.can_ease
-        every = [(self.free[c.point.degrees, c.point.way], c) for c in self.ranked() if easable(c)]
-        for least, candidate in sorted(every, key=lambda entry: entry[0]):
-            place = min(self.wanted, len(self.steps)) - 1
-            if self.late or (place >= 0 and least >= self.steps[place]):
-                break
-            point = candidate.point.but(recompute=BY_STAGE)
+        every: list[tuple[float, Candidate, dict[int, float]]] = []
+        for candidate in filter(easable, self.ranked()):
+            point = candidate.point
             # where all of it running again did not fit at stage 2, a part of it does not
-            all_of_it = candidate.point.recompute == self.search.can_recompute(dict(point.degrees))[-1]
+            all_of_it = point.recompute == self.search.can_recompute(dict(point.degrees))[-1]
             free = point.stage == 3 and not setting.stage and not all_of_it
-            for stage in (2, 3) if free else (point.stage,):
-                eased = self._estimate(point.but(stage=stage))
+            least = {stage: self._free(candidate, stage) for stage in ((2, 3) if free else (point.stage,))}
+            every.append((min(least.values()), candidate, least))
+        for first, candidate, least in sorted(every, key=lambda entry: entry[0]):
+            if self.late or first >= self._worst:
+                break
+            for stage in least:
+                if least[stage] >= self._worst:
+                    continue
+                point = candidate.point.but(recompute=BY_STAGE, stage=stage)
+                eased = self._estimate(point)
                 if eased is not None and not eased.excess_bytes:
                     if eased.step_seconds < candidate.step_seconds:
                         self.found[point.degrees].append(eased)
                     break
+
+    def _free(self, candidate: Candidate, stage: int) -> float:
+        """Seconds that this takes at least at a stage with less run again, which leaves less for gathering to hide behind."""
+        alike = self.free[candidate.point.degrees, candidate.point.way]
+        if stage in alike:
+            return alike[stage][0]
+        step, shared = min(alike.values())
+        more = candidate.exposed.get(SHARED, 0.0) - shared if stage == candidate.point.stage else 0.0
+        return step + max(0.0, more)
+
+    @property
+    def _worst(self) -> float:
+        """Seconds of the last of those asked for, as far as is known."""
+        place = min(self.wanted, len(self.steps)) - 1
+        return self.steps[place] if place >= 0 else math.inf
 
     def _estimate(self, point: Point) -> Candidate | None:
         try:
@@ -199,6 +218,9 @@ class _Explorer:
             return None
         if self.keeps:
             self.known[point] = found
+        if point.recompute is None:
+            known = self.free.setdefault((point.degrees, point.way), {})
+            known[point.stage] = found.step_seconds, found.exposed.get(SHARED, 0.0)
         if not found.excess_bytes:
             bisect.insort(self.steps, found.step_seconds)
         return found
