@@ -40,6 +40,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp": ("llama", 2, {"pp": 2, "dp": 1, "microbatches": 4}),
     "bf16": ("llama", 2, {"dp": 2, "zero": 0, "precision": "bf16"}),
     "cp": ("llama", 2, {"cp": 2, "dp": 1}),
+    "ep+zero2": ("moe", 4, {"ep": 2, "dp": 2, "zero": 2}),
+    "ep+zero3": ("moe", 4, {"ep": 2, "dp": 2, "zero": 3}),
+    "tp+zero3": ("llama", 4, {"tp": 2, "dp": 2, "zero": 3}),
+    "pp+zero2": ("gpt2", 4, {"pp": 2, "dp": 2, "zero": 2, "microbatches": 2}),
 }
 
 

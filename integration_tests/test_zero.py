@@ -18,9 +18,11 @@ from meshwright_planner.search.setting import allowing
 NAMES = {("zero", "all_gather"), ("zero", "reduce_scatter")}
 
 
-def second_step(rank: int, world_size: int, options: dict[str, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def second_step(
+    rank: int, world_size: int, options: dict[str, Any], name: str = "gpt2"
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Planned and executed collectives of parameters and gradients on the axis zero, of the second step."""
-    batch, model = example(), build("gpt2")
+    batch, model = example(), build(name)
     mw.auto_parallelize(model, batch, cluster="laptop-cpu", **options)
     for _ in range(2):  # the first learns in which order units are used
         with communication() as log:
@@ -39,6 +41,21 @@ def second_step(rank: int, world_size: int, options: dict[str, Any]) -> tuple[di
 def test_what_is_planned_is_executed(rank_pool: RankPool, options: dict[str, Any]) -> None:
     for planned, executed in rank_pool.run(2, second_step, {"tp": 1, **options}):
         assert planned == executed and len(planned) >= 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_of_experts_ranks_gather_what_ep_leaves_to_them(rank_pool: RankPool, stage: int) -> None:
+    options = {"zero": stage, "dp": 2, "ep": 2, "tp": 1}
+    for planned, executed in rank_pool.run(4, second_step, options, "mixtral"):
+        assert moved(planned) == moved(executed) and len(planned) >= 3
+
+
+def moved(collectives: dict[Any, int]) -> dict[Any, int]:
+    """Bytes by phase and kind: gradients of experts travel apart from those that ranks of ep sum too."""
+    found = Counter[Any]()
+    for (phase, kind, nbytes), count in collectives.items():
+        found[phase, kind] += nbytes * count
+    return dict(found)
 
 
 def planned(rows: int = 8, **options: Any) -> Any:
