@@ -114,6 +114,17 @@ def test_registered_through_the_entry_point() -> None:
         assert (strategy.name, strategy.axis) == (name, axis)
 
 
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [((20480, 81920), 1120), ((4096, 14336), 640), ((20480, 81920), 3072)]
+)
+def test_what_no_dim_divides_is_shared_all_the_same(shape: tuple[int, int], ranks: int) -> None:
+    matrix = ParameterSize(shape, (), (4, 2), True)
+    cost = Zero().cost(SearchRequest(ranks, ranks, stage=3, units=((matrix,), (matrix,))), ranks, LINK)
+    assert {use.kind for use in cost.collectives} == {"all_gather", "reduce_scatter"}
+    # a share each, with no more than a twentieth of padding
+    assert 1 / ranks <= cost.optimizer <= 1.05 / ranks
+
+
 def test_nothing_here_imports_torch() -> None:
     code = (
         "import sys, meshwright_parallel, meshwright_parallel.plugin, meshwright_parallel.strategies.data, "

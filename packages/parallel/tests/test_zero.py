@@ -25,6 +25,7 @@ from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.engine import gathering_of, reduction_of, shards
 from meshwright_parallel.engine.buckets import Single
+from meshwright_parallel.strategies import zero as strategy
 
 STAGES = (1, 2, 3)
 CASES = [
@@ -65,6 +66,33 @@ def test_training_is_that_of_one_device(
     world_size = 2 if degrees == {"zero": 2} else 4
     for expected, found in rank_pool.run(world_size, trained, zero_plan(stage, **degrees), 0.3, alone):
         same(found, expected)
+
+
+def cut_small(rank: int, world_size: int, stage: int) -> Any:
+    """As `trained` and `scenarios`, where small parameters are cut as large ones are, and of most some rank has nothing."""
+    import parallel_models
+
+    known = strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY
+    strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY = 1, 6, 9
+    try:
+        plan = zero_plan(stage, zero=world_size)
+        model = parallelize(make(), plan)
+        with torch.no_grad():
+            parts = {n: p.to_local().numel() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+        expected, found = trained(rank, world_size, plan, 0.3, 1)
+        return parts, [("trained", expected, found), *each_scenario(model)]
+    finally:
+        strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY = known
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_may_have_nothing_of_a_parameter(rank_pool: RankPool, stage: int) -> None:
+    parts = []
+    for own, results in rank_pool.run(4, cut_small, stage):
+        parts.append(own)
+        alike(results)
+    few = [name for name in parts[0] if any(not own[name] for own in parts)]
+    assert "embed.weight" in few and "blocks.0.up.weight" not in few  # 9 x 6 over four ranks, and 12 x 6
 
 
 def without_reduction(rank: int, world_size: int, stage: int) -> Any:
@@ -113,7 +141,9 @@ def evaluated(model: Language) -> Any:
         torch._foreach_mul_([model.blocks[1].up.weight], 0.5)
         middle = full(model(**batch_of()))
         model.norm_like = None
-        model.embed.weight.copy_(torch.arange(13 * WIDTH, dtype=torch.float32).view(13, WIDTH) / 100)
+        model.embed.weight.copy_(
+            torch.arange(model.embed.weight.numel(), dtype=torch.float32).view_as(model.embed.weight) / 100
+        )
         with torch.inference_mode():
             after = full(model(**batch_of()))
     return before, middle, after
@@ -123,7 +153,11 @@ def used_outside(model: Language) -> Any:
     """A weight that another function reads, before and after the forward, and a penalty on the values themselves."""
     penalty = model.blocks[0].up.weight.square().sum()
     logits = model(batch_of()["ids"])
-    more = F.linear(logits.mean(1)[:, :WIDTH], model.blocks[1].down.weight.t()).square().sum()
+    more = (
+        F.linear(logits.mean(1)[:, : model.embed.embedding_dim], model.blocks[1].down.weight.t())
+        .square()
+        .sum()
+    )
     (logits.square().mean() + 0.1 * penalty + 0.1 * more + model.embed.weight.full_tensor().sum()
      if isinstance(model.embed.weight, DTensor)
      else logits.square().mean() + 0.1 * penalty + 0.1 * more + model.embed.weight.sum()).backward()  # fmt: skip
@@ -242,17 +276,22 @@ def flat(tree: Any) -> list[Any]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_everything_else_is_that_of_one_device(rank_pool: RankPool, stage: int, alone: int) -> None:
     for results in rank_pool.run(2, scenarios, stage, alone):
-        for name, expected, found in results:
-            for want, got in zip(flat(expected), flat(found), strict=True):
-                assert (want is None) == (got is None), name
-                if want is not None:
-                    torch.testing.assert_close(
-                        got,
-                        want,
-                        atol=1e-5 * float(want.abs().max()),
-                        rtol=0,
-                        msg=lambda m, n=name: f"{n}: {m}",
-                    )
+        alike(results)
+
+
+def alike(results: list[tuple[str, Any, Any]]) -> None:
+    """Each scenario found what it finds on one device."""
+    for name, expected, found in results:
+        for want, got in zip(flat(expected), flat(found), strict=True):
+            assert (want is None) == (got is None), name
+            if want is not None:
+                torch.testing.assert_close(
+                    got,
+                    want,
+                    atol=1e-5 * float(want.abs().max()),
+                    rtol=0,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
 
 
 class Clamped(nn.Module):

@@ -119,6 +119,7 @@ def stored_states(
         PlanError: two names of one parameter are placed differently, or a placement does not fit its shape.
     """
     found: dict[str, tuple[State, ...]] = {}
+    gathered = frozenset(strategy.axis for strategy in strategies if strategy.gathers)
     for aliases, parameter in all_names(model):
         ruled = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
         shape = tuple(parameter.shape)
@@ -131,7 +132,7 @@ def stored_states(
                     f"but {first!r} is {_show(by_name[first])}"
                 )
                 raise PlanError("parameters", f"{name}: {_show(states)}", rule)
-        _check_shape(aliases, first, shape, plan, by_name[first])
+        _check_shape(aliases, first, shape, plan, by_name[first], gathered)
         found.update(dict.fromkeys(aliases, by_name[first]))
     return found
 
@@ -195,9 +196,17 @@ def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any)
 
 
 def _check_shape(
-    aliases: Sequence[str], fqn: str, shape: tuple[int, ...], plan: ParallelPlan, states: tuple[State, ...]
+    aliases: Sequence[str],
+    fqn: str,
+    shape: tuple[int, ...],
+    plan: ParallelPlan,
+    states: tuple[State, ...],
+    gathered: frozenset[str],
 ) -> None:
-    """A shard needs a dim that exists and at least one row for every rank (chunks as torch.chunk cuts them)."""
+    """A shard needs a dim that exists and at least one row for every rank (chunks as torch.chunk cuts them).
+
+    On axes of which shards are `gathered` for use, some ranks may have none.
+    """
     shown = with_ties(fqn, {aliases[0]: aliases[1:]})
     rule = plan.parameter_rule(fqn)
     where = "parameters" if rule is None else f"parameters[{plan.parameters.index(rule)}].placement"
@@ -220,7 +229,7 @@ def _check_shape(
             left[state] = state.lengths[0]
             continue
         step = -(-left[state] // degree)
-        if degree > 1 and -(-left[state] // step) != degree:
+        if degree > 1 and axis not in gathered and -(-left[state] // step) != degree:
             text = f"dim {state} of {shown} has {left[state]} rows, which leaves some of the {degree} ranks empty"
             raise PlanError(f"{where}.{axis}", format_state(state), text, "I")
         left[state] = step

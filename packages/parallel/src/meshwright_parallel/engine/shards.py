@@ -86,7 +86,8 @@ class Shards:
     def part(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The view of `whole` that is the shard of a rank (this one by default)."""
         place = self.rank if rank is None else rank
-        return whole.narrow(self.dim, place * self.chunk, self.shard_shape(place)[self.dim])
+        start = min(place * self.chunk, self.shape[self.dim])  # the last shards may be empty
+        return whole.narrow(self.dim, start, self.shard_shape(place)[self.dim])
 
     def in_row(self, row: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The view of the first elements of a 1-D `row` that is the shard of a rank (this one by default)."""

@@ -213,8 +213,12 @@ def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:
     even = [dim for dim in free if shape[dim] % degree == 0]
     if even:
         return even[0]
-    # torch.chunk sizes must leave a row to every rank
+    if math.prod(shape) < UNEVEN or not free:
+        return "X"
+
+    def padded(dim: int) -> float:
+        return -(-shape[dim] // degree) * degree / shape[dim]
+
+    # where torch.chunk leaves every rank a row the longest, else the one with the least that is empty
     full = [dim for dim in free if -(-shape[dim] // -(-shape[dim] // degree)) == degree]
-    if math.prod(shape) >= UNEVEN and full:
-        return max(full, key=lambda dim: (shape[dim], -dim))
-    return "X"
+    return max(full, key=lambda dim: (shape[dim], -dim)) if full else min(free, key=padded)
