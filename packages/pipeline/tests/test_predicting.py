@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from pipe_models import Chain
+from torch import nn
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
@@ -19,6 +20,7 @@ from meshwright_pipeline.balance import MESSAGE_CALLS, STEP_CALLS
 from meshwright_pipeline.predicting import WALKED, StageCosts, predict
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.strategy import Pipeline
+from meshwright_pipeline.surveying import Surveyed
 
 LINK = Link("test", 1e-6, 1e9)
 NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
@@ -151,6 +153,32 @@ def test_what_a_way_costs() -> None:
     assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * first)
     assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 * first)
     assert cost(4, "interleaved")[0] < compute
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "each"), [(105, 35, 3), (96, 8, 2), (32, 4, 2), (6, 2, 3), (7, 2, 2), (126, 16, 2)]
+)
+def test_layers_are_cut_equally_where_some_number_of_stages_does(layers: int, ranks: int, each: int) -> None:
+    units = ("embed", *(f"layers.{n}" for n in range(layers)), "norm", "head")
+    known = Surveyed(units, {}, {})
+    for name in ("interleaved", "looped-bfs"):
+        assert known.stages_each(schedule_named(name), ranks) == each
+    for name in ("1f1b", "zbv"):  # those take one number
+        assert known.stages_each(schedule_named(name), ranks) == schedule_named(name).stages_each
+
+
+def test_a_planned_pipeline_has_those_stages() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(2, 2)
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))
+
+    names = ["embed", *(f"layers.{i}" for i in range(6))]
+    work = tuple(ModuleWork(n, 1.0, 64.0) for n in names)
+    options = {"schedule": "interleaved", "microbatches": 4}
+    asked = SearchRequest(2, 4, options=options, survey=Pipeline().survey(Deep()), work=work)
+    assert len(Pipeline().cost(asked, 2, LINK).fields["pipeline"]["stages"]) == 6
 
 
 def test_ranks_that_share_cores_lose_less_by_waiting() -> None:

@@ -54,10 +54,12 @@ class Schedule(ABC):
     """An order of forwards and backwards. Stateless; registered by a ScheduleSpec under `name`.
 
     stages_each: how many stages a planner gives to each rank.
+    most_each: up to how many, where that many cut the layers of a model equally and `stages_each` do not.
     """
 
     name: ClassVar[str]
     stages_each: ClassVar[int] = 1
+    most_each: ClassVar[int] = 0
 
     def refusal(self, shape: Shape) -> str | None:
         """Why the schedule cannot run this pipeline, None where it can."""

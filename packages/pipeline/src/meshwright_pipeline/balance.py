@@ -52,7 +52,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         raise PlanError("degrees.pp", degree, rule)
     known: Surveyed = request.survey.details
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
-    shape = Shape(degree, degree * schedule.stages_each, microbatches(request, degree))
+    shape = Shape(degree, degree * known.stages_each(schedule, degree), microbatches(request, degree))
     found = known.read(request.work)
     tail: Run | None = None
     single = shape.microbatches == request.batch_size

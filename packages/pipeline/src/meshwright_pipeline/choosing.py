@@ -34,7 +34,7 @@ def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
             if name in said.values():
                 raise
             continue
-        stages = degree * schedule.stages_each
+        stages = degree * (schedule.stages_each if known is None else known.stages_each(schedule, degree))
         if known is not None and stages > len(known.holding):
             continue
         for count in [int(said["microbatches"])] if "microbatches" in said else _counts(request, degree):

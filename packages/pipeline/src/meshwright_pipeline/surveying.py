@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -83,6 +84,20 @@ class Surveyed:
     @cached_property
     def _bytes(self) -> int:
         return sum(self.sizes.values()) or 1
+
+    def stages_each(self, schedule: Schedule, ranks: int) -> int:
+        """How many stages each rank gets: as few as cut the layers equally, where the schedule takes any number."""
+        each = range(schedule.stages_each, schedule.most_each + 1)
+        equal = (number for number in each if self.layers % (ranks * number) == 0)
+        return next(equal, schedule.stages_each) if self.layers else schedule.stages_each
+
+    @cached_property
+    def layers(self) -> int:
+        """How many units the longest list of them has; 0 where there is none."""
+        lists = Counter(
+            name for name, _, own in (unit.rpartition(".") for unit in self.units) if own.isdigit()
+        )
+        return max(lists.values(), default=0)
 
     def schedule(self, name: str) -> Schedule:
         """The installed schedule of this name, looked for once."""

@@ -17,6 +17,7 @@ class Interleaved(Schedule):
 
     name: ClassVar[str] = "interleaved"
     stages_each: ClassVar[int] = 2
+    most_each: ClassVar[int] = 4
 
     def refusal(self, shape: Shape) -> str | None:
         """Microbatches in whole groups."""

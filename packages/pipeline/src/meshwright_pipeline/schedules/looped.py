@@ -16,6 +16,7 @@ class LoopedBFS(Schedule):
 
     name: ClassVar[str] = "looped-bfs"
     stages_each: ClassVar[int] = 2
+    most_each: ClassVar[int] = 4
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
