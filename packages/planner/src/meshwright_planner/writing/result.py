@@ -20,6 +20,7 @@ from meshwright_dtensor.plan import (
     ZeroRule,
 )
 from meshwright_dtensor.sizes import human_bytes
+from meshwright_planner.machines.here import PREFIX
 from meshwright_planner.recomputation.effect import communicated
 from meshwright_planner.search.candidate import Candidate, human_seconds
 from meshwright_planner.search.proving import Proof
@@ -116,6 +117,8 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
     ]
     if own.problem.tape.real:
         notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
+    if setting.cluster.name.startswith(PREFIX):
+        notes.append(f"planned for the machine at hand: {setting.cluster.source}")
     for slow in setting.cluster.slow_among(setting.world_size):
         notes.append(_slow(slow))
     if own.placement.status == "in turns":
