@@ -113,7 +113,7 @@ def _unpinned(search: Search) -> list[str]:
 def _pinned(setting: Setting) -> Iterator[tuple[str, dict[str, object]]]:
     """What the user pinned, in words, and the setting without it. Degrees are one thing: their product is given."""
     if setting.pins or setting.data is not None:
-        said = dict(setting.pins) or {"dp": setting.data}
+        said: dict[str, object] = {**setting.pins} or {"dp": setting.data}
         yield ", ".join(f"{axis}={degree}" for axis, degree in said.items()), {"pins": {}, "data": None}
     if setting.stage:
         yield f"zero={setting.stage}", {"stage": 0}
