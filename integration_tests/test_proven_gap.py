@@ -10,7 +10,7 @@ import torch
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import discover
@@ -27,7 +27,7 @@ def every(search: Search) -> Iterator[Candidate]:
     for degrees in search.combinations():
         shared = search.setting.stage or (2, 3)
         stages = (shared if isinstance(shared, tuple) else (shared,)) if degrees.get(SHARED, 1) > 1 else (0,)
-        for way in search.ways(degrees) or [{}]:
+        for way in search.ways(degrees, thorough=True) or [{}]:
             for policy in (None, *search.can_recompute(degrees)):
                 for stage in stages:
                     try:
@@ -65,6 +65,33 @@ def test_no_configuration_beats_the_gap(case: str, pins: dict[str, Any], cluster
     for candidate in found:
         stages = dict(candidate.point.degrees).get("pp", 1)
         assert floor.seconds(stages) <= candidate.step_seconds, candidate.name
+
+
+@pytest.mark.parametrize("cluster", ["laptop-cpu", "dgx-h100"])
+def test_exact_is_said_of_every_number_of_microbatches(cluster: str) -> None:
+    """Unasked the search looks at 2, 4 and 12 of 12 rows; the proof looks at all, and what it finds is the plan."""
+    torch.manual_seed(0)
+    model, batch = (
+        CASES["gpt2"].model(),
+        {name: x[:1].repeat(12, 1) for name, x in CASES["gpt2"].batch().items()},
+    )
+    pins: dict[str, Any] = {"cluster": cluster, "world_size": 2, "pp": 2}
+    plan = mw.plan(model, batch, **pins)
+    assert isinstance(plan, ParallelPlan) and plan.predicted is not None and plan.pipeline is not None
+    assert plan.predicted.gap == 0.0 and str(plan.predicted.proof).startswith("exact")
+    pinned = [mw.plan(model, batch, microbatches=count, **pins) for count in (1, 2, 3, 4, 6, 12)]
+    assert plan.predicted.step_seconds == min(p.predicted.step_seconds for p in pinned)  # type: ignore[union-attr]
+
+
+def test_a_degree_that_only_a_pin_opens_is_named() -> None:
+    model = CASES["llama"].model()
+    batch = {name: x[:1] for name, x in CASES["llama"].batch().items()}
+    with pytest.raises(UsageError, match=r"pin a degree that is not tried unasked \(cp=2, .*\), or change"):
+        mw.plan(model, batch, cluster="laptop-cpu", world_size=2, tp=1)
+    assert mw.plan(model, batch, cluster="laptop-cpu", world_size=2, tp=1, cp=2)
+    two = mw.plan(model, batch, cluster="laptop-cpu", world_size=2)
+    assert isinstance(two, ParallelPlan) and two.predicted is not None
+    assert "only a pin opens (cp=2, " in str(two.predicted.proof)
 
 
 def test_a_world_that_is_climbed_has_a_bound() -> None:

@@ -18,6 +18,7 @@ from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import verify
 from meshwright_planner.machines.file import write
 from meshwright_planner.machines.known import named
+from meshwright_planner.search.setting import allowing
 
 
 def kinds(plans: list[ParallelPlan]) -> list[ParallelPlan]:
@@ -87,6 +88,24 @@ def test_what_would_fit_is_found_where_pipelines_were_out_of_the_question(option
     needed = mw.plan(build("llama"), example(), cluster="laptop-cpu", **options).predicted.total_bytes
     with pytest.raises(InfeasibleError, match=r"Would fit:\n(.*\n)*  - world_size="):
         mw.plan(build("llama"), example(), cluster="laptop-cpu", memory_limit=needed // 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "pinned", "fits", "others"),
+    [
+        ("schedule", "gpipe", "1f1b", {"pp": 2, "microbatches": 8}),
+        ("microbatches", 1, 4, {"pp": 2, "schedule": "1f1b"}),
+        ("zero", 1, 3, {"dp": 2}),
+    ],
+)
+def test_what_would_fit_without_an_option_is_found(
+    name: str, pinned: object, fits: object, others: dict[str, Any]
+) -> None:
+    batch = {key: x[:1].repeat(8, 1) for key, x in example().items()}
+    pins: dict[str, Any] = {"cluster": "laptop-cpu", "world_size": 2, "recompute": "selective", **others}
+    enough = mw.plan(build("llama"), batch, **pins, **{name: fits}).predicted.total_bytes
+    with pytest.raises(InfeasibleError, match=rf"Would fit:\n(.*\n)*  - without {name}='?{pinned}"):
+        mw.plan(build("llama"), batch, memory_limit=allowing(enough), **pins, **{name: pinned})
 
 
 def test_where_ranks_share_cores_no_pinned_plan_is_faster(tmp_path: Path) -> None:

@@ -69,6 +69,18 @@ def test_the_planner_that_tries_has_values(tmp_path: Path, monkeypatch: pytest.M
     plan = mw.ParallelPlan.from_dict(json.loads(done.stdout))
     assert plan.provenance.planner == "trial"
     assert any(note.startswith("tried: ") for note in plan.provenance.notes)
+    assert plan.provenance.measured_seconds
+
+
+def test_a_comparison_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large_model.py").write_text(LARGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    command = [sys.executable, "-m", "meshwright", "plan", "--model", "large_model:make", "--world-size", "2"]
+    done = subprocess.run(
+        [*command, "--compare", "trial"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "measured" in done.stdout and "the order is that of the predictions" in done.stdout
 
 
 def test_trial_needs_values() -> None:

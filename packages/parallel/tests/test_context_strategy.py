@@ -41,6 +41,7 @@ def test_degrees_divide_the_sequence_and_leave_every_rank_many_tokens() -> None:
     assert degrees(512) == [1]
     assert degrees(4 * LEAST_TOKENS) == [1, 2, 4]
     assert degrees(6 * LEAST_TOKENS) == [1, 2, 3, 4, 6]
+    assert degrees(12, thorough=True) == [1, 2, 3, 4, 6, 12]
     assert degrees(12, pins={"cp": 2}) == [1, 2, 3, 4, 6, 12]
     assert degrees(12, pins={"cp": 2}, options={"context_balance": "zigzag"}) == [1, 2, 3, 6]
 

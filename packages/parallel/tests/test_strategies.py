@@ -46,6 +46,7 @@ def test_the_outer_tensor_axis_is_used_where_it_is_pinned() -> None:
     assert list(outer.degrees(SearchRequest(world_size=12, batch_size=8))) == [1]
     pinned = SearchRequest(world_size=12, batch_size=8, pins={"tp_outer": 3})
     assert list(outer.degrees(pinned)) == [1, 2, 3, 4, 6, 12]
+    assert list(outer.degrees(replace(pinned, pins={}, thorough=True))) == [1, 2, 3, 4, 6, 12]
     assert Data().order < outer.order < Tensor().order and outer.optional and outer.placement_search
 
 

@@ -134,6 +134,8 @@ def test_ways_are_schedules_and_microbatches() -> None:
     shared = replace(request(schedule="1f1b"), company=(0.5, 0.5, 0.75, 1.0))
     assert [way["microbatches"] for way in Pipeline().ways(shared, 4)] == [4, 8, 2, 1]
     assert [way["microbatches"] for way in Pipeline().ways(replace(shared, company=()), 4)] == [4, 8]
+    every = replace(request(schedule="1f1b"), batch_size=12, thorough=True)
+    assert [way["microbatches"] for way in Pipeline().ways(every, 2)] == [1, 2, 3, 4, 6, 12]
     assert Pipeline().degrees(request(rows=2)) == [1, 2]
 
 

@@ -56,6 +56,8 @@ def test_a_measured_machine_survives_a_round_trip_and_is_found_by_its_path(tmp_p
         ({"slow_nodes": [{"node": -1}]}, "slow_nodes.0.node"),
         ({"slow_nodes": [{"node": 1, "compute": 0.5}]}, "slow_nodes.0.compute"),
         ({"links": [{**NVLINK, "sizes": [4, 2]}, INFINIBAND]}, "up to 4 ranks.*devices_per_node is 8"),
+        ({"devices_per_node": 4}, "devices_per_node is 4, and 'nvlink' joins 8 ranks"),
+        ({"links": [{**NVLINK, "size": 2}, INFINIBAND]}, "devices_per_node is 8, and 'nvlink' joins 2 ranks"),
         ({"links": [NVLINK, {**INFINIBAND, "name": "nvlink"}]}, "two levels have one name"),
         (
             {"links": [NVLINK, {**INFINIBAND, "size": 12}, {**INFINIBAND, "name": "spine"}]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,56 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
     assert any(line.startswith("  - world_size=2: dp 1 x tp 2") for line in reasons)
     # the negative control: what is advised does fit
     assert best(model, tokens(rows=2), cluster=small, world_size=2, tp=2).degree("tp") == 2
+
+
+@pytest.mark.parametrize(
+    ("pins", "fits", "said"),
+    [
+        (
+            {"recompute": "selective"},
+            {"recompute": "full"},
+            "without recompute='selective': dp 1 x tp 1, recompute",
+        ),
+        (
+            {"precision": "fp32", "recompute": "full"},
+            {"precision": "bf16", "recompute": "full"},
+            'precision="bf16": dp 1 x tp 1',
+        ),
+        (
+            {"world_size": 2, "sequence_parallel": True, "recompute": "selective"},
+            {"world_size": 2, "dp": 2, "recompute": "selective"},
+            "without sequence_parallel=True: dp 2 x tp 1, recompute selective",
+        ),
+    ],
+    ids=["recompute", "precision", "sequence"],
+)
+def test_infeasible_releases_each_thing_that_is_pinned(
+    pins: dict[str, Any], fits: dict[str, Any], said: str
+) -> None:
+    model, batch = Transformer(layers=4), tokens(rows=16, length=128)
+    enough = best(model, batch, **fits).predicted
+    assert enough is not None
+    limit = allowing(enough.total_bytes)
+    with pytest.raises(InfeasibleError) as caught:
+        best(model, batch, memory_limit=limit, **pins)
+    assert f"  - {said}" in str(caught.value)
+    assert best(model, batch, memory_limit=limit, **fits)  # the negative control
+
+
+def test_infeasible_releases_all_that_is_pinned_where_one_is_not_enough() -> None:
+    model, batch = Transformer(layers=4, hidden=128), tokens(rows=8, length=64)
+    each = [
+        best(model, batch, world_size=2, **pins).predicted
+        for pins in (
+            {"dp": 2, "recompute": "full"},
+            {"tp": 2, "recompute": "selective"},
+            {"tp": 2, "recompute": "full"},
+        )
+    ]
+    replicas, kept, both = (found.total_bytes for found in each if found is not None)
+    assert allowing(both) < min(replicas, kept)
+    with pytest.raises(InfeasibleError, match=r"\n  - without tp=1, recompute='selective': dp 1 x tp 2, rec"):
+        best(model, batch, world_size=2, tp=1, recompute="selective", memory_limit=allowing(both))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from planner_models import DGX_H100, LAPTOP_CPU, Mlp, Transformer, eager, tokens
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -68,3 +70,26 @@ def test_a_tied_parameter_is_said_by_all_its_names() -> None:
     mark_sharding(model.head.weight, {"dp": Shard(0)})
     with pytest.raises(UsageError, match=r"'embed.weight' \(tied to 'head.weight'\) is marked"):
         placed(model, tokens(rows=4))
+
+
+class MarkedMlp(Mlp):
+    """Marks what it computes on the way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = mark_sharding(self.up(x), {"tp": Shard(-1), "cp": Shard(1)})
+        return self.down(F.gelu(inner))
+
+
+def test_marks_of_activations_are_named_as_neither_planned_nor_predicted() -> None:
+    model, batch = Transformer(layers=6), tokens(rows=8)
+    for layer in model.layers:
+        layer.mlp = MarkedMlp(64, 256)
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, tp=2, dp=2)
+    (plan,) = eager().plan(model, batch, request)
+    (note,) = [note for note in plan.provenance.notes if "mark_sharding" in note]
+    assert "brought to tp S(2) when it runs" in note and "nor in what is predicted" in note  # there is no cp
+    assert all(f"layers.{n}.mlp" in note for n in (0, 1)) and "and 2 more" in note
+    (alone,) = eager().plan(model, batch, replace(request, tp=1, dp=4))
+    (unmarked,) = eager().plan(Transformer(layers=6), batch, request)
+    for other in (alone, unmarked):
+        assert "mark_sharding" not in "".join(other.provenance.notes)

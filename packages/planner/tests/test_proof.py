@@ -29,6 +29,7 @@ from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.pricing import Communication, Operation
+from meshwright_dtensor.strategy import Link, SearchRequest, Strategy, StrategyCost
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.placing.program import GAP
 from meshwright_planner.planners.eager import default_rules
@@ -134,6 +135,41 @@ def test_climbing_is_bounded_too() -> None:
     (plan,) = EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=128), request)
     assert plan.predicted is not None and plan.predicted.gap is not None and 0 < plan.predicted.gap < 1
     assert any("climbing" in note for note in plan.provenance.notes)
+
+
+class Along(Strategy):
+    """Shares the sequence."""
+
+    name, axis, order = "along", "cp", 20
+
+    def degrees(self, request: SearchRequest) -> list[int]:
+        return [d for d in range(1, request.world_size + 1) if request.world_size % d == 0]
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        return StrategyCost()
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks", "said"),
+    [
+        (HOST, 16, "left aside: tp above 8, wider than nvlink: the best"),
+        (
+            host_of(DataLike, Along, TensorLike),
+            64,
+            "left aside: cp above 1, for rows of fewer than 16,384 tokens, tp above 8, wider than nvlink: the best",
+        ),
+    ],
+)
+def test_what_was_left_aside_is_said_as_such(host: PluginHost, ranks: int, said: str) -> None:
+    """Nothing climbed: the few combinations that were to be looked at all were."""
+    request = PlanRequest(cluster=DGX_H100, world_size=ranks)
+    (plan,) = EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=64), request)
+    (note,) = [note for note in plan.provenance.notes if "combinations of degrees" in note]
+    assert said in note and "climbing" not in note
+    (pinned,) = EagerPlanner(host).plan(
+        Transformer(layers=2), tokens(rows=64), replace(request, tp=8, dp=ranks // 8)
+    )
+    assert "left aside" not in " ".join(pinned.provenance.notes)
 
 
 def test_a_placement_that_stopped_early_widens_the_gap() -> None:

@@ -55,6 +55,23 @@ def test_data_equals_text(plans: list[ParallelPlan]) -> None:
         assert entry["name"] in text and entry["next_to_buy"] in text
 
 
+def test_what_was_measured_stands_beside_what_is_predicted(plans: list[ParallelPlan]) -> None:
+    first, *others = plans
+    own = first.provenance.model_copy(update={"measured_seconds": 0.0123})
+    tried = ParallelPlan.from_json(first.replace(provenance=own).to_json())
+    assert tried.provenance.measured_seconds == 0.0123
+    report = explain([*others, tried])
+    lines = str(report).splitlines()
+    assert any("measured" in line.split() for line in lines)
+    first_row, last_row = (next(line for line in lines if line.startswith(f" {n} ")) for n in (1, len(plans)))
+    assert " -  " in first_row and "12.3 ms" in last_row
+    assert [entry["measured_seconds"] for entry in report.to_dict()["plans"]] == [
+        *[None] * len(others),
+        0.0123,
+    ]
+    assert "measured" not in str(explain(plans))
+
+
 def by_hand(compute: float, tp: float) -> ParallelPlan:
     """Half of the exchange is bandwidth that can be bought; latency is none of it."""
     free = DGX_H100.link(1, 4).seconds("all_reduce", 10**9, 4)

@@ -23,6 +23,7 @@ from meshwright_planner.simulation import (
 )
 from meshwright_planner.simulation import simulate as simulate_with
 from meshwright_planner.simulation.events import Drain, Post, Receive, Send, Work, run
+from meshwright_planner.simulation.faults import degraded
 from meshwright_planner.simulation.steps import steps_of
 
 BUCKET = 25 * 2**20
@@ -260,6 +261,16 @@ def test_events_by_hand() -> None:
     assert sum(seconds for seconds, _ in waits) == pytest.approx(2.5)
     with pytest.raises(UsageError, match="would hang"):
         run({"a": [Receive("never", "news")]})
+
+
+def test_of_several_faults_of_a_level_the_worst_counts() -> None:
+    level, outer = DGX_H100.links
+    two = degraded(DGX_H100, frozenset({(level.name, 0.5), (level.name, 0.25), (level.name, 1.0)}))
+    assert two == degraded(DGX_H100, frozenset({(level.name, 0.25)}))
+    assert two.links[0].bandwidth_Bps == 0.25 * level.bandwidth_Bps
+    gone = degraded(DGX_H100, frozenset({(level.name, 0.5), (level.name, 0.0), (outer.name, 0.5)}))
+    # what nvlink carried takes infiniband, which is at half its own
+    assert [one.bandwidth_Bps for one in gone.links] == 2 * [0.5 * outer.bandwidth_Bps]
 
 
 def test_faults_are_checked() -> None:

@@ -8,7 +8,9 @@ On one device, and on mesh axes that the mesh does not have, a mark does nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from meshwright_dtensor.layout import states_of
 from meshwright_dtensor.states import State, format_state
 
 _ATTRIBUTE = "_meshwright_marks"
+
+_WATCHER: ContextVar[Callable[[dict[str, State]], None] | None] = ContextVar("_WATCHER", default=None)
 
 
 def mark_sharding(tensor: torch.Tensor, placements: Mapping[str, Placement | State]) -> torch.Tensor:
@@ -46,6 +50,9 @@ def mark_sharding(tensor: torch.Tensor, placements: Mapping[str, Placement | Sta
     if isinstance(tensor, nn.Parameter):
         vars(tensor)[_ATTRIBUTE] = {**marks_of(tensor), **wanted}
         return tensor
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        watcher(wanted)
     if not isinstance(tensor, GlobalTensor):
         return tensor
     layout = tensor.global_layout
@@ -54,6 +61,16 @@ def mark_sharding(tensor: torch.Tensor, placements: Mapping[str, Placement | Sta
         for axis, state in zip(layout.space.axes, layout.states, strict=True)
     ]
     return tensor.redistribute(states)
+
+
+@contextlib.contextmanager
+def watched_marks(seen: Callable[[dict[str, State]], None]) -> Iterator[None]:
+    """While open, `seen` is called with each mark of an activation: mesh axis -> state."""
+    token = _WATCHER.set(seen)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
 
 
 def marks_of(parameter: torch.Tensor) -> dict[str, State]:

@@ -30,6 +30,7 @@ from ._plan_model import (
     Model,
     ParameterState,
     Positive,
+    Seconds,
     States,
     Text,
     Word,
@@ -198,6 +199,7 @@ class Provenance(Model):
 
     cost_model: name of the one that its predictions come from, None for the cluster's own figures.
     request: keyword of `plan` -> value, those that were given; batch: "rows" and "tokens" of the batch it was planned for.
+    measured_seconds: of a step, where the plan was tried on real ranks; predicted ones are in `predicted`.
     notes: the planner's reasons. created: ISO 8601; it, request and batch do not count for equality.
     """
 
@@ -208,6 +210,7 @@ class Provenance(Model):
     cost_model: Text | None = None
     request: Annotated[dict[Word, Given], Frozen] = Field(default_factory=FrozenDict)
     batch: Annotated[dict[Word, Count], Frozen] = Field(default_factory=FrozenDict)
+    measured_seconds: Seconds | None = None
     created: Text | None = None
     notes: tuple[Text, ...] = ()
 

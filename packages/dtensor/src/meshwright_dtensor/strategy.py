@@ -164,6 +164,7 @@ class SearchRequest:
         example: for the same strategy, positional and keyword arguments of the batch that is planned for; its tensors need
             have no values. None where it is not known.
         rough: the answer is an estimate, one of many: where it takes a trial of the model, what is known of a similar one will do.
+        thorough: where a strategy says which degrees and ways there are, all that are legal, not only those worth a try unasked.
     """
 
     world_size: int
@@ -199,6 +200,7 @@ class SearchRequest:
     numbers: frozenset[tuple[str, str]] = frozenset()
     example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
     rough: bool = False
+    thorough: bool = False
 
 
 class Division(ABC):

@@ -114,9 +114,8 @@ def _noted(plan: ParallelPlan, seconds: float, place: int, was: int, count: int,
     if plan.predicted is not None:
         note += f", {1e3 * plan.predicted.step_seconds:.4g} ms predicted"
     note += f"; number {place} of {count} measured, number {was + 1} predicted"
-    return plan.replace(
-        provenance=plan.provenance.model_copy(update={"notes": (*plan.provenance.notes, note)})
-    )
+    own = {"notes": (*plan.provenance.notes, note), "measured_seconds": seconds}
+    return plan.replace(provenance=plan.provenance.model_copy(update=own))
 
 
 class TrialPlanner(Planner):

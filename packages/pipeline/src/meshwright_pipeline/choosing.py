@@ -45,11 +45,14 @@ def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
 def _counts(request: SearchRequest, degree: int) -> list[int]:
     """Numbers of microbatches: those that fill the pipeline, at least twice as many each time.
 
-    Then, where ranks that wait leave their cores to the others, so that filling it may not pay, also fewer.
+    Then, where ranks that wait leave their cores to the others, so that filling it may not pay, also fewer.  All that there are
+    where all are asked for.
     """
     if _rowless(request) is not None:
         return [1]
     every = divisors(request.batch_size)
+    if request.thorough:
+        return every
     found = [count for count in every if count >= degree] or every[-1:]
     kept: list[int] = []
     for count in found:

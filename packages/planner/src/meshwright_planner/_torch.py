@@ -139,6 +139,12 @@ def own_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict
     return module._parameters, module._buffers
 
 
+def convert_by(module: nn.Module, convert: Callable[..., nn.Module]) -> None:
+    """Have `convert` do what `module.to` and its like ask of this module."""
+    kept: Any = module
+    kept._apply = convert
+
+
 def writes(tensor: torch.Tensor) -> int:
     """How often torch has counted a write to the tensor."""
     return int(tensor._version)

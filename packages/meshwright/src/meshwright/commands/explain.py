@@ -160,7 +160,7 @@ def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | No
     if wanted is None:
         return None
     try:
-        return cluster_of(wanted, state.host).running(plan.world_size)
+        return cluster_of(wanted, state.host, plan.world_size).running(plan.world_size)
     except PluginError:
         if name is not None:
             raise

@@ -99,7 +99,8 @@ def command(
     from meshwright_planner import explain
     from meshwright_planner.machines.known import cluster_of
 
-    machine = cluster_of(request.cluster, state.host).running(plans[0].world_size)
+    size = plans[0].world_size
+    machine = cluster_of(request.cluster, state.host, size).running(size)
     click.echo(explain(plans, cluster=machine, host=state.host))
     for number, plan in enumerate(plans[:top_k], 1):
         click.echo(f"=== plan {number} ===\n{plan.explain()}")

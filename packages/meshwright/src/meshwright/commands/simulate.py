@@ -54,7 +54,7 @@ def command(
     if name is None:
         raise UsageError(f"{plan} does not name its cluster; give --cluster")
     try:
-        machine = cluster_of(name, state.host).running(loaded.world_size)
+        machine = cluster_of(name, state.host, loaded.world_size).running(loaded.world_size)
     except PluginError as error:
         if cluster is not None:
             raise

@@ -55,7 +55,7 @@ class Context(Strategy):
         length = request.sequence_length
         if length is None:
             return [1]
-        least = 1 if request.pins.get(self.axis) else LEAST_TOKENS
+        least = 1 if request.pins.get(self.axis) or request.thorough else LEAST_TOKENS
         chunks = 2 if request.options.get("context_balance") == "zigzag" else 1
         return [
             d

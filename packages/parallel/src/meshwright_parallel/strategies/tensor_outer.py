@@ -23,4 +23,4 @@ class TensorOuter(Strategy):
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """1, and where the axis is pinned every divisor of the world size."""
-        return divisors(request.world_size) if self.axis in request.pins else (1,)
+        return divisors(request.world_size) if self.axis in request.pins or request.thorough else (1,)

@@ -127,6 +127,12 @@ class ClusterFile(_Part):
                 f"links: the nodes of {inner.name!r} have up to {max(inner.sizes)} ranks (sizes), and devices_per_node is "
                 f"{self.devices_per_node}; make that the largest"
             )
+        ends = [level.size for level in self.links]
+        if inner.size and not inner.sizes and self.devices_per_node not in ends:
+            raise ValueError(
+                f"links: no level ends where nodes do: devices_per_node is {self.devices_per_node}, and {inner.name!r} joins "
+                f"{inner.size} ranks; give that level, or one around it, the size {self.devices_per_node}"
+            )
         _check_nested([LinkLevel(**level.model_dump()) for level in self.links])
         return self
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_planner.machines.file import read
+from meshwright_planner.machines.here import PREFIX, at_hand
 
 if TYPE_CHECKING:
     from meshwright_dtensor.plugins import PluginHost
@@ -50,52 +50,27 @@ def named(name: str) -> Cluster:
     return read(FOLDER / f"{name}.json")
 
 
-def cluster_of(choice: str | Cluster | None, host: PluginHost) -> Cluster:
+def cluster_of(choice: str | Cluster | None, host: PluginHost, ranks: int = 1) -> Cluster:
     """The cluster a request means: a Cluster is itself, a path is read, a name is looked up, None is the machine at hand.
+
+    `ranks`: how many there are in all; those that are at hand share what this machine has.
 
     Raises:
         PluginError: no cluster of that name, with what was probably meant.
-        UsageError: no such file, or it is wrong.
+        UsageError: no such file, or it is wrong; the machine at hand has devices that are not known.
     """
     if isinstance(choice, Cluster):
         return choice
     if choice is not None and choice.endswith(".json"):
         return read(choice)
+    if choice is None or choice.startswith(PREFIX):
+        here = at_hand(ranks, named)
+        if choice is None or choice == here.name:  # plans keep the name of the machine that they were made on
+            return here
     from meshwright_dtensor.plugins import ClusterSpec
 
-    if choice is not None:
-        found = host.get(ClusterSpec, choice).load()
-        return found() if isinstance(found, type) or _is_factory(found) else found
-    return at_hand()
-
-
-ACCELERATORS = MappingProxyType(
-    {
-        "A100-SXM4-40GB": "dgx-a100-40gb",
-        "A100": "dgx-a100",
-        "H200": "dgx-h200",
-        "B200": "dgx-b200",
-        "V100": "p3.16xlarge",
-        "MI300X": "mi300x",
-    }
-)
-"""Part of a device's name -> the profile that it is most like."""
-
-
-def at_hand() -> Cluster:
-    """The machine that this process runs on: its accelerator where it has one, else laptop-cpu."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return named("laptop-cpu")
-    properties = torch.cuda.get_device_properties(0)
-    like = named(next((p for part, p in ACCELERATORS.items() if part in properties.name), "dgx-h100"))
-    return replace(
-        like,
-        name=f"{like.name} (found {properties.name})",
-        devices_per_node=max(1, torch.cuda.device_count()),
-        memory_bytes=int(properties.total_memory),
-    )
+    found = host.get(ClusterSpec, choice).load()
+    return found() if isinstance(found, type) or _is_factory(found) else found
 
 
 def _is_factory(found: object) -> bool:

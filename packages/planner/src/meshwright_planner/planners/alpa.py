@@ -19,7 +19,6 @@ The step of the plan that it picks is predicted by the costs that all planners s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -52,7 +51,7 @@ class AlpaPlanner(ChoosingPlanner):
                 continue
             if degrees.get(SHARED, 1) > 1 and degrees.get("dp", 1) > 1 and SHARED not in pinned:
                 continue  # what is scattered is scattered over all data ranks
-            if found and time.monotonic() > search.end:
+            if found and costs.late():
                 break
             candidate = self._logical_mesh(costs, degrees)
             if candidate is not None:
@@ -65,7 +64,7 @@ class AlpaPlanner(ChoosingPlanner):
         found.sort(key=lambda c: (c.excess_bytes, round(latency(c), 12), *rank(c)))
         return found, (
             f"alpa: {len(found)} stage counts and logical meshes, {len(costs.exact)} integer programs; "
-            "chosen by sum t + (B - 1) max t"
+            f"chosen by sum t + (B - 1) max t{costs.ending}"
         )
 
     def _logical_mesh(self, costs: Costs, degrees: dict[str, int]) -> Candidate | None:

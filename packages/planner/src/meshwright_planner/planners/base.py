@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
 from meshwright_planner.search.proving import prove
+from meshwright_planner.search.setting import ended_by
 from meshwright_planner.writing.result import plan_of, reasons
 
 
@@ -51,6 +53,7 @@ class Costs:
     """Configurations and what they cost, each asked for once.
 
     refused: the first refusal, for when nothing else is left.
+    ended: the time budget ended the search.
     """
 
     def __init__(self, search: Search) -> None:
@@ -58,6 +61,18 @@ class Costs:
         self.estimates: dict[Point, Candidate | None] = {}
         self.exact: dict[Point, Candidate | None] = {}
         self.refused: PlanError | None = None
+        self.ended = False
+
+    def late(self) -> bool:
+        """Whether the time budget is spent; who asks stops looking."""
+        over = time.monotonic() > self.search.end
+        self.ended |= over
+        return over
+
+    @property
+    def ending(self) -> str:
+        """What to add to a note where the time budget ended the search."""
+        return ended_by(self.search.setting.time_budget if self.ended else None)
 
     def estimate(self, point: Point) -> Candidate | None:
         """The estimate; None where a strategy refuses."""

@@ -99,7 +99,7 @@ class EagerPlanner(Planner):
         check_signature(model, example)
         if request.global_batch_size is not None and request.global_batch_size != example.size:
             example = scaled(example, request.global_batch_size)
-        cluster = cluster_of(request.cluster, host).running(world_size)
+        cluster = cluster_of(request.cluster, host, world_size).running(world_size)
         axes = [axis for axis, strategy in strategies.items() if strategy.placement_search]
         return Setting(
             model=model,

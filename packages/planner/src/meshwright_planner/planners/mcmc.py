@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -74,7 +73,7 @@ class McmcPlanner(ChoosingPlanner):
             raise costs.refused or UsageError("planner='mcmc': no configuration is legal; change the pins")
         found = [costs.evaluate(c.point) for c in known[: request.top_k + EXACT]]
         return sorted((c for c in found if c is not None), key=rank), (
-            f"mcmc: {made} proposals in two chains (seed {self.seed}), {len(costs.estimates)} configurations costed"
+            f"mcmc: {made} proposals in two chains (seed {self.seed}), {len(costs.estimates)} configurations costed{costs.ending}"
         )
 
     def _chain(
@@ -88,7 +87,7 @@ class McmcPlanner(ChoosingPlanner):
         here = _cost(costs.estimate(now))
         best, improved, made = here, 0, 0
         while made < self.proposals and (made < FEWEST or made < 2 * improved):
-            if time.monotonic() > costs.search.end:
+            if costs.late():
                 break
             made += 1
             point = _proposal(costs.search, every, now, generator)

@@ -7,12 +7,12 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright_dtensor.conversions import KeptApply
+from meshwright_planner import _torch
 from meshwright_planner.profile.contents import Contents
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
@@ -40,13 +40,12 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
     with _generators():
         try:
             for module in modules:
-                for table in (module._parameters, module._buffers):
+                for table in _torch.own_tensors(module):
                     for name, tensor in table.items():
                         if tensor is not None:
                             table[name] = once(tensor)  # type: ignore[assignment]
-                if module._parameters:  # a forward may cast a router to the dtype that it has
-                    kept: Any = module
-                    kept._apply = KeptApply(module)
+                if _torch.own_tensors(module)[0]:  # a forward may cast a router to the dtype that it has
+                    _torch.convert_by(module, KeptApply(module))
             yield
         finally:
             before.put_back()

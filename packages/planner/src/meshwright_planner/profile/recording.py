@@ -20,7 +20,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from meshwright_dtensor.deferred import has_values
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
+from meshwright_dtensor.marks import watched_marks
 from meshwright_dtensor.precision import cast_buffers
+from meshwright_dtensor.states import State
 from meshwright_dtensor.tied import tied_names
 from meshwright_dtensor.trace import Recorder
 from meshwright_planner import _torch
@@ -198,7 +200,9 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         watcher.packed.append((len(watcher.nodes), tensor))
         return tensor
 
-    with torch.enable_grad(), _module_frames(model, watcher):
+    marks: list[tuple[str, dict[str, State]]] = []
+    noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
+    with torch.enable_grad(), _module_frames(model, watcher), noted:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), watcher:
             try:
                 out = model(*batch.args, **batch.kwargs)
@@ -227,6 +231,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         rows=batch.size,
         copied=watcher.copied,
         tied=tied_names(model),
+        marks=tuple(marks),
     )
     kept = finish(tape)
     tape.saved = list(_saved(watcher, kept, tape))

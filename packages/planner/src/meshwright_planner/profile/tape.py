@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from meshwright_dtensor.states import State
 from meshwright_dtensor.trace import Node, Value
 
 
@@ -61,6 +62,7 @@ class Tape:
         copied: module that did what another did, and was not run -> that one.
         recompute: rules by which what is saved has been changed.
         tied: first name -> other names of every parameter that has several.
+        marks: (module, mesh axis -> state) of each activation that the model marks, where it was run.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
     """
 
@@ -80,6 +82,7 @@ class Tape:
     copied: dict[str, str] = field(default_factory=dict)
     recompute: Hashable = ()
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    marks: tuple[tuple[str, Mapping[str, State]], ...] = ()
 
     @cached_property
     def flops(self) -> float:

@@ -69,6 +69,10 @@ class Comparison:
             + ("" if answer.failure is None else f": {answer.failure}")
             for answer in self.answers
         ]
+        if any(plan.provenance.measured_seconds is not None for plan in self.plans):
+            lines.append(
+                "what was tried is measured too; the order is that of the predictions, which all have"
+            )
         return f"{explain(self.plans)}\n" + "\n".join(lines) + "\n"
 
 

@@ -68,6 +68,7 @@ class Explained:
             "planner": self.plan.provenance.planner,
             "degrees": dict(self.plan.degrees),
             "step_seconds": None if predicted is None else predicted.step_seconds,
+            "measured_seconds": self.plan.provenance.measured_seconds,
             "seconds": dict(self.seconds),
             "memory_bytes": dict(self.memory),
             "total_bytes": None if predicted is None else predicted.total_bytes,
@@ -213,13 +214,18 @@ def _table(shown: Sequence[Explained]) -> Table:
         pad_edge=False,
     )
     several = len(set(planners)) > 1
-    columns = ["", *(["planner"] if several else []), *axes, "step", "compute", "comm"]
+    tried = any(plan.provenance.measured_seconds is not None for plan in plans)
+    measured = ["measured"] if tried else []
+    columns = ["", *(["planner"] if several else []), *axes, *measured, "step", "compute", "comm"]
     for column in (*columns, *(["bubble"] if piped else []), "optimizer", "memory", "activations", "gap"):
         table.add_column(Text(column), justify="right", no_wrap=True)
     table.add_column(Text("bound by"))
     for number, (explained, planner) in enumerate(zip(shown, planners, strict=True), 1):
         plan, predicted, seconds = explained.plan, explained.plan.predicted, explained.seconds
         head = [str(number), *([planner] if several else []), *(str(plan.degree(axis)) for axis in axes)]
+        if tried:
+            taken = plan.provenance.measured_seconds
+            head.append("-" if taken is None else human_seconds(taken))
         if predicted is None:
             table.add_row(*head, *["-"] * (8 + piped))
             continue

@@ -14,7 +14,7 @@ from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import Point
-from meshwright_planner.search.setting import SHARED, allowing
+from meshwright_planner.search.setting import SHARED, Setting, allowing
 
 MOST_RANKS = 64
 """How many times the asked number of ranks is tried at most."""
@@ -66,12 +66,7 @@ def _largest(candidate: Candidate) -> str:
 
 def _changes(search: Search) -> list[str]:
     setting = search.setting
-    found = []
-    if setting.pins:
-        without = _first_fit(search.variant(pins={}, data=None))
-        if without is not None:
-            pins = ", ".join(f"{a}={d}" for a, d in setting.pins.items())
-            found.append(f"without {pins}: {without.name} ({human_bytes(without.total_bytes)})")
+    found = _unpinned(search)
     factor = 2
     while factor <= MOST_RANKS:
         ranks = setting.world_size * factor
@@ -88,7 +83,7 @@ def _changes(search: Search) -> list[str]:
         if fit is not None:
             found.append(f"a batch of {rows} instead of {setting.batch.size}: {fit.name}")
             break
-    if setting.precision is None:
+    if setting.precision in (None, "fp32"):
         fit = _first_fit(search.variant(precision="bf16"))
         if fit is not None:
             found.append(f'precision="bf16": {fit.name} ({human_bytes(fit.total_bytes)})')
@@ -97,6 +92,37 @@ def _changes(search: Search) -> list[str]:
         if fit is not None:
             found.append(f'optimizer="sgd" (no state): {fit.name} ({human_bytes(fit.total_bytes)})')
     return found
+
+
+def _unpinned(search: Search) -> list[str]:
+    """Without each thing that is pinned, and where that is not enough, without all of them."""
+    every = dict(_pinned(search.setting))
+    found = []
+    for pin, changes in every.items():
+        fit = _first_fit(search.variant(**changes))
+        if fit is not None:
+            found.append(f"without {pin}: {fit.name} ({human_bytes(fit.total_bytes)})")
+    if not found and len(every) > 1:
+        free = {name: value for changes in every.values() for name, value in changes.items()}
+        fit = _first_fit(search.variant(**{**free, "options": {}}))
+        if fit is not None:
+            found.append(f"without {', '.join(every)}: {fit.name} ({human_bytes(fit.total_bytes)})")
+    return found
+
+
+def _pinned(setting: Setting) -> Iterator[tuple[str, dict[str, object]]]:
+    """What the user pinned, in words, and the setting without it. Degrees are one thing: their product is given."""
+    if setting.pins or setting.data is not None:
+        said: dict[str, object] = {**setting.pins} or {"dp": setting.data}
+        yield ", ".join(f"{axis}={degree}" for axis, degree in said.items()), {"pins": {}, "data": None}
+    if setting.stage:
+        yield f"zero={setting.stage}", {"stage": 0}
+    for name in ("recompute", "sequence_parallel"):
+        value = getattr(setting, name)
+        if value is not None:
+            yield f"{name}={value!r}", {name: None}
+    for name, value in setting.options.items():
+        yield f"{name}={value!r}", {"options": {n: v for n, v in setting.options.items() if n != name}}
 
 
 def _more_memory(search: Search, closest: Candidate) -> list[str]:
@@ -123,29 +149,39 @@ def _first_fit(search: Search) -> Candidate | None:
     for degrees in reversed(combinations):
         if floor_bytes(search.basis, degrees) > search.setting.limit:
             continue
-        chain = _savings(search, degrees)
-        try:
-            last = search.estimate(chain[-1])
-            if least_bytes(last, search.basis.sizes) > search.setting.limit:
-                continue  # not even with everything given up
-            for point in chain:
-                if not search.estimate(point).excess_bytes or point == chain[-1]:
-                    candidate = search.evaluate(point)
-                    if not candidate.excess_bytes:
-                        return candidate
-        except (PlanError, UsageError):  # these degrees cannot be had: a schedule or a mark refuses
-            continue
+        for chain in _savings(search, degrees):
+            try:
+                fit = _first_of(search, chain)
+            except (PlanError, UsageError):  # these degrees cannot be had so: a schedule or a mark refuses
+                continue
+            if fit is not None:
+                return fit
     return None
 
 
-def _savings(search: Search, degrees: Mapping[str, int]) -> list[Point]:
-    """Configurations of these degrees, from nothing given up to all that saves memory."""
+def _first_of(search: Search, chain: Sequence[Point]) -> Candidate | None:
+    """The first of these that fits; each gives up more than the one before."""
+    last = search.estimate(chain[-1])
+    if least_bytes(last, search.basis.sizes) > search.setting.limit:
+        return None  # not even with everything given up
+    for point in chain:
+        if not search.estimate(point).excess_bytes or point == chain[-1]:
+            candidate = search.evaluate(point)
+            if not candidate.excess_bytes:
+                return candidate
+    return None
+
+
+def _savings(search: Search, degrees: Mapping[str, int]) -> list[list[Point]]:
+    """Configurations of these degrees, a list for each way, from nothing given up to all that saves memory."""
     setting = search.setting
     ways = search.ways(degrees) or [{}]
     stages = [setting.stage or (3 if degrees.get(SHARED, 1) > 1 else 0)]
     policies = [None, *search.can_recompute(degrees)] if setting.recompute is None else [setting.recompute]
-    last = max(ways, key=lambda way: int(str(way.get("microbatches", 1))))
-    chosen = [ways[0], last] if last != ways[0] else [last]
+    smallest: dict[tuple[tuple[str, object], ...], dict[str, object]] = {}
+    for way in sorted(ways, key=lambda way: int(str(way.get("microbatches", 1)))):
+        smallest[tuple((n, v) for n, v in way.items() if n != "microbatches")] = way
+    chosen = [ways[0], *(way for way in smallest.values() if way != ways[0])]
     return [
-        Point.of(degrees, stage, way, policy) for way in chosen for policy in policies for stage in stages
+        [Point.of(degrees, stage, way, policy) for policy in policies for stage in stages] for way in chosen
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_planner.search import sequence
@@ -46,9 +47,39 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
         shown = "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
         raise UsageError(
             f"no combination of degrees multiplies to world_size {setting.world_size} (legal degrees: {shown}); "
-            f"change the batch size, the pinned degrees or world_size{sequence.needs(setting)}"
+            f"{_pin(unasked(basis))}change the batch size, the pinned degrees or world_size{sequence.needs(setting)}"
         )
     return found
+
+
+def unasked(basis: Basis) -> dict[str, list[int]]:
+    """Axis -> degrees that make a legal combination and are looked at only where the user pins them."""
+    setting = basis.setting
+    requests = {axis: basis.request(axis) for axis in setting.strategies}
+    legal = {
+        axis: [d for d in strategy.degrees(requests[axis]) if d == setting.pins.get(axis, d)]
+        for axis, strategy in setting.strategies.items()
+    }
+    found: dict[str, list[int]] = {}
+    for axis, strategy in setting.strategies.items():
+        if axis in setting.pins:
+            continue
+        for degree in strategy.degrees(replace(requests[axis], thorough=True)):
+            if degree not in legal[axis] and any(
+                _rows_divide(basis, c) and _sequence_divides(basis, c)
+                for c in _products({**legal, axis: [degree]}, setting.world_size)
+            ):
+                found.setdefault(axis, []).append(degree)
+    return found
+
+
+def named(degrees: Mapping[str, Sequence[int]]) -> str:
+    """ "cp=2, cp=4"."""
+    return ", ".join(f"{axis}={degree}" for axis, own in degrees.items() for degree in own)
+
+
+def _pin(degrees: Mapping[str, Sequence[int]]) -> str:
+    return f"pin a degree that is not tried unasked ({named(degrees)}), or " if degrees else ""
 
 
 def _rows_divide(basis: Basis, degrees: Mapping[str, int]) -> bool:

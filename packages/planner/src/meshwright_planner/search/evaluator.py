@@ -85,8 +85,8 @@ class Search:
         ways = self.ways(full)
         return Point.of(full, shared, ways[0] if ways else {}, self.setting.recompute)
 
-    def ways(self, degrees: Mapping[str, int]) -> list[dict[str, object]]:
-        """What strategies let one choose with these degrees, those of the axes together."""
+    def ways(self, degrees: Mapping[str, int], thorough: bool = False) -> list[dict[str, object]]:
+        """What strategies let one choose with these degrees, those of the axes together; `thorough`: all that is legal."""
         found: list[dict[str, object]] = [{}]
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] > 1:
@@ -95,6 +95,7 @@ class Search:
                     self.basis.request(axis),
                     batch_size=rows,
                     degrees=dict(degrees),
+                    thorough=thorough,
                     company=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
                     numbers=self._numbers(degrees) if strategy.divides else frozenset(),
                     example=(self.setting.batch.args, self.setting.batch.kwargs)

@@ -19,12 +19,13 @@ from typing import Any
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.placing.program import Unsolved
+from meshwright_planner.search.asides import left_out
 from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.climbing import neighbours, starts
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.points import BY_STAGE, Point
-from meshwright_planner.search.setting import SHARED
+from meshwright_planner.search.setting import SHARED, ended_by
 
 FEW = 64
 """Combinations of degrees up to which each is looked at."""
@@ -65,6 +66,7 @@ class Explored:
         complete: every combination was looked at.
         budget: seconds that ended the search before its time, None where nothing did.
         known: configuration -> its estimate, None where a strategy refuses it; None where not every combination was looked at.
+        left_out: why those that were not looked at were not.
     """
 
     ranked: list[Candidate]
@@ -74,18 +76,16 @@ class Explored:
     complete: bool
     budget: float | None = None
     known: Mapping[Point, Candidate | None] | None = None
+    left_out: str = ""
 
     @property
     def note(self) -> str:
         """How exact the answer is, in a line."""
         share = "all" if self.complete else f"{self.seen} of"
-        how = (
-            "" if self.complete else " (met by climbing from several places: the best need not be among them)"
-        )
+        how = "" if self.complete else f" ({self.left_out}: the best need not be among them)"
         return (
             f"searched {share} {len(self.every)} combinations of degrees{how}, {self.estimates} configurations in all; "
-            f"placements of the best {len(self.ranked)} solved exactly"
-            + ("" if self.budget is None else f"; the time budget of {self.budget:g} s ended the search")
+            f"placements of the best {len(self.ranked)} solved exactly" + ended_by(self.budget)
         )
 
 
@@ -306,6 +306,7 @@ def _explored(
         complete and len(legal) == len(every),
         search.setting.time_budget if explorer.ended else None,
         explorer.known if explorer.keeps and complete else None,
+        left_out(search.setting, every, some, LONG, climbed=len(legal) > FEW, ended=explorer.ended),
     )
 
 

@@ -18,12 +18,13 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_planner.placing.program import GAP
 from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate, human_seconds, rank
+from meshwright_planner.search.combining import named, unasked
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.floor import Floor, whole_sequence
 from meshwright_planner.search.points import BY_STAGE, Chosen, Point
 from meshwright_planner.search.setting import SHARED
 
-MORE = 16
+MORE = 96
 """Configurations without a searched axis that are costed for the sake of the proof alone."""
 
 MOST = 4_000
@@ -98,8 +99,11 @@ def prove(
     settled: dict[Point, Candidate | None] = {}
     if known is not None and left is not None:
         estimates = dict(known)
-        left = _choosing(left, estimates)
-        left = _costed(search, left, floors, best, estimates)
+        as_asked = [point for point in left if point.recompute == setting.recompute]
+        _cost(search, as_asked, floors, best, estimates)
+        left = _open_still(search, _needed(left, estimates), estimates)
+        _cost(search, left, floors, best, estimates)
+        left = _open_still(search, left, estimates)
         # what is settled and was not evaluated takes what its estimate says
         evaluated = {c.point for c in exact}
         settled = {p: found for p, found in estimates.items() if p not in evaluated}
@@ -111,6 +115,9 @@ def prove(
             None, f"not proven: no bound is known of the cost model {setting.cost_model.name!r}{why}", settled
         )
     bound = min((floors[n] for n in widths), default=math.inf)
+    if left is not None:
+        pins = unasked(search.basis)
+        why += f"; nothing is said of degrees that only a pin opens ({named(pins)})" if pins else ""
     if min(bound, least) >= best:
         return Proof(
             min(bound, least),
@@ -178,7 +185,7 @@ def _points(search: Search, every: Sequence[Mapping[str, int]]) -> Iterator[Poin
             policies += search.can_recompute(degrees)
             if len(policies) > 1 and _stages(search, tuple(degrees.items())) > 1:
                 policies.append(BY_STAGE)
-        for way in search.ways(degrees) or [{}]:
+        for way in search.ways(degrees, thorough=True) or [{}]:
             for stage in stages:
                 for policy in policies:
                     yield Point.of(degrees, stage, way, policy)
@@ -200,11 +207,11 @@ def _open(
     return found
 
 
-def _choosing(left: Sequence[Point], known: Mapping[Point, Candidate | None]) -> list[Point]:
-    """Without those whose stages have nothing to choose, since all fits as it is."""
+def _needed(left: Sequence[Point], known: Mapping[Point, Candidate | None]) -> list[Point]:
+    """Without those that run something again where all fits as it is: they take what that takes, and more."""
     kept = []
     for point in left:
-        free = known.get(point.but(recompute=None)) if point.recompute == BY_STAGE else None
+        free = known.get(point.but(recompute=None)) if point.recompute is not None else None
         if free is None or free.searched or free.excess_bytes:
             kept.append(point)
     return kept
@@ -216,23 +223,24 @@ def _is_settled(search: Search, estimate: Candidate | None) -> bool:
     return bool(estimate.excess_bytes) and least_bytes(estimate, search.basis.sizes) > search.setting.limit
 
 
-def _costed(
+def _cost(
     search: Search,
     left: Sequence[Point],
     floors: Mapping[int, float],
     best: float,
     known: dict[Point, Candidate | None],
-) -> list[Point]:
-    """What is left of these configurations once a few that might be faster than the best are costed, while there is time."""
+) -> None:
+    """Cost those of these configurations that might be faster than the best and need no program, where they are few."""
     placed = {axis for axis, s in search.setting.strategies.items() if s.placement_search}
     plain = [
         point
         for point in left
-        if floors[_stages(search, point.degrees)] < best
+        if point not in known
+        and floors[_stages(search, point.degrees)] < best
         and all(degree == 1 or axis not in placed for axis, degree in point.degrees)
     ]
     if len(plain) > MORE:
-        return list(left)
+        return
     for point in plain:
         if time.monotonic() > search.end:
             break
@@ -240,4 +248,9 @@ def _costed(
             known[point] = search.estimate(point)
         except PlanError:
             known[point] = None
+
+
+def _open_still(
+    search: Search, left: Sequence[Point], known: Mapping[Point, Candidate | None]
+) -> list[Point]:
     return [p for p in left if p not in known or not _is_settled(search, known[p])]

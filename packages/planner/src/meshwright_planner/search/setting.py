@@ -34,6 +34,11 @@ def allowing(predicted: int) -> int:
     return math.ceil(predicted * (1 + MARGIN)) + 1
 
 
+def ended_by(budget: float | None) -> str:
+    """What a note says of the time budget that ended a search; nothing where none did."""
+    return "" if budget is None else f"; the time budget of {budget:g} s ended the search"
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the search is about.

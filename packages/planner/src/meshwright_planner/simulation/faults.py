@@ -101,8 +101,12 @@ def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:
         InfeasibleError: there is no level outside: whoever needs that link waits for ever.
     """
     levels = list(cluster.links)
-    for level, share in sorted(faults, reverse=True):
-        index = next(i for i, one in enumerate(levels) if one.name == level)
+    worst: dict[str, float] = {}
+    for level, share in faults:
+        worst[level] = min(share, worst.get(level, share))
+    # outermost first: what a link that is gone carried takes the next level as that is by then
+    for index, level in reversed([(i, one.name) for i, one in enumerate(levels) if one.name in worst]):
+        share = worst[level]
         if share == 0 and index + 1 == len(levels):
             raise InfeasibleError(
                 f"the link {level!r} is gone and cluster {cluster.name!r} has none outside of it: a step never ends; "

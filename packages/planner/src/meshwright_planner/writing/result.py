@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from meshwright_dtensor._names import listing
 from meshwright_dtensor.cluster import SlowNode
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.fingerprint import fingerprint
@@ -20,6 +21,8 @@ from meshwright_dtensor.plan import (
     ZeroRule,
 )
 from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.states import format_state
+from meshwright_planner.machines.here import PREFIX
 from meshwright_planner.recomputation.effect import communicated
 from meshwright_planner.search.candidate import Candidate, human_seconds
 from meshwright_planner.search.proving import Proof
@@ -116,6 +119,9 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
     ]
     if own.problem.tape.real:
         notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
+    if setting.cluster.name.startswith(PREFIX):
+        notes.append(f"planned for the machine at hand: {setting.cluster.source}")
+    notes += _marked(own)
     for slow in setting.cluster.slow_among(setting.world_size):
         notes.append(_slow(slow))
     if own.placement.status == "in turns":
@@ -136,6 +142,27 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
         if other is not own:
             notes.append(f"also considered: {summary(other)}")
     return notes
+
+
+def _marked(own: Candidate) -> list[str]:
+    """Which activations the model itself brings somewhere on axes that the plan has: nobody planned that."""
+    tape = own.problem.tape if own.problem.tape.origin is None else own.problem.tape.origin
+    places: dict[str, list[str]] = {}
+    for module, mark in tape.marks:
+        wanted = [
+            f"{axis} {format_state(state)}" for axis, state in mark.items() if own.point.degree(axis) > 1
+        ]
+        if wanted:
+            alike = [
+                f"{c}{module[len(f) :]}" for c, f in tape.copied.items() if f"{module}.".startswith(f"{f}.")
+            ]
+            found = places.setdefault(" and ".join(wanted), [])
+            found += (name for name in (module or "the model itself", *alike) if name not in found)
+    return [
+        f"mark_sharding of an activation in {listing(names, 4)}: brought to {wanted} when it runs, which is neither planned around "
+        "nor in what is predicted"
+        for wanted, names in places.items()
+    ]
 
 
 def _slow(slow: SlowNode) -> str:
