@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -35,7 +34,8 @@ class Placed:
     ) -> None:
         """`like`: has the same states, on other sizes or with something else kept."""
         self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
-        self.beside = 0.0  # bytes that are alive at the peak beside what is kept
+        # representative node -> bytes that its module has alive beside what is kept, where it runs again
+        self.again: Mapping[int, float] = {}
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
@@ -45,15 +45,13 @@ class Placed:
     @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes by part."""
-        setting = self.basis.setting
-        parts = memory_parts(self.basis.sizes, self.problem, self.placement, setting.optimizer)
-        parts["temporaries"] += math.ceil(self.beside)
-        return parts
+        optimizer = self.basis.setting.optimizer
+        return memory_parts(self.basis.sizes, self.problem, self.placement, optimizer)
 
     @cached_property
     def replay(self) -> Replay:
         """The backward pass, in thought."""
-        return Replay(self.problem, self.placement)
+        return Replay(self.problem, self.placement, self.again)
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
@@ -164,9 +162,9 @@ class Placed:
             return self
         key = ("recompute", tuple(rules))
         if key not in self._others:
-            problem, placement, beside = recomputed(self.problem, self.placement, rules)
+            problem, placement, again = recomputed(self.problem, self.placement, rules)
             other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
-            other.beside, other.recompute = beside, tuple(rules)
+            other.again, other.recompute = again, tuple(rules)
         return self._others[key]
 
 
