@@ -191,3 +191,20 @@ def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:
     first, second = found("dp", "ep")
     assert first is second and Counter(first) == {size: 1 + 2, cut: 1, both: 1}
     assert found("ep") == [(size,)] * 2
+
+
+def test_parameters_of_the_computed_dtype_have_no_copies() -> None:
+    """Those of another one do, each in the dtype that is computed in."""
+
+    def parameters(model: nn.Module, precision: str | None) -> int:
+        request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, precision=precision)
+        found = eager().plan(model, tokens(), request)[0].predicted
+        assert found is not None
+        return found.memory_bytes["parameters"]
+
+    wide, narrow = Transformer(), Transformer().to(torch.bfloat16)
+    own = sum(p.numel() for p in wide.parameters())
+    assert parameters(wide, None) == 4 * own and parameters(wide, "bf16") == 6 * own
+    assert parameters(narrow, None) == parameters(narrow, "bf16") == 2 * own
+    narrow.norm.float()
+    assert parameters(narrow, "bf16") == 2 * own + (2 + 2) * 2 * 64

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
-from meshwright_planner.costs.memory import memory_parts, parameter_bytes
+from meshwright_planner.costs.memory import copied_bytes, memory_parts, parameter_bytes
 from meshwright_planner.costs.peak import Moment, Replay, moments, updating
 from meshwright_planner.costs.work import module_runs, module_work, parameter_sizes
 from meshwright_planner.placing.legal import Rules
@@ -75,6 +75,11 @@ class Placed:
         if names not in found:
             found[names] = parameter_bytes(self.basis.sizes, self.problem, self.placement, names)
         return found[names]
+
+    @property
+    def copies(self) -> float:
+        """Bytes of the copies of parameters that are computed with, where none share them."""
+        return self._states.copies
 
     @property
     def parameters(self) -> tuple[dict[str, ParameterSize], ...]:
@@ -176,6 +181,14 @@ class _States:
         self.own: dict[frozenset[str], tuple[float, float]] = {}
         self.sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
         self.summed: dict[object, tuple[tuple[ParameterSize, ...], ...]] = {}
+
+    @cached_property
+    def copies(self) -> float:
+        """Bytes of the copies of parameters in the precision of the plan."""
+        dtype = self._basis.setting.dtype
+        if dtype is None:
+            return 0.0
+        return copied_bytes(self._basis.sizes, self._problem, self._placement, dtype)
 
     @cached_property
     def units(self) -> tuple[dict[str, ParameterSize], ...]:
