@@ -12,6 +12,7 @@ import planner_models
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import counted as of_a_step
 from planner_models import LAPTOP_CPU, DataLike, Transformer, eager, host_of, tokens
 from torch import nn
 
@@ -42,20 +43,7 @@ def counted(model: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.Monk
         return of_torch(logits, target, **options) if options else RowsLoss.apply(logits, target, -100)
 
     patch.setattr(F, "cross_entropy", loss)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        model(**batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [x for entries in optimizer.state.values() for x in entries.values()]
-    with Counting([*model.parameters(), *model.buffers(), *states]) as counting:
-        step()
-        counting.restart()
-        step()
-        return counting.peak
+    return of_a_step(model, batch)
 
 
 @pytest.mark.parametrize(("layers", "rows"), [(4, 8), (2, 1)])
@@ -116,17 +104,14 @@ def kept_item_by_item(problem: PlacementProblem, placement: Placement) -> tuple[
             first.setdefault(
                 ("inner", number) if item.root is None else item.root, (k, part * problem.kept_bytes(item))
             )
-        if k != item.node:
-            continue
         if item.root is None:
-            kept["inner", number] = problem.kept_bytes(item) * quotient.node_count[k] * part
+            kept["inner", number] = problem.kept_bytes(item) * part
             continue
-        root, split = quotient.value(item.root), problem.kept_split(item, option)
-        if parameter[root] and costs.split((placement.stored.get(root, "I"),)) == split:
+        split = problem.kept_split(item, option)
+        stored = placement.stored.get(quotient.value(item.root), "I")
+        if parameter[item.root] and costs.split((stored,)) == split:
             continue
-        roots = {other.root for other in tape.saved if other.root is not None}
-        copies = sum(quotient.value(other) == root for other in roots)
-        kept[root, split] = max(kept.get((root, split), 0.0), item.nbytes * copies * costs.part(split))
+        kept[item.root, split] = max(kept.get((item.root, split), 0.0), item.nbytes * costs.part(split))
     own = dict.fromkeys(quotient.nodes, 0.0)
     for k, size in first.values():
         own[k] += size
@@ -144,7 +129,7 @@ def test_what_is_kept_is_what_each_saved_tensor_says(policy: str | None) -> None
         options = {k: dice.choice(own) for k, own in problem.options.items()}
         some = replace(placement, options=options)
         left, found, _ = (
-            recomputed(problem, some, recompute_rules(model, policy)) if policy else (problem, some, 0)
+            recomputed(problem, some, recompute_rules(model, policy)) if policy else (problem, some, {})
         )
         whole, own = kept_item_by_item(left, found)
         assert kept_bytes(left, found) == pytest.approx(whole, rel=1e-12)
@@ -206,3 +191,20 @@ def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:
     first, second = found("dp", "ep")
     assert first is second and Counter(first) == {size: 1 + 2, cut: 1, both: 1}
     assert found("ep") == [(size,)] * 2
+
+
+def test_parameters_of_the_computed_dtype_have_no_copies() -> None:
+    """Those of another one do, each in the dtype that is computed in."""
+
+    def parameters(model: nn.Module, precision: str | None) -> int:
+        request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, precision=precision)
+        found = eager().plan(model, tokens(), request)[0].predicted
+        assert found is not None
+        return found.memory_bytes["parameters"]
+
+    wide, narrow = Transformer(), Transformer().to(torch.bfloat16)
+    own = sum(p.numel() for p in wide.parameters())
+    assert parameters(wide, None) == 4 * own and parameters(wide, "bf16") == 6 * own
+    assert parameters(narrow, None) == parameters(narrow, "bf16") == 2 * own
+    narrow.norm.float()
+    assert parameters(narrow, "bf16") == 2 * own + (2 + 2) * 2 * 64

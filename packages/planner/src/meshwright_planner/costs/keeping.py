@@ -15,12 +15,12 @@ class SavedPlaces:
     """Which of the saved tensors of a tape count, whatever their sizes.
 
     Attributes:
-        representative: places in `tape.saved` of those of representative nodes.
-        copies: representative storage -> how many it stands for.
+        representative: (place in `tape.saved`, representative node) of those that others are like.
+        copies: storage of theirs -> how many it stands for: all that come of alike nodes and are kept by alike nodes.
         owned: (place, representative node) of all but parameters, each storage with the first node that keeps it.
     """
 
-    representative: tuple[int, ...]
+    representative: tuple[tuple[int, int], ...]
     copies: dict[int, int]
     owned: tuple[tuple[int, int], ...]
 
@@ -38,23 +38,34 @@ class SavedPlaces:
     @staticmethod
     def _look(problem: PlacementProblem) -> SavedPlaces:
         tape, quotient = problem.tape, problem.quotient
-        roots: dict[int, set[int]] = defaultdict(set)
-        seen: set[int] = set()
-        representative: list[int] = []
+        users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         owned: list[tuple[int, int]] = []
+        representative: list[tuple[int, int]] = []
         for place, item in enumerate(tape.saved):
             node = quotient.node(item.node)
-            if node == item.node:
-                representative.append(place)
             if item.root is None:
                 owned.append((place, node))
+                if node == item.node:
+                    representative.append((place, node))
                 continue
-            roots[quotient.value(item.root)].add(item.root)
-            if item.root not in seen and not (tape.values[item.root].name or "").startswith("param:"):
-                seen.add(item.root)
+            if item.root not in users and not (tape.values[item.root].name or "").startswith("param:"):
                 owned.append((place, node))
-        copies = {root: len(own) for root, own in roots.items()}
-        return SavedPlaces(tuple(representative), copies, tuple(owned))
+            users[item.root].append((place, node))
+        alike: dict[object, int] = {}
+        copies: dict[int, int] = {}
+        for root, own in users.items():
+            # not by the nodes alone: the first block keeps what the embedding made, the others what blocks made
+            kept = tuple((k, _slot(problem, place), tape.saved[place].output) for place, k in own)
+            first = alike.setdefault((quotient.value(root), kept), root)
+            copies[first] = copies.get(first, 0) + 1
+            if first == root:
+                representative += own
+        return SavedPlaces(tuple(sorted(representative)), copies, tuple(owned))
+
+
+def _slot(problem: PlacementProblem, place: int) -> int | None:
+    item = problem.tape.saved[place]
+    return problem.slot(item.node, item.value, item.output)
 
 
 def kept_bytes(problem: PlacementProblem, placement: Placement) -> float:
@@ -62,18 +73,16 @@ def kept_bytes(problem: PlacementProblem, placement: Placement) -> float:
     tape, quotient, costs = problem.tape, problem.quotient, problem.costs
     places = SavedPlaces.of(problem)
     kept: dict[object, float] = {}
-    for number in places.representative:
-        item = tape.saved[number]
-        node, option = item.node, placement.options[item.node]
+    for number, node in places.representative:
+        item, option = tape.saved[number], placement.options[node]
         if item.root is None:
             split = costs.split((*option.ins, *option.outs))
             kept["inner", number] = problem.kept_bytes(item) * quotient.node_count[node] * costs.part(split)
             continue
-        root = quotient.value(item.root)
         split = problem.kept_split(item, option)
-        if (tape.values[root].name or "").startswith("param:"):
-            if costs.split((placement.stored.get(root, "I"),)) == split:
+        if (tape.values[item.root].name or "").startswith("param:"):
+            if costs.split((placement.stored.get(quotient.value(item.root), "I"),)) == split:
                 continue  # a parameter in the state that it is stored in costs nothing more
-        size = item.nbytes * places.copies[root] * costs.part(split)
-        kept[root, split] = max(kept.get((root, split), 0.0), size)
+        size = item.nbytes * places.copies[item.root] * costs.part(split)
+        kept[item.root, split] = max(kept.get((item.root, split), 0.0), size)
     return sum(kept.values())

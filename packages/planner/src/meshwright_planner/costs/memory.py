@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from meshwright_planner.costs.operations import OPTIMIZERS
@@ -24,16 +25,27 @@ class Sizes:
     Args:
         parameters: name, bytes, and whether it is trained.
         buffers: bytes of all of them.
+        dtypes: name -> dtype of the floating-point parameters.
     """
 
     parameters: tuple[tuple[str, int, bool], ...]
     buffers: int
+    dtypes: Mapping[str, torch.dtype]
 
     @staticmethod
     def of(model: nn.Module) -> Sizes:
         """Those of a model; a parameter counts once however many names it has."""
         every = tuple((n, p.numel() * p.element_size(), p.requires_grad) for n, p in model.named_parameters())
-        return Sizes(every, sum(b.numel() * b.element_size() for b in model.buffers()))
+        dtypes = {n: p.dtype for n, p in model.named_parameters() if p.is_floating_point()}
+        return Sizes(every, sum(b.numel() * b.element_size() for b in model.buffers()), dtypes)
+
+    def elsewise(self, dtype: torch.dtype) -> dict[torch.dtype, frozenset[str]]:
+        """Dtype -> names of the parameters that are computed with as copies in `dtype`: not those that have it."""
+        names: dict[torch.dtype, set[str]] = {}
+        for name, own in self.dtypes.items():
+            if own != dtype:
+                names.setdefault(own, set()).add(name)
+        return {own: frozenset(found) for own, found in names.items()}
 
 
 def memory_parts(
@@ -71,3 +83,11 @@ def parameter_bytes(
             every += size
             trained += size if trains else 0.0
     return every, trained
+
+
+def copied_bytes(sizes: Sizes, problem: PlacementProblem, placement: Placement, dtype: torch.dtype) -> float:
+    """Bytes on one rank of the copies that are computed with, of the parameters that are not of this dtype already."""
+    return sum(
+        parameter_bytes(sizes, problem, placement, names)[0] / own.itemsize * dtype.itemsize
+        for own, names in sizes.elsewise(dtype).items()
+    )

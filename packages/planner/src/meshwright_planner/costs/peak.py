@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.keeping import SavedPlaces
@@ -75,7 +76,7 @@ def at_peak(
     `always`: bytes of gradients that are there at every moment.
     `copies`: an engine with buckets copies even large gradients into them (shared ones go from where they lie).
     """
-    other, coming = memory["temporaries"], memory["gradients"] - always
+    coming = memory["gradients"] - always
 
     def parts(moment: Moment) -> tuple[float, float, float]:
         made = moment.gradients * coming
@@ -85,10 +86,10 @@ def at_peak(
         return (
             moment.kept * memory["activations"],
             made + always,
-            moment.beside + (other if moment.kept else 0) + (moment.copied if bucket and copies else 0),
+            moment.beside + (moment.copied if bucket and copies else 0),
         )
 
-    most = max(map(parts, when), key=sum, default=(memory["activations"], memory["gradients"], other))
+    most = max(map(parts, when), key=sum, default=(memory["activations"], memory["gradients"], 0.0))
     kept, gradients, beside = (round(part) for part in most)
     return {**memory, "activations": kept, "gradients": gradients, "temporaries": beside}
 
@@ -96,8 +97,14 @@ def at_peak(
 class Replay:
     """The representative nodes with what each keeps, the gradients that it completes, and what is alive at it."""
 
-    def __init__(self, problem: PlacementProblem, placement: Placement) -> None:
-        self.problem, self.placement = problem, placement
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        placement: Placement,
+        again: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
+        """`again`: representative node -> bytes of its module that are alive while that runs again."""
+        self.problem, self.placement, self.again = problem, placement, again
         self.nodes = list(problem.quotient.nodes)
         self.place = {k: n for n, k in enumerate(self.nodes)}
         self.count = [problem.quotient.node_count[k] for k in self.nodes]
@@ -177,14 +184,17 @@ class Replay:
 
     @cached_property
     def alive(self) -> list[float]:
-        """By place, the bytes of the gradients of values while it runs backward."""
+        """By place, the bytes of the gradients of values while it runs backward, and of what is there since it ran again."""
         moved, living = self._moved(), self._living(0)
-        return [living[n] + self._inside(n) + moved.get(n, 0.0) for n in range(len(self.nodes))]
+        return [
+            living[n] + self._inside(n) + moved.get(n, 0.0) + self.again.get(k, 0.0)
+            for n, k in enumerate(self.nodes)
+        ]
 
     @cached_property
     def left(self) -> list[float]:
         """The same when it has run: of what it takes, no more of what it makes."""
-        return self._living(1)
+        return [size + self.again.get(k, 0.0) for size, k in zip(self._living(1), self.nodes, strict=True)]
 
     def _moved(self) -> dict[int, float]:
         """Place -> bytes of the largest gradient that is there twice: as a node makes it, and brought where it goes."""

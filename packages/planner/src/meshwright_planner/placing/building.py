@@ -216,10 +216,9 @@ class Build:
         )
         places = SavedPlaces.of(self.problem)  # a mask that every layer keeps is kept once
         size: dict[tuple[int | None, Hashable], float] = {}
-        for number in places.representative:
-            item = self.tape.saved[number]
-            node, count = item.node, self.quotient.node_count[item.node]
-            root = None if item.root is None else self.quotient.value(item.root)
+        for number, node in places.representative:
+            item, root = self.tape.saved[number], self.tape.saved[number].root
+            count = self.quotient.node_count[node]
             if root is None:
                 for column, option in zip(self.x[node], self.problem.options[node]):
                     part = self.costs.part(self.costs.split((*option.ins, *option.outs)))
@@ -235,8 +234,9 @@ class Build:
         for (root, split), by_user in users.items():
             nbytes = size[root, split]
             held = []
-            if root in self.stored:  # a parameter in the state it is stored in costs nothing more
-                ways, columns = self.stored[root]
+            own = None if root is None else self.quotient.value(root)
+            if own in self.stored:  # a parameter in the state it is stored in costs nothing more
+                ways, columns = self.stored[own]
                 held = [c for s, c in zip(ways, columns) if self.costs.split((s,)) == split]
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
             self.kept[column] = nbytes

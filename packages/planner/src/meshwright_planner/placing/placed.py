@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
-from meshwright_planner.costs.memory import memory_parts, parameter_bytes
+from meshwright_planner.costs.memory import copied_bytes, memory_parts, parameter_bytes
 from meshwright_planner.costs.peak import Moment, Replay, moments, updating
 from meshwright_planner.costs.work import module_runs, module_work, parameter_sizes
 from meshwright_planner.placing.legal import Rules
@@ -35,7 +34,8 @@ class Placed:
     ) -> None:
         """`like`: has the same states, on other sizes or with something else kept."""
         self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
-        self.beside = 0.0  # bytes that are alive at the peak beside what is kept
+        # representative node -> bytes that its module has alive beside what is kept, where it runs again
+        self.again: Mapping[int, float] = {}
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
@@ -45,15 +45,13 @@ class Placed:
     @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes by part."""
-        setting = self.basis.setting
-        parts = memory_parts(self.basis.sizes, self.problem, self.placement, setting.optimizer)
-        parts["temporaries"] += math.ceil(self.beside)
-        return parts
+        optimizer = self.basis.setting.optimizer
+        return memory_parts(self.basis.sizes, self.problem, self.placement, optimizer)
 
     @cached_property
     def replay(self) -> Replay:
         """The backward pass, in thought."""
-        return Replay(self.problem, self.placement)
+        return Replay(self.problem, self.placement, self.again)
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
@@ -77,6 +75,11 @@ class Placed:
         if names not in found:
             found[names] = parameter_bytes(self.basis.sizes, self.problem, self.placement, names)
         return found[names]
+
+    @property
+    def copies(self) -> float:
+        """Bytes of the copies of parameters that are computed with, where none share them."""
+        return self._states.copies
 
     @property
     def parameters(self) -> tuple[dict[str, ParameterSize], ...]:
@@ -164,9 +167,9 @@ class Placed:
             return self
         key = ("recompute", tuple(rules))
         if key not in self._others:
-            problem, placement, beside = recomputed(self.problem, self.placement, rules)
+            problem, placement, again = recomputed(self.problem, self.placement, rules)
             other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
-            other.beside, other.recompute = beside, tuple(rules)
+            other.again, other.recompute = again, tuple(rules)
         return self._others[key]
 
 
@@ -178,6 +181,14 @@ class _States:
         self.own: dict[frozenset[str], tuple[float, float]] = {}
         self.sizes: dict[frozenset[str] | None, tuple[tuple[ParameterSize, ...], ...]] = {}
         self.summed: dict[object, tuple[tuple[ParameterSize, ...], ...]] = {}
+
+    @cached_property
+    def copies(self) -> float:
+        """Bytes of the copies of parameters in the precision of the plan."""
+        dtype = self._basis.setting.dtype
+        if dtype is None:
+            return 0.0
+        return copied_bytes(self._basis.sizes, self._problem, self._placement, dtype)
 
     @cached_property
     def units(self) -> tuple[dict[str, ParameterSize], ...]:

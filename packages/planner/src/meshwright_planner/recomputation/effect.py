@@ -13,16 +13,17 @@ from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import Conversion
 from meshwright_planner.profile.tape import Saved, Tape
+from meshwright_planner.recomputation.dropped import alive_again, dropped
 
 
 def recomputed(
     problem: PlacementProblem, placement: Placement, rules: Sequence[RecomputeRule]
-) -> tuple[PlacementProblem, Placement, float]:
-    """The same placement where the modules that `rules` name run twice, and the bytes that one of them has when it does.
+) -> tuple[PlacementProblem, Placement, dict[int, float]]:
+    """The same placement where the modules that `rules` name run twice, and what they have alive while they do.
 
     A module keeps its inputs; with the policy "selective" also the results of its products and attention, which do not run
     again; with "alternate" those of attention and of every other product.  Its forward pass, and what it communicates in
-    it, comes once more.
+    it, comes once more.  The last answer: representative node -> bytes that its module has alive beside what it keeps.
     """
     region = _region(problem, rules)
     values, policy = problem.tape.values, region.policy
@@ -30,7 +31,11 @@ def recomputed(
     kept += [Saved(*item, values[item[2]].nbytes) for item in region.kept]
     tape = replace(problem.tape, saved=kept, recompute=tuple(rules))
     other = problem.on(tape)
-    whole, left = kept_bytes(problem, placement), kept_bytes(other, placement)
+    like = problem.tape if problem.tape.origin is None else problem.tape.origin
+    # a quotient serves tapes of their own too, which may keep other tensors; the answer holds on to the one it is of
+    _, blocks = problem.quotient.once(
+        ("dropped", id(like), tuple(rules)), lambda: (like, dropped(problem, region.block, kept))
+    )
     again = region.again
     ahead = 1 / (1 + BACKWARD)
     options = {
@@ -49,11 +54,11 @@ def recomputed(
         conversions=conversions,
         compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
         communication_seconds=between + inner,
-        saved_bytes=left,
+        saved_bytes=kept_bytes(other, placement),
         again=again,
         again_seconds=sum(o.seconds * again[k] * ahead * counts[k] for k, o in placement.options.items()),
     )
-    return other, found, max(0.0, whole - left) / max(1, region.blocks)
+    return other, found, alive_again(problem, placement, blocks)
 
 
 def communicated(
@@ -87,7 +92,7 @@ class _Region:
         policy: node -> whether its results are kept.
         kept: node, storage and value of what is kept of them, and whether the node made it, as in Saved.
         again: representative node -> the part of its copies that run twice.
-        blocks: how many modules run twice.
+        block: node -> name of the module of them that it is in.
     """
 
     def __init__(self, problem: PlacementProblem, rules: Iterable[RecomputeRule]) -> None:
@@ -111,7 +116,6 @@ class _Region:
                     kept = met[block] % 2 == 1
                 self.policy[index] = kept
                 self.block[index] = block
-        self.blocks = len(set(self.block.values()))
         self._tape = tape
         twice = Counter(quotient.node(index) for index, kept in self.policy.items() if not kept)
         self.again = {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}

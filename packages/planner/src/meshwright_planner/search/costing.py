@@ -53,7 +53,7 @@ def cost(
     uses: list[tuple[str, CollectiveUse]] = []
     shards = degrees.get(SHARED, 1)
     if setting.dtype is not None and shards == 1:  # the copies that are computed with
-        memory["parameters"] += math.ceil(memory["parameters"] * setting.dtype.itemsize / 4)
+        memory["parameters"] += math.ceil(placed.copies)
     # communication hides behind compute only where it does not take the cores that compute needs
     hides = setting.cluster.hides_communication
     common = replace(

@@ -87,7 +87,7 @@ def _work(placed: Placed, other: Placed, inside: Sequence[bool]) -> tuple[Module
                 work.parameters,
                 work.entering,
                 work.shared,
-                work.beside + other.beside,
+                work.beside,
                 work.waiting,
                 base.forward * base.seconds / seconds if seconds else base.forward,
             )

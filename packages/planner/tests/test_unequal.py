@@ -1,0 +1,90 @@
+"""Predicted memory of modules that run again where they are not alike, beside counted bytes of tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from counting import counted
+from planner_models import LAPTOP_CPU, Transformer, eager, tokens
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_planner.costs.keeping import kept_bytes
+from meshwright_planner.costs.peak import Replay
+from meshwright_planner.costs.prices import AxisCosts
+from meshwright_planner.costs.work import module_work
+from meshwright_planner.placing.legal import Legality
+from meshwright_planner.placing.placement import PlacementProblem
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.quotient import quotient
+from meshwright_planner.profile.recording import record
+from meshwright_planner.recomputation.asked import recompute_rules
+from meshwright_planner.recomputation.effect import recomputed
+
+
+class Part(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Unequal(nn.Module):
+    """Twelve blocks, one of them large."""
+
+    def __init__(self, large: int, again: bool = False) -> None:
+        super().__init__()
+        self.again = again
+        self.layers = nn.ModuleList(Part(32, 1024 if n == large else 32) for n in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return x.square().mean()
+
+
+def of_one(model: nn.Module, batch: dict[str, torch.Tensor]) -> PlacementProblem:
+    book = RuleBook.first_party()
+    tape = record(model, Batch.of(batch), book.composites)
+    costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 1), 1)
+    return PlacementProblem(Legality(tape, quotient(tape), book, costs, tape.rows))
+
+
+@pytest.mark.parametrize("large", [0, 5, 11, -1])
+def test_the_largest_block_that_runs_again_is_what_is_alive(large: int) -> None:
+    """Not the mean of all; the small ones do not hold what it does."""
+    model, batch = Unequal(large), {"x": torch.randn(1024, 32)}
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, recompute="full")
+    plan = eager().plan(model, batch, request)[0]
+    assert plan.predicted is not None
+    model.again = True
+    assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.06)
+
+
+def test_stages_are_told_of_each_block_what_it_has_alive() -> None:
+    model, batch = Unequal(5), {"x": torch.randn(1024, 32)}
+    problem = of_one(model, batch)
+    free = problem.replicated()
+    other, placement, again = recomputed(problem, free, recompute_rules(model, "full"))
+    more: dict[str, float] = {}
+    pairs = zip(module_work(Replay(problem, free)), module_work(Replay(other, placement, again)), strict=True)
+    for before, after in pairs:
+        assert before.module == after.module
+        block = ".".join(after.module.split(".")[:2])
+        more[block] = max(more.get(block, 0.0), after.beside - before.beside)
+    large, small = more["layers.5"], more["layers.4"]
+    assert large >= 1024 * 1024 * 4 and 0 < small < 1024 * 32 * 4 * 4 and more[""] == 0
+
+
+def test_inputs_of_blocks_that_run_again_are_all_kept() -> None:
+    """That of the first comes from the embedding, those of the others from a block: both are kept, as often as there are."""
+    model = Transformer(layers=8)
+    problem = of_one(model, tokens())
+    other, placement, _ = recomputed(problem, problem.replicated(), recompute_rules(model, "full"))
+    hidden = 2 * 32 * 64 * 4
+    assert kept_bytes(other, placement) >= 8 * hidden
+    assert kept_bytes(other, placement) == pytest.approx(sum(Replay(other, placement).kept))
