@@ -14,6 +14,7 @@ from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import Conversion
 from meshwright_planner.profile.tape import Saved, Tape
 from meshwright_planner.recomputation.dropped import alive_again, dropped
+from meshwright_planner.recomputation.stopping import last_again
 
 
 def recomputed(
@@ -23,7 +24,8 @@ def recomputed(
 
     A module keeps its inputs; with the policy "selective" also the results of its products and attention, which do not run
     again; with "alternate" those of attention and of every other product.  Its forward pass, and what it communicates in
-    it, comes once more.  The last answer: representative node -> bytes that its module has alive beside what it keeps.
+    it, comes once more, as far as torch goes (see `stopping`).  The last answer: representative node -> bytes that its module
+    has alive beside what it keeps.
     """
     region = _region(problem, rules)
     values, policy = problem.tape.values, region.policy
@@ -117,7 +119,12 @@ class _Region:
                 self.policy[index] = kept
                 self.block[index] = block
         self._tape = tape
-        twice = Counter(quotient.node(index) for index, kept in self.policy.items() if not kept)
+        ends = last_again(tape, self.block)
+        twice = Counter(
+            quotient.node(index)
+            for index, kept in self.policy.items()
+            if not kept and index <= ends[self.block[index]]
+        )
         self.again = {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}
 
     @cached_property
