@@ -93,14 +93,14 @@ def test_the_moment_that_holds_most_counts() -> None:
 def kept_item_by_item(problem: PlacementProblem, placement: Placement) -> tuple[float, list[float]]:
     """Bytes that autograd keeps, and those of each representative node, as they are defined."""
     tape, quotient, costs = problem.tape, problem.quotient, problem.costs
-    parameter = [(value.name or "").startswith("param:") for value in tape.values]
+    lasting = [(value.name or "").startswith(("param:", "buffer:")) for value in tape.values]
     kept: dict[object, float] = {}
     first: dict[object, tuple[int, float]] = {}
     for number, item in enumerate(tape.saved):
         k = quotient.node(item.node)
         option = placement.options[k]
         part = costs.part(costs.split((*option.ins, *option.outs)))
-        if item.root is None or not parameter[item.root]:
+        if item.root is None or not lasting[item.root]:
             first.setdefault(
                 ("inner", number) if item.root is None else item.root, (k, part * problem.kept_bytes(item))
             )
@@ -109,7 +109,7 @@ def kept_item_by_item(problem: PlacementProblem, placement: Placement) -> tuple[
             continue
         split = problem.kept_split(item, option)
         stored = placement.stored.get(quotient.value(item.root), "I")
-        if parameter[item.root] and costs.split((stored,)) == split:
+        if lasting[item.root] and costs.split((stored,)) == split:
             continue
         kept[item.root, split] = max(kept.get((item.root, split), 0.0), item.nbytes * costs.part(split))
     own = dict.fromkeys(quotient.nodes, 0.0)
@@ -208,3 +208,21 @@ def test_parameters_of_the_computed_dtype_have_no_copies() -> None:
     assert parameters(narrow, None) == parameters(narrow, "bf16") == 2 * own
     narrow.norm.float()
     assert parameters(narrow, "bf16") == 2 * own + (2 + 2) * 2 * 64
+
+
+def test_buffers_that_autograd_keeps_are_there_once() -> None:
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(32, 512)
+            self.register_buffer("basis", torch.randn(512, 512))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.up(x) @ self.basis).relu().mean()  # type: ignore[operator]
+
+    model, batch = Projected(), {"x": torch.randn(64, 32)}
+    plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
+    assert plan.predicted is not None
+    memory = plan.predicted.memory_bytes
+    assert memory["buffers"] == 512 * 512 * 4 > memory["activations"]
+    assert plan.predicted.total_bytes == pytest.approx(of_a_step(model, batch), rel=0.05)

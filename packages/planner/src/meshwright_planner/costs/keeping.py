@@ -17,7 +17,7 @@ class SavedPlaces:
     Attributes:
         representative: (place in `tape.saved`, representative node) of those that others are like.
         copies: storage of theirs -> how many it stands for: all that come of alike nodes and are kept by alike nodes.
-        owned: (place, representative node) of all but parameters, each storage with the first node that keeps it.
+        owned: (place, representative node) of all but parameters and buffers, each storage with the first node that keeps it.
     """
 
     representative: tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ class SavedPlaces:
                 if node == item.node:
                     representative.append((place, node))
                 continue
-            if item.root not in users and not (tape.values[item.root].name or "").startswith("param:"):
+            if item.root not in users and not tape.lasts(item.root):
                 owned.append((place, node))
             users[item.root].append((place, node))
         alike: dict[object, int] = {}
@@ -80,9 +80,9 @@ def kept_bytes(problem: PlacementProblem, placement: Placement) -> float:
             kept["inner", number] = problem.kept_bytes(item) * quotient.node_count[node] * costs.part(split)
             continue
         split = problem.kept_split(item, option)
-        if (tape.values[item.root].name or "").startswith("param:"):
+        if tape.lasts(item.root):
             if costs.split((placement.stored.get(quotient.value(item.root), "I"),)) == split:
-                continue  # a parameter in the state that it is stored in costs nothing more
+                continue  # what lasts, in the state that it is stored in, costs nothing more
         size = item.nbytes * places.copies[item.root] * costs.part(split)
         kept[item.root, split] = max(kept.get((item.root, split), 0.0), size)
     return sum(kept.values())

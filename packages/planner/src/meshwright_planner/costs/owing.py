@@ -10,7 +10,7 @@ from meshwright_planner.placing.placement import Placement, PlacementProblem
 
 @dataclass(frozen=True)
 class Keepers:
-    """The saved tensors of a tape by their place in `tape.saved`; parameters, which are there anyway, left out.
+    """The saved tensors of a tape by their place in `tape.saved`; parameters and buffers, which are there anyway, left out.
 
     Args:
         inner: (place, run, representative node) of what the recorder never saw.
@@ -30,7 +30,7 @@ class Keepers:
             run, k = run_of[item.node], representative(item.node)
             if item.root is None:
                 inner.append((place, run, k))
-            elif not (tape.values[item.root].name or "").startswith("param:"):
+            elif not tape.lasts(item.root):
                 slot = problem.slot(item.node, item.value, item.output)
                 entry = (place, k, slot, item.output)
                 shared.setdefault(item.root, {}).setdefault(run, []).append(entry)

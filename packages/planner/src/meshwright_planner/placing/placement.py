@@ -204,8 +204,7 @@ class PlacementProblem:
         counts = self.quotient.node_count
         saved: dict[object, float] = {}
         for number, item in enumerate(self.tape.saved):
-            name = "" if item.root is None else self.tape.values[item.root].name or ""
-            if not name.startswith("param:"):
+            if item.root is None or not self.tape.lasts(item.root):
                 key = item.root if item.root is not None else ("inner", number)
                 saved[key] = max(saved.get(key, 0.0), float(self.kept_bytes(item)))
         return Placement(

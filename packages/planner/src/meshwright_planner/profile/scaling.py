@@ -1,8 +1,8 @@
 """A tape of any number of rows, from two that were recorded: sizes are straight lines in the rows.
 
 A rank's part of the batch has another number of rows in every combination of degrees.  What a model does to more rows is
-what it does to fewer, on larger tensors; so two recordings say what all sizes are, and a third is only made where they are no
-straight lines.
+what it does to fewer, on larger tensors; so two recordings say what all sizes are.  Two points lie on a line whatever the sizes
+do between and behind them: where one does not grow as the rows do (logits of all pairs of rows, say), a third recording tells.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class _Bent(Exception):
 
 
 class Family:
-    """Tapes of one program at any number of rows."""
+    """Tapes of one program at any number of rows.
+
+    Attributes:
+        sure: every size that changes is the rows times something, in one dim of a shape.
+    """
 
     def __init__(self, first: Tape, second: Tape) -> None:
         """`first` and `second` were recorded with different numbers of rows.
@@ -32,7 +36,7 @@ class Family:
         Raises:
             ValueError: they are not of one program, or something in them is no straight line in the rows.
         """
-        self.first, self._rows = first, (first.rows, second.rows)
+        self.first, self._rows, self.sure = first, (first.rows, second.rows), True
         try:
             self._learn(second)
         except _Bent as bent:
@@ -50,9 +54,23 @@ class Family:
                 nodes[i] = replace(nodes[i], args=args(rows), kwargs=kwargs(rows), flops=flops(rows))
             for i, nbytes in self._saved:
                 saved[i] = saved[i]._replace(nbytes=nbytes(rows))
+            for i, root in self._whole:
+                saved[i] = saved[i]._replace(nbytes=values[root].nbytes)
         except _Bent:
             return None
         return replace(first, values=values, nodes=nodes, saved=saved, rows=rows, origin=first)
+
+    def says(self, other: Tape) -> bool:
+        """Whether a tape that was recorded with yet another number of rows is what these two make of it."""
+        own = self.at(other.rows)
+        return (
+            own is not None
+            and _alike(own, other)
+            and all(x.shape == y.shape and x.stride == y.stride for x, y in zip(own.values, other.values))
+            and all(_same((n.args, n.kwargs), (m.args, m.kwargs)) for n, m in zip(own.nodes, other.nodes))
+            and all(math.isclose(n.flops, m.flops) for n, m in zip(own.nodes, other.nodes))
+            and all(s.nbytes == t.nbytes for s, t in zip(own.saved, other.saved))
+        )
 
     def _learn(self, second: Tape) -> None:
         a, b = self.first, second
@@ -63,6 +81,7 @@ class Family:
             if x.dtype != y.dtype or x.name != y.name:
                 raise _Bent("the tapes are of different values")
             if x.shape != y.shape or x.stride != y.stride:
+                self.sure &= sum(p != q for p, q in zip(x.shape, y.shape)) < 2
                 self._values.append((i, self._rule(x.shape, y.shape), self._rule(x.stride, y.stride)))
         self._nodes: list[tuple[int, _Rule, _Rule, _Rule]] = []
         for i, (n, m) in enumerate(zip(a.nodes, b.nodes, strict=True)):
@@ -70,8 +89,13 @@ class Family:
                 rules = self._rule(n.args, m.args), self._rule(n.kwargs, m.kwargs)
                 self._nodes.append((i, *rules, self._power(n.flops, m.flops)))
         self._saved: list[tuple[int, _Rule]] = []
+        self._whole: list[tuple[int, int]] = []  # what is kept is all of a storage that is known
         for i, (s, t) in enumerate(zip(a.saved, b.saved, strict=True)):
-            if s.nbytes != t.nbytes:
+            root = s.root
+            if root is not None and (s.nbytes, t.nbytes) == (a.values[root].nbytes, b.values[root].nbytes):
+                if s.nbytes != t.nbytes:
+                    self._whole.append((i, root))
+            elif s.nbytes != t.nbytes:
                 self._saved.append((i, self._rule(s.nbytes, t.nbytes)))
 
     def _rule(self, x: Any, y: Any) -> _Rule:
@@ -90,6 +114,7 @@ class Family:
 
     def _line(self, x: int, y: int) -> _Rule:
         a, b = self._rows
+        self.sure &= x * b == y * a
 
         def at(rows: int) -> int:
             value, rest = divmod((y - x) * (rows - a), b - a)
@@ -102,8 +127,10 @@ class Family:
     def _power(self, x: float, y: float) -> _Rule:
         """Operations of products grow with a power of the rows."""
         if x == y or x <= 0 or y <= 0:
+            self.sure &= x == y
             return lambda rows: x
         a, b = self._rows
+        self.sure &= x * b == y * a
         power = math.log(y / x) / math.log(b / a)
         return lambda rows: float(round(x * (rows / a) ** power))
 

@@ -124,15 +124,18 @@ class Tape:
                     makers[ref.i] = node.module
         return frozenset(found)
 
+    def lasts(self, value: int) -> bool:
+        """Whether a value is there between steps, and so costs no more where autograd keeps it too."""
+        return (self.values[value].name or "").startswith(("param:", "buffer:"))
+
     @property
     def activation_bytes(self) -> int:
-        """Bytes that autograd keeps, parameters excluded, each storage counted once."""
+        """Bytes that autograd keeps, parameters and buffers excluded, each storage counted once."""
         seen: set[int] = set()
         total = 0
         for item in self.saved:
             if item.root is not None:
-                name = self.values[item.root].name or ""
-                if item.root in seen or name.startswith("param:"):
+                if item.root in seen or self.lasts(item.root):
                     continue
                 seen.add(item.root)
             total += item.nbytes

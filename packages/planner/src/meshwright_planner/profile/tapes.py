@@ -22,6 +22,10 @@ LEARNT = (2, 4)
 """Rows of the two tapes that all others follow from.  Not 1: a dim of 1 is broadcast and is laid out as one likes."""
 
 
+TOLD_BY = 8
+"""Rows of a third one, which tells whether sizes that do not grow as the rows do are still on lines."""
+
+
 class Tapes:
     """The tapes of one model by the shapes of a batch. A variant of a search shares them."""
 
@@ -101,26 +105,42 @@ class Tapes:
         few, more = self._pair(batch, shapes)
         key = (basis.setting.dtype, *few.values())
         if key not in self._families:
-            tapes = [self._find(basis, rules, batch, one) for one in (few, more)]
+            tapes = []
+            with contextlib.suppress(UsageError):  # it takes no so few rows
+                tapes = [self._find(basis, rules, batch, one) for one in (few, more)]
         if key not in self._families:  # the second of them may have made it
             self._families[key] = None
             # what was run on real data is what it is
             if not any(tape.real for tape in tapes) and [tape.rows for tape in tapes] == list(LEARNT):
                 with contextlib.suppress(ValueError):
-                    self._families[key] = Family(*tapes)
-                    tapes[1].origin = tapes[0]
+                    family = Family(*tapes)
+                    third = None if family.sure else self._third(basis, rules, batch, shapes)
+                    if family.sure or (third is not None and family.says(third)):
+                        self._families[key] = family
+                        for other in filter(None, (tapes[1], third)):
+                            other.origin = tapes[0]
         return self._families[key]
+
+    def _third(
+        self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]
+    ) -> Tape | None:
+        """A third tape of a family, recorded; None where the batch has no more rows than the two, or it takes no fewer."""
+        if batch.size <= max(LEARNT):
+            return None
+        with contextlib.suppress(UsageError):
+            return self._find(basis, rules, batch, self._with_rows(batch, shapes, min(batch.size, TOLD_BY)))
+        return None
 
     def _pair(self, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
         """The shapes with the rows of the two tapes that others follow from."""
+        return [self._with_rows(batch, shapes, rows) for rows in LEARNT]
+
+    @staticmethod
+    def _with_rows(batch: Batch, shapes: dict[str, tuple[int, ...]], rows: int) -> dict[str, tuple[int, ...]]:
         whole = {name: t.shape[0] if t.dim() else None for name, t in batch.tensors()}
-        return [
-            {
-                name: (rows, *shape[1:]) if whole[name] == batch.size else shape
-                for name, shape in shapes.items()
-            }
-            for rows in LEARNT
-        ]
+        return {
+            name: (rows, *shape[1:]) if whole[name] == batch.size else shape for name, shape in shapes.items()
+        }
 
 
 def _part(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -68,7 +68,7 @@ def alive_again(
                 slot = problem.slot(item.node, item.value, item.output)
                 states = options[k].outs if item.output else options[k].ins
                 split = costs.split(states if slot is None else states[slot : slot + 1])
-                if (tape.values[item.root].name or "").startswith("param:"):
+                if tape.lasts(item.root):
                     if costs.split((placement.stored.get(quotient.value(item.root), "I"),)) == split:
                         continue  # there anyway
                 most = max(most, item.nbytes * costs.part(split))
