@@ -56,7 +56,7 @@ class Communication(NamedTuple):
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "send_recv" (to the next rank of a pipeline).
         nbytes: of the full tensor on the axis; of an all_to_all what all ranks hold together, of a send what one sends.
         degree: ranks that take part.
-        axis: the mesh axis, "tp"; of sums over several the innermost.
+        axis: the mesh axis, "tp"; of sums over several all of them, "dp+cp".
         link: what joins the ranks: latency, bandwidth, and the levels inside of it.
     """
 

@@ -125,7 +125,7 @@ def cost(
         axes, degree, link = name, degrees[name], basis.link(degrees, name)
         if name == SUMS and summed:  # one sum over all axes on which gradients are partial
             axes, degree = "+".join(summed), math.prod(degrees[axis] for axis in summed)
-            link = basis.link(degrees, summed[0])
+            link = basis.link(degrees, axes)
         request = common if strategy.gathers else parted
         if (
             name == SUMS and times > 1
