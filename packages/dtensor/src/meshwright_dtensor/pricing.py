@@ -22,7 +22,7 @@ class Operation(NamedTuple):
         flops: floating-point operations of its forward pass.
         nbytes: bytes that its forward pass reads and writes.
         backward: whether a gradient flows back through it.
-        gradients: how many of its inputs get one.
+        gradients: how many of its inputs get one; of a product, of the tensors that it multiplies.
         made: bytes of each of its outputs; of an update those of the parameters.
         inputs, outputs: shapes of its tensors, in order.
         itemsize: bytes of an element of its first output.

@@ -82,11 +82,6 @@ class Tape:
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
-    def flops(self) -> float:
-        """Operations of the forward pass."""
-        return sum(n.flops for n in self.nodes)
-
-    @cached_property
     def _inside(self) -> dict[str, list[int]]:
         """Module -> the nodes that it and the modules in it run, in order; not for nodes of the model itself."""
         if self.origin is not None:  # the same operations

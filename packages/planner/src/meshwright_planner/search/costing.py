@@ -63,7 +63,7 @@ def cost(
         parameter_bytes=memory["parameters"],
         gradient_bytes=memory["gradients"],
         activation_bytes=memory["activations"],
-        flops=3.0 * tape.flops * times / problem.costs.degree,
+        flops=placed.flops * times,
         layers=max((len(g) for g in problem.quotient.groups), default=1),
         backward_seconds=(placement.compute_seconds - placement.forward_seconds) * hides,
         attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
