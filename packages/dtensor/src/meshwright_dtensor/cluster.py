@@ -8,9 +8,12 @@ was measured (`meshwright calibrate`) also says how long operations and collecti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import pairwise, product
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.links import Link, MeasuredCollective, Points, interpolated
@@ -63,6 +66,42 @@ class LinkLevel:
                 if held:
                     fewest = min(fewest, held)
         return fewest
+
+
+Spans = tuple[tuple[int, int], ...]
+"""(stride, degree) of the axes over whose product a group of ranks runs, outermost first."""
+
+
+def joined(axes: Sequence[tuple[int, int]]) -> Spans:
+    """The same group by as few axes as there can be: two with nothing between them are one, those of one rank are none."""
+    found: list[tuple[int, int]] = []
+    for stride, degree in axes:
+        if found and found[-1][0] == stride * degree:
+            found[-1] = stride, found[-1][1] * degree
+        elif degree > 1:
+            found.append((stride, degree))
+    return tuple(found) or ((1, 1),)
+
+
+@lru_cache(maxsize=4096)
+def members(level: LinkLevel, axes: Spans, ranks: int) -> int:
+    """Fewest ranks of a group over these axes (see `joined`) that one group of a level holds; their number if it holds all."""
+    if len(axes) == 1:
+        return level.members(*axes[0], ranks)
+    degree, extent = math.prod(d for _, d in axes), math.prod(axes[0])
+    if not level.size and not level.sizes:
+        return degree
+    if not level.sizes and all(level.size % (s * d) == 0 or s * d % level.size == 0 for s, d in axes):
+        return math.prod(min(d, max(1, level.size // s)) for s, d in axes)
+    ranks = max(ranks, extent)
+    bounds = level.groups(ranks)
+    offsets = [sum(steps) for steps in product(*(range(0, s * d, s) for s, d in axes))]
+    fewest = degree
+    for first in range(ranks):  # groups straddle boundaries each in its own way
+        if first + offsets[-1] < ranks and not any(first // s % d for s, d in axes):
+            held = Counter(bisect_right(bounds, first + offset) for offset in offsets)
+            fewest = min(fewest, *held.values())
+    return fewest
 
 
 @dataclass(frozen=True)
@@ -303,26 +342,32 @@ class Cluster:
         outer links of all its members in one inner group together, though never faster than the inner level: each
         device of a node brings its own network card, and a collective uses them all.
         """
+        return self.link_over(((stride, degree),))
+
+    def link_over(self, axes: Sequence[tuple[int, int]]) -> Link:
+        """The link of a group over the product of several axes, (stride, degree) each, outermost first; see `link`."""
+        axes = joined(axes)
+        degree = math.prod(d for _, d in axes)
         inside: Link | None = None
-        members = 1
+        within = 1
         for level in self.links:
-            held = level.members(stride, degree, self.ranks)
+            held = members(level, axes, self.ranks)
             if held >= degree or level is self.links[-1]:
                 bandwidth = level.bandwidth_Bps
                 if inside is not None:
-                    bandwidth = min(inside.bandwidth_Bps, bandwidth * members)
-                joined = inside if members > 1 else None
+                    bandwidth = min(inside.bandwidth_Bps, bandwidth * within)
+                inner = inside if within > 1 else None
                 return Link(
                     level.name,
                     level.latency_s,
                     bandwidth,
-                    joined,
-                    members if joined else 1,
+                    inner,
+                    within if inner else 1,
                     level.bandwidth_Bps,
                     self._collectives() if level is self.links[0] else (),
                 )
             inside = Link(level.name, level.latency_s, level.bandwidth_Bps, outer_Bps=level.bandwidth_Bps)
-            members = held
+            within = held
         raise ValueError(f"cluster {self.name!r} has no links; give at least one LinkLevel")
 
     def _collectives(self) -> tuple[MeasuredCollective, ...]:

@@ -22,7 +22,7 @@ class Operation(NamedTuple):
         flops: floating-point operations of its forward pass.
         nbytes: bytes that its forward pass reads and writes.
         backward: whether a gradient flows back through it.
-        gradients: how many of its inputs get one.
+        gradients: how many of its inputs get one; of a product, of the tensors that it multiplies.
         made: bytes of each of its outputs; of an update those of the parameters.
         inputs, outputs: shapes of its tensors, in order.
         itemsize: bytes of an element of its first output.
@@ -56,7 +56,7 @@ class Communication(NamedTuple):
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "send_recv" (to the next rank of a pipeline).
         nbytes: of the full tensor on the axis; of an all_to_all what all ranks hold together, of a send what one sends.
         degree: ranks that take part.
-        axis: the mesh axis, "tp"; of sums over several the innermost.
+        axis: the mesh axis, "tp"; of sums over several all of them, "dp+cp".
         link: what joins the ranks: latency, bandwidth, and the levels inside of it.
     """
 

@@ -133,7 +133,7 @@ class SearchRequest:
         parameter_bytes: bytes of parameters.
         gradient_bytes: bytes of gradients (parameters that require one).
         activation_bytes: bytes that autograd keeps for the backward pass.
-        flops: floating-point operations of forward and backward.
+        flops: floating-point operations of products and attention, forward and backward, with what runs again.
         layers: number of repeated blocks (1 when nothing repeats).
         backward_seconds: predicted seconds of the backward pass, which communication may hide behind.
         attention: the attention calls.

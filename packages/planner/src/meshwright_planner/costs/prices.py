@@ -19,6 +19,7 @@ from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace import Node, Value
 from meshwright_planner.costs.kinds import base_name, kind_of
 from meshwright_planner.costs.operations import operation_seconds
+from meshwright_planner.costs.products import operands
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def backward_move(source: State, target: State, nbytes: int) -> Collective | Non
 class Work:
     """What one operation does, whole: operations, dtype of the product, and whether a gradient flows back through it.
 
-    `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient. `table_bytes`: of the table that an
+    `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient, of a product those that it multiplies.
+    `table_bytes`: of the table that an
     embedding reads, whose gradient is as large however few of its rows are read. `itemsize`, `products`: see
     pricing.Operation.
     """
@@ -189,12 +191,13 @@ def work_of(node: Node, values: Sequence[Value], grad: Sequence[bool], flops: fl
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
     first = values[node.ins[0].i].shape if node.ins else ()
     kind = kind_of(node, flops, int(first[-1]) if first else 1)
+    read = operands(node) if flops else node.ins  # the gradient of a bias is no product
     return Work(
         flops=flops,
         dtype=dtype_name(floating[0]) if floating else "float32",
         grad=any(grad[r.i] for r in node.outs),
         kind=kind,
-        inputs_back=sum(grad[r.i] for r in node.ins if values[r.i].dtype.is_floating_point),
+        inputs_back=sum(grad[r.i] for r in read if values[r.i].dtype.is_floating_point),
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
         itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
         products=_matrices(node, values),

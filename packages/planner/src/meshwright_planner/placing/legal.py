@@ -14,6 +14,7 @@ from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States, is_shard
 from meshwright_dtensor.trace import Ref
 from meshwright_planner.costs.prices import AxisCosts, Collective, Work, work_of
+from meshwright_planner.costs.products import by_name, forward_flops
 from meshwright_planner.placing.batchdim import batch_dims, sequence_dims
 from meshwright_planner.placing.domains import Domains
 from meshwright_planner.profile.quotient import Quotient, carried
@@ -93,7 +94,7 @@ class Legality:
         self._wants = sequence
         self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
         self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
-        self._composites = {c.name: c for c in rules.composites.values()}
+        self._composites = by_name(rules.composites)
         self._works: dict[int, Work] = {}
 
     def options(self, index: int) -> list[Option]:
@@ -128,11 +129,7 @@ class Legality:
 
     def flops(self, index: int) -> float:
         """Operations of the forward pass of a node."""
-        node = self.tape.nodes[index]
-        composite = self._composites.get(node.name) if node.op is None else None
-        if composite is None:
-            return node.flops
-        return float(composite.flops(NodeView.of(node, self.tape.values, self.costs.degree)))
+        return forward_flops(self.tape.nodes[index], self.tape.values, self._composites)
 
     def option(self, index: int, ins: States, outs: States) -> Option:
         """What one way of doing a node costs."""

@@ -10,6 +10,7 @@ from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
 from meshwright_planner.costs.memory import copied_bytes, memory_parts, parameter_bytes
 from meshwright_planner.costs.peak import Moment, Replay, moments, updating
+from meshwright_planner.costs.products import backward_flops
 from meshwright_planner.costs.work import module_runs, module_work, parameter_sizes
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.placing.placement import Placement, PlacementProblem
@@ -68,6 +69,18 @@ class Placed:
         """The attention calls."""
         problem = self.problem
         return attention_uses(problem.tape, problem.quotient, problem.costs, self.rules.composites.values())
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of one rank, forward and backward, with what runs again."""
+        problem, again = self.problem, self.placement.again
+        tape, counts = problem.tape, problem.quotient.node_count
+        found = 0.0
+        for k in problem.quotient.nodes:
+            ahead = problem.legality.flops(k)
+            back = backward_flops(tape.nodes[k], tape.values, tape.grad, ahead)
+            found += counts[k] * (ahead * (1 + again.get(k, 0.0)) + back)
+        return found / problem.costs.degree
 
     def own(self, names: frozenset[str]) -> tuple[float, float]:
         """Bytes of these parameters on one rank, of all and of those that are trained."""

@@ -85,11 +85,6 @@ class Tape:
     marks: tuple[tuple[str, Mapping[str, State]], ...] = ()
 
     @cached_property
-    def flops(self) -> float:
-        """Operations of the forward pass."""
-        return sum(n.flops for n in self.nodes)
-
-    @cached_property
     def _inside(self) -> dict[str, list[int]]:
         """Module -> the nodes that it and the modules in it run, in order; not for nodes of the model itself."""
         if self.origin is not None:  # the same operations

@@ -56,13 +56,13 @@ class Basis:
         )
 
     def link(self, degrees: Mapping[str, int], axis: str | None) -> Link:
-        """What a collective along `axis` crosses."""
-        stride = 1
+        """What a collective along `axis` crosses, or over the product of several ("dp+cp")."""
+        spans, stride, own = [], 1, axis.split("+") if axis else []
         for name in reversed(list(degrees)):
-            if name == axis:
-                break
+            if name in own:
+                spans.append((stride, degrees[name]))
             stride *= degrees[name]
-        found = self.setting.cluster.link(stride if axis else 1, degrees[axis] if axis else 1)
+        found = self.setting.cluster.link_over(spans[::-1])
         return priced(found, axis, self.setting.cost_model)
 
     def batch_factor(self, degrees: Mapping[str, int]) -> int:

@@ -63,7 +63,7 @@ def cost(
         parameter_bytes=memory["parameters"],
         gradient_bytes=memory["gradients"],
         activation_bytes=memory["activations"],
-        flops=3.0 * tape.flops * times / problem.costs.degree,
+        flops=placed.flops * times,
         layers=max((len(g) for g in problem.quotient.groups), default=1),
         backward_seconds=(placement.compute_seconds - placement.forward_seconds) * hides,
         attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
@@ -125,7 +125,7 @@ def cost(
         axes, degree, link = name, degrees[name], basis.link(degrees, name)
         if name == SUMS and summed:  # one sum over all axes on which gradients are partial
             axes, degree = "+".join(summed), math.prod(degrees[axis] for axis in summed)
-            link = basis.link(degrees, summed[0])
+            link = basis.link(degrees, axes)
         request = common if strategy.gathers else parted
         if (
             name == SUMS and times > 1

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeAlias
@@ -60,9 +59,9 @@ class Mesh:
         for steps in product(*ranges):
             yield first + sum(steps)
 
-    def span(self, axes: Sequence[str]) -> tuple[int, int]:
-        """Stride and degree of the groups over the product of some axes."""
-        return self.strides[axes[-1]], math.prod(self.degrees[a] for a in axes)
+    def spans(self, axes: Collection[str]) -> tuple[tuple[int, int], ...]:
+        """Stride and degree of each of some axes, outermost first: what a group over their product spans."""
+        return tuple((self.strides[a], self.degrees[a]) for a in self.degrees if a in axes)
 
 
 @dataclass(frozen=True)

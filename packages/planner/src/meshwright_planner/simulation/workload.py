@@ -228,9 +228,11 @@ class Workload:
 
     def _seconds(self, collective: PlannedCollective, axes: Sequence[str], ranks: set[int] | None) -> float:
         """Of one collective in which these ranks take part; None for a sound cluster."""
-        stride, degree = self.mesh.span(axes)
+        spans = self.mesh.spans(axes)
         seen = self.cluster if ranks is None else self._seen(self.faults.of_links(ranks))
-        return seen.link(stride, degree).seconds(collective.kind, collective.nbytes, degree)
+        return seen.link_over(spans).seconds(
+            collective.kind, collective.nbytes, math.prod(d for _, d in spans)
+        )
 
     def _seen(self, faults: frozenset[tuple[str, float]]) -> Cluster:
         if faults not in self._clusters:
