@@ -235,7 +235,10 @@ class Build:
         for (root, split), by_user in users.items():
             nbytes = size[root, split]
             held = []
-            if root in self.stored:  # a parameter in the state it is stored in costs nothing more
+            stored = root in self.stored and (self.tape.values[root].name or "").startswith("param:")
+            if (
+                stored
+            ):  # a parameter in the state it is stored in costs nothing more, but an input that is kept does
                 ways, columns = self.stored[root]
                 held = [c for s, c in zip(ways, columns) if self.costs.split((s,)) == split]
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
