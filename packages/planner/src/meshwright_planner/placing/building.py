@@ -235,10 +235,8 @@ class Build:
         for (root, split), by_user in users.items():
             nbytes = size[root, split]
             held = []
-            stored = root in self.stored and (self.tape.values[root].name or "").startswith("param:")
-            if (
-                stored
-            ):  # a parameter in the state it is stored in costs nothing more, but an input that is kept does
+            # a parameter in the state it is stored in costs nothing more; an input that is kept does
+            if root in self.stored and (self.tape.values[root].name or "").startswith("param:"):
                 ways, columns = self.stored[root]
                 held = [c for s, c in zip(ways, columns) if self.costs.split((s,)) == split]
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
