@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.states import State, forward_kind
+from meshwright_dtensor.states import State, forward_kind, is_shard
+from meshwright_planner.costs.keeping import kept_bytes
 from meshwright_planner.costs.prices import AxisCosts, backward_move, convertible, forward_move
 from meshwright_planner.machines.known import LAPTOP_CPU
-from meshwright_planner.placing.legal import Legality
+from meshwright_planner.placing.legal import Legality, Option
 from meshwright_planner.placing.placement import RESULT, PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.batch import Batch
@@ -27,13 +31,41 @@ def problem_of(model: nn.Module, batch: Batch, degree: int = 2, merge: bool = Tr
     return PlacementProblem(Legality(tape, quotient(tape, merge), BOOK, costs, tape.rows))
 
 
-def brute_force(problem: PlacementProblem) -> float:
-    """The least cost over every combination of options and of parameter states."""
+def bytes_of(
+    problem: PlacementProblem,
+    options: Mapping[int, Option],
+    stored: Mapping[int, State],
+    memory: MemoryTerms,
+) -> float:
+    """Bytes that a placement takes: parameters with their training state, and what autograd keeps."""
+    values, share = problem.tape.values, problem.costs.share
+    parameters = {v: s for v, s in stored.items() if (values[v].name or "").startswith("param:")}
+    training = sum(memory.parameter_factor * values[v].nbytes * share(s) for v, s in parameters.items())
+    given: Any = SimpleNamespace(options=options, stored=stored)
+    return training + kept_bytes(problem, given)
+
+
+def brute_force(
+    problem: PlacementProblem, memory: MemoryTerms = FREE, divided: Collection[int] = ()
+) -> float:
+    """The least cost over every combination of options and of parameter states; infinite where none is legal.
+
+    `memory`: what bytes are worth, and how many there are; `divided`: parameters that are stored sharded.
+    """
+    return min((cost for cost, _ in every_cost(problem, memory, divided)), default=float("inf"))
+
+
+def every_cost(
+    problem: PlacementProblem, memory: MemoryTerms = FREE, divided: Collection[int] = ()
+) -> Iterator[tuple[float, float]]:
+    """(cost, bytes) of every legal combination within the limit; bytes are 0 where nobody asks for them."""
     tape, costs = problem.tape, problem.costs
     names = [v for v in range(len(tape.values)) if (tape.values[v].name or "").startswith("param:")]
-    stored = [problem.legality.parameter_states(v) for v in names]
+    stored = [
+        [s for s in problem.legality.parameter_states(v) if is_shard(s) or v not in divided] for v in names
+    ]
+    counted = memory.price > 0 or memory.limit is not None
     nodes = problem.quotient.nodes
-    best = float("inf")
     for states in product(*stored):
         for options in product(*(problem.options[k] for k in nodes)):
             left: dict[int, State] = dict(zip(names, states))
@@ -55,5 +87,11 @@ def brute_force(problem: PlacementProblem) -> float:
                 events.add((value, "forward", forward_kind(target), forward_move(source, target, nbytes)))
                 if tape.grad[value]:
                     events.add((value, "backward", target, backward_move(source, target, nbytes)))
-            best = min(best, seconds + sum(costs.collective(move) for _, _, _, move in events))
-    return best
+            if seconds == float("inf"):
+                continue
+            seconds += sum(costs.collective(move) for _, _, _, move in events)
+            used = 0.0
+            if counted:
+                used = bytes_of(problem, dict(zip(nodes, options)), dict(zip(names, states)), memory)
+            if memory.limit is None or used <= memory.limit:
+                yield seconds + memory.price * used, used

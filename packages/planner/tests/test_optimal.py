@@ -1,22 +1,26 @@
 """The integer program's placements are the best there are: random blocks, against every combination.
 
-MESHWRIGHT_RANDOM_BLOCKS=200 tries as many; the suite tries fewer.
+MESHWRIGHT_RANDOM_BLOCKS=1000 tries as many; the suite tries 200.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from enumerating import FREE, brute_force, problem_of
+from enumerating import FREE, brute_force, bytes_of, every_cost, problem_of
 from torch import nn
 
+from meshwright_dtensor.states import is_shard
+from meshwright_planner.placing.placement import PlacementProblem
+from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.batch import Batch
 
-BLOCKS = int(os.environ.get("MESHWRIGHT_RANDOM_BLOCKS", "40"))
+BLOCKS = int(os.environ.get("MESHWRIGHT_RANDOM_BLOCKS", "200"))
 MOST = 400
 """Combinations of one block that are tried."""
 
@@ -47,9 +51,8 @@ class Block(nn.Module):
         return out.square().sum() if self.twice else out.sum()
 
 
-@pytest.mark.parametrize("seed", range(BLOCKS))
-def test_no_placement_costs_less(seed: int) -> None:
-    dice = random.Random(seed)
+def problem_by_lot(dice: random.Random) -> PlacementProblem:
+    """A block by lot, with some of its options at times by lot."""
     degree = dice.choice([2, 4])
     batch = Batch.of(torch.randn(dice.choice([3, 5]), 8) if dice.random() < 0.5 else torch.randn(3, 8, 8))
     problem = problem_of(Block(dice), batch, degree)
@@ -65,6 +68,12 @@ def test_no_placement_costs_less(seed: int) -> None:
         k: [replace(o, seconds=dice.choice([0, 0.1, 1, 3]) * 1e-4 * dice.random()) for o in options]
         for k, options in chosen.items()
     }
+    return problem
+
+
+@pytest.mark.parametrize("seed", range(BLOCKS))
+def test_no_placement_costs_less(seed: int) -> None:
+    problem = problem_by_lot(random.Random(seed))
     best = brute_force(problem)
     solved = problem.solve(FREE)
     if best == float("inf"):
@@ -72,3 +81,26 @@ def test_no_placement_costs_less(seed: int) -> None:
         return
     assert solved is not None
     assert solved.compute_seconds + solved.communication_seconds == pytest.approx(best, rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(BLOCKS))
+def test_no_placement_costs_less_where_memory_counts(seed: int) -> None:
+    """Bytes with a price, a limit between what is least and what is most, and weights that are to be divided."""
+    dice = random.Random(seed)
+    problem = problem_by_lot(dice)
+    divided = frozenset(v for v in problem.weights() if dice.random() < 0.3)
+    memory = MemoryTerms(dice.choice([0.0, 1e-9, 1e-8, 1e-7]), dice.choice([2.0, 4.0]))
+    used = sorted({b for _, b in every_cost(problem, replace(memory, limit=math.inf), divided)})
+    if used and dice.random() < 0.7:  # half a byte off, so that nobody asks whether as much is too much
+        memory = replace(memory, limit=dice.choice(used) + dice.choice([0.5, 0.5, -0.5]))
+    best = brute_force(problem, memory, divided)
+    solved = problem.solve(memory, divided=divided)
+    if best == math.inf:
+        assert solved is None
+        return
+    assert solved is not None
+    taken = bytes_of(problem, solved.options, solved.stored, memory)
+    assert memory.limit is None or taken <= memory.limit
+    assert all(is_shard(solved.stored[v]) for v in divided)
+    cost = solved.compute_seconds + solved.communication_seconds + memory.price * taken
+    assert cost == pytest.approx(best, rel=1e-4, abs=1e-8)

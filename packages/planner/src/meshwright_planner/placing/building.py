@@ -235,7 +235,8 @@ class Build:
             nbytes = size[root, split]
             held = []
             own = None if root is None else self.quotient.value(root)
-            if own in self.stored:  # a parameter in the state it is stored in costs nothing more
+            # a parameter in the state it is stored in costs nothing more; an input that is kept does
+            if own in self.stored and (self.tape.values[own].name or "").startswith("param:"):
                 ways, columns = self.stored[own]
                 held = [c for s, c in zip(ways, columns) if self.costs.split((s,)) == split]
             column = self.program.variable(nbytes * self.memory.price, memory=nbytes)
