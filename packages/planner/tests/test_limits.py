@@ -53,19 +53,22 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pins", "fits", "said"),
+    ("sizes", "pins", "fits", "said"),
     [
         (
+            (4, 16, 128),
             {"recompute": "selective"},
             {"recompute": "full"},
             "without recompute='selective': dp 1 x tp 1, recompute",
         ),
         (
+            (4, 16, 128),
             {"precision": "fp32", "recompute": "full"},
             {"precision": "bf16", "recompute": "full"},
             'precision="bf16": dp 1 x tp 1',
         ),
         (
+            (2, 32, 256),
             {"world_size": 2, "sequence_parallel": True, "recompute": "selective"},
             {"world_size": 2, "dp": 2, "recompute": "selective"},
             "without sequence_parallel=True: dp 2 x tp 1, recompute selective",
@@ -74,9 +77,10 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
     ids=["recompute", "precision", "sequence"],
 )
 def test_infeasible_releases_each_thing_that_is_pinned(
-    pins: dict[str, Any], fits: dict[str, Any], said: str
+    sizes: tuple[int, int, int], pins: dict[str, Any], fits: dict[str, Any], said: str
 ) -> None:
-    model, batch = Transformer(layers=4), tokens(rows=16, length=128)
+    layers, rows, length = sizes
+    model, batch = Transformer(layers=layers), tokens(rows=rows, length=length)
     enough = best(model, batch, **fits).predicted
     assert enough is not None
     limit = allowing(enough.total_bytes)
