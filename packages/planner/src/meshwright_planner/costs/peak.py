@@ -28,13 +28,14 @@ UPDATED = 2
 class Moment:
     """Parts of what autograd keeps and of all gradients, and the bytes of what is alive beside them.
 
-    `copied`: bytes of gradients that are there twice where an engine copies them into buckets.
+    `copied`: bytes of gradients that are there twice where an engine copies them into buckets.  `stepping`: the optimizer steps.
     """
 
     kept: float
     gradients: float
     beside: float
     copied: float = 0.0
+    stepping: bool = False
 
     def covers(self, other: Moment) -> bool:
         """Whether no less of anything is there than at another."""
@@ -45,14 +46,18 @@ class Moment:
 def updating(replay: Replay, together: bool) -> Moment:
     """The optimizer's step; `together`: on all parameters at once, as on accelerators, not on one after the other."""
     largest = max(replay.gradient.values(), default=0.0)
-    return Moment(0.0, 2.0, 0.0) if together else Moment(0.0, 1.0, UPDATED * largest)
+    return (
+        Moment(0.0, 2.0, 0.0, stepping=True)
+        if together
+        else Moment(0.0, 1.0, UPDATED * largest, stepping=True)
+    )
 
 
 def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
     """The moments at which a step may hold most; `update`: that of the optimizer."""
     best: list[Moment] = []
     fuller: Moment | None = None  # one of the best: what covered the last one mostly covers the next
-    for one in (*replay.moments(), update):
+    for one in replay.moments():
         if fuller is not None and fuller.covers(one):
             continue
         fuller = next((o for o in best if o.covers(one)), None)
@@ -60,7 +65,7 @@ def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
             best = [o for o in best if not one.covers(o)]
             best.append(one)
             fuller = one
-    return tuple(best)
+    return (*best, update)
 
 
 def at_peak(
@@ -69,16 +74,20 @@ def at_peak(
     bucket: float = 0.0,
     always: float = 0.0,
     copies: bool = True,
+    stepped: float | None = None,
 ) -> dict[str, int]:
     """Bytes by part at the moment that holds most, of the bytes that each part has at most.
 
     `bucket`: bytes of gradients that come at once: StrategyCost.bucket, all where microbatches add up.
     `always`: bytes of gradients that are there at every moment.
     `copies`: an engine with buckets copies even large gradients into them (shared ones go from where they lie).
+    `stepped`: bytes of gradients when the optimizer steps: of those that are shared, shards alone; None for all of them.
     """
     coming = memory["gradients"] - always
 
     def parts(moment: Moment) -> tuple[float, float, float]:
+        if moment.stepping and stepped is not None:
+            return 0.0, moment.gradients * max(0.0, stepped - always) + always, moment.beside
         made = moment.gradients * coming
         # where microbatches add up, the gradients of those before are there from the start of a backward pass
         if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):

@@ -170,13 +170,20 @@ def cost(
     if divided.peak is None:
         always = lasting * memory["gradients"]
         memory = at_peak(
-            memory, placed.moments, math.inf if outer is not None else bucket, always, copies=shards == 1
+            memory,
+            placed.moments,
+            math.inf if outer is not None else bucket,
+            always,
+            copies=shards == 1,
+            stepped=stepped,
         )
     else:
         meshed = any(degree > 1 for axis, degree in degrees.items() if axis != outer)
         torchs = 0.0 if meshed else placed.replay.more_without_mesh * divided.peak.at_once
         beside = divided.peak.beside + torchs
-        memory = at_peak(memory, (Moment(1.0, divided.peak.gradients, beside), placed.update))
+        memory = at_peak(
+            memory, (Moment(1.0, divided.peak.gradients, beside), placed.update), stepped=stepped
+        )
     return Candidate(
         degrees={a: d for a, d in degrees.items() if d > 1 or not setting.strategies[a].optional},
         stage=point.stage if shards > 1 else 0,
