@@ -86,7 +86,7 @@ class ModuleWork:
         entering: (number of a value, module that made it, bytes on one rank) of the floating-point tensors that other
             modules made.
         shared: (number of a tensor, bytes) of what autograd keeps of them and of other modules too, once.
-        beside: the most bytes that are alive at once while they run backward, beside what is kept (gradients of values, and
+        beside: the most bytes that are alive at once while they run, beside what is kept (backward gradients of values, and
             of the parameter that gets one).
         waiting: bytes of the gradients that lie between the two halves of a backward pass: of what parameters were used for.
         forward: the part of the seconds that is the forward pass.

@@ -2,7 +2,8 @@
 
 The backward pass is replayed over the representative nodes.  Of a repeated block two copies are looked at: the first that
 runs backward, with everything before it still kept and no gradients of the others, and the last, the other way round; in
-between both change in proportion, so the most is at one of the two.
+between both change in proportion, so the most is at one of the two.  In the forward pass what is kept only grows, so the last
+copy is the one; beside it is what lives there (living.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import MappingProxyType
 from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.kinds import VIEWS, base_name
+from meshwright_planner.costs.living import Living
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Tape
 
@@ -165,7 +167,7 @@ class Replay:
         return found
 
     def moments(self) -> Iterable[Moment]:
-        """Of each node, in the first and in the last copy of its block that runs backward."""
+        """Of each node, forward, and in the first and in the last copy of its block that runs backward."""
         kept, count = self.kept, self.count
         own = [self.gradient.get(n, 0.0) * count[n] for n in range(len(kept))]
         whole, grown = sum(kept) or 1.0, sum(own) or 1.0
@@ -179,6 +181,7 @@ class Replay:
             for n in range(low, high):
                 here = (kept_to[n + 1] - before) / copies
                 rest = (copies - 1) / copies
+                yield Moment((before + inside * rest + here) / whole, 0.0, self.ahead[n])
                 # a gradient of a parameter lies where it was made until its node has run, then where gradients lie
                 while_it_runs = (
                     (own_to[high] - own_to[n + 1]) / copies,
@@ -190,6 +193,11 @@ class Replay:
                     yield Moment((before + inside * rest + here) / whole, (after + there) / grown, *beside)
                     if copies > 1:
                         yield Moment((before + here) / whole, (after + made * rest + there) / grown, *beside)
+
+    @cached_property
+    def ahead(self) -> list[float]:
+        """By place, the bytes that are alive while it runs forward beside what is kept by then."""
+        return Living.of(self.problem).bytes(self.problem, self.placement)
 
     @cached_property
     def alive(self) -> list[float]:

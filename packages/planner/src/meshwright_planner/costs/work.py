@@ -90,7 +90,10 @@ def module_work(
     own, common = known.kept[recompute].bytes(problem, placement, len(known.runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
     ahead = {k: s / (1 + BACKWARD + placement.again.get(k, 0.0)) for k, s in seconds.items()}
-    beside = {k: replay.alive[n] + replay.gradient.get(n, 0.0) for k, n in replay.place.items()}
+    beside = {
+        k: max(replay.alive[n] + replay.gradient.get(n, 0.0), replay.ahead[n])
+        for k, n in replay.place.items()
+    }
     waiting = {k: _waiting(problem, placement, k) for k in replay.place}
     states: dict[int, State] = {}
     for k in replay.place:
