@@ -189,10 +189,11 @@ class Replay:
                     0.0,
                 )
                 behind_it = ((own_to[high] - own_to[n]) / copies, self.left[n], own[n] / copies)
-                for there, *beside in (while_it_runs, behind_it) if own[n] else (while_it_runs,):
-                    yield Moment((before + inside * rest + here) / whole, (after + there) / grown, *beside)
+                first, last = (before + inside * rest + here) / whole, (before + here) / whole
+                for there, beside, copied in (while_it_runs, behind_it) if own[n] else (while_it_runs,):
+                    yield Moment(first, (after + there) / grown, beside, copied)
                     if copies > 1:
-                        yield Moment((before + here) / whole, (after + made * rest + there) / grown, *beside)
+                        yield Moment(last, (after + made * rest + there) / grown, beside, copied)
 
     @cached_property
     def ahead(self) -> list[float]:
