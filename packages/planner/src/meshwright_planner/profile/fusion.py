@@ -5,13 +5,16 @@ Nothing of meshwright compiles; this answers what a compiled run of the same mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.costs.operations import BACKWARD
-from meshwright_planner.costs.prices import AxisCosts, work_of
+from meshwright_planner.costs.prices import AxisCosts, Work, work_of
+from meshwright_planner.costs.products import by_name, forward_flops
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record
 from meshwright_planner.profile.tape import Tape
@@ -25,24 +28,27 @@ def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.
     book = RuleBook.default()
     tape = record(model, batch, book.composites, dtype)
     costs = AxisCosts(cluster, cluster.link(1, 1), 1)
-    group = _groups(tape)
+    composites = by_name(book.composites)
+    works = [
+        work_of(node, tape.values, tape.grad, forward_flops(node, tape.values, composites))
+        for node in tape.nodes
+    ]
+    group = _groups(tape, works)
     apart = together = 0.0
     for index, node in enumerate(tape.nodes):
         if index in group:
-            work = work_of(node, tape.values, tape.grad, 0.0)
             ins, outs = (["I"] * len(refs) for refs in (node.ins, node.outs))
-            apart += costs.compute(work, node, tape.values, ins, outs)
+            apart += costs.compute(works[index], node, tape.values, ins, outs)
     for nodes in _members(group):
         forward, grad = _traffic(tape, nodes)
         together += forward * (1.0 + (BACKWARD if grad else 0.0)) / cluster.streams
     return max(0.0, apart - together)
 
 
-def _groups(tape: Tape) -> dict[int, int]:
+def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
     """Node that fuses -> a number that it shares with those it fuses with: makers and readers of one value, with no
     product between them."""
-    kinds = [work_of(node, tape.values, tape.grad, node.flops).kind for node in tape.nodes]
-    parent = {i: i for i, kind in enumerate(kinds) if kind in FUSED and not tape.nodes[i].flops}
+    parent = {i: i for i, work in enumerate(works) if work.kind in FUSED and not work.flops}
 
     def find(i: int) -> int:
         while parent[i] != i:
