@@ -24,6 +24,7 @@ OWNERS = {
     "parallelize": "meshwright_parallel",
     "plan": "meshwright_planner",
     "prepare_save": "meshwright_checkpoint",
+    "profile": "meshwright_planner",
     "save": "meshwright_checkpoint",
     "shard_loader": "meshwright_parallel",
     "verify": "meshwright_parallel",

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.quotient import quotient
 from meshwright_planner.profile.recording import record
-from meshwright_planner.recomputation.effect import recomputed_blocks
-from meshwright_planner.recomputation.stopping import last_again
+from meshwright_planner.recomputation.region import Region
 
 
 class Residual(nn.Module):
@@ -83,20 +83,13 @@ def test_modules_run_again_as_far_as_torch_has_them(kind: str) -> None:
         counts.append(counted.operations)
     model.again = False
     tape = record(model, Batch.of((x,)), default_rules().composites, None)
-    chosen = recomputed_blocks(tape, [RecomputeRule(pattern="blocks.*")])
-    block = {n: name for n, node in enumerate(tape.nodes) for name in chosen if _inside(node.module, name)}
-    ends = last_again(tape, block)
+    region = Region(tape, quotient(tape), lambda _: 0.0, [RecomputeRule(pattern="blocks.*")])
     planned = Counter[str]()
-    for n, name in block.items():
-        if n <= ends[name]:
-            own = tape.nodes[n].name
-            planned["product" if own == "linear" or "mm." in own else own] += 1
+    for n in region.repeated:
+        own = tape.nodes[n].name
+        planned["product" if own == "linear" or "mm." in own else own] += 1
     names = {"product"} | {
         n for n in planned if any(part in n for part in ("tanh", "sigmoid", "silu", "norm"))
     }
     ran = counts[1] - counts[0]
     assert {name: planned[name] for name in names} == {name: ran[name] for name in names}
-
-
-def _inside(module: str, name: str) -> bool:
-    return module == name or module.startswith(f"{name}.")

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from meshwright_parallel import verify as verify
     from meshwright_planner import explain as explain
     from meshwright_planner import plan as plan
+    from meshwright_planner import profile_model
+
+    profile = profile_model  # in the planner that name is a package of its own
 
 __version__ = "0.1.0"
 
@@ -56,6 +59,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "mark_sharding": ("meshwright_dtensor.marks", "mark_sharding"),
     "parallelize": ("meshwright_parallel", "parallelize"),
     "plan": ("meshwright_planner", "plan"),
+    "profile": ("meshwright_planner", "profile_model"),
     "prepare_save": ("meshwright_checkpoint", "prepare_save"),
     "reshard": ("meshwright.resharding", "reshard"),
     "save": ("meshwright_checkpoint", "save"),

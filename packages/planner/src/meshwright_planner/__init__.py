@@ -10,9 +10,18 @@ if TYPE_CHECKING:
     from meshwright_planner.api import plan
     from meshwright_planner.planners.eager import EagerPlanner
     from meshwright_planner.planners.manual import ManualPlanner
+    from meshwright_planner.profile.table import ModelProfile, ModuleProfile, profile_model
     from meshwright_planner.reports.explain import explain
 
-__all__ = ["EagerPlanner", "ManualPlanner", "explain", "plan"]
+__all__ = [
+    "EagerPlanner",
+    "ManualPlanner",
+    "ModelProfile",
+    "ModuleProfile",
+    "explain",
+    "plan",
+    "profile_model",
+]
 
 _EXPORTS = MappingProxyType(
     {
@@ -20,6 +29,9 @@ _EXPORTS = MappingProxyType(
         "explain": "reports.explain",
         "EagerPlanner": "planners.eager",
         "ManualPlanner": "planners.manual",
+        "ModelProfile": "profile.table",
+        "ModuleProfile": "profile.table",
+        "profile_model": "profile.table",
     }
 )
 

@@ -196,14 +196,10 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
     for name, tensor in batch.tensors():
         watcher.mark(tensor, f"input:{name}")
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        watcher.packed.append((len(watcher.nodes), tensor))
-        return tensor
-
     marks: list[tuple[str, dict[str, State]]] = []
     noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
     with torch.enable_grad(), _module_frames(model, watcher), noted:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), watcher:
+        with torch.autograd.graph.saved_tensors_hooks(watcher.pack, lambda tensor: tensor), watcher:
             try:
                 out = model(*batch.args, **batch.kwargs)
             except Exception as error:
@@ -314,8 +310,10 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Sa
         # inputs are packed before their node is recorded, outputs after
         own = item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
         node = kept.get(item.node - 1 if own else item.node)
+        # what the next function reads is packed there too, before its node is
+        by = kept.get(item.by if own else item.node)
         if node is not None:
-            yield item._replace(node=node, output=own or item.root is None)
+            yield item._replace(node=node, output=own or item.root is None, by=node if by is None else by)
 
 
 def _entries(
@@ -323,20 +321,23 @@ def _entries(
 ) -> Iterator[Saved]:
     """What was packed from one place to another, by the number of nodes that there were; of copies, what their first has."""
     for place in range(first, last):
-        index, what = watcher.packed[place]
+        index, what, inside = watcher.packed[place]
         if isinstance(what, Copy):
             for item in _entries(watcher, *what.packed, seen, inner):
                 root, value = (None if i is None else what.value(i) for i in (item.root, item.value))
-                yield Saved(item.node + what.shift, root, value, item.output, item.nbytes)
+                node, by = item.node + what.shift, item.by + what.shift
+                yield Saved(node, root, value, item.output, item.nbytes, by)
             continue
         if place not in seen:
-            seen[place] = _packed(watcher, index, what, inner)
+            seen[place] = _packed(watcher, index, what, inner, index - inside)
         found = seen[place]
         if found is not None:
             yield found
 
 
-def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int | None]) -> Saved | None:
+def _packed(
+    watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int | None], by: int
+) -> Saved | None:
     """A tensor that autograd keeps, by the number of nodes that there were; None where it was seen before."""
     nbytes = tensor.numel() * tensor.element_size()
     key = _torch.storage_key(tensor)
@@ -344,7 +345,7 @@ def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int |
     if not known:
         new = key not in inner
         inner.add(key)
-        return Saved(index, None, None, True, nbytes) if new else None
+        return Saved(index, None, None, True, nbytes, by) if new else None
     geometry = (tuple(tensor.shape), tuple(tensor.stride()))
     same = [i for i in known if (watcher.values[i].shape, watcher.values[i].stride) == geometry]
     exact = watcher.index_of(tensor)
@@ -352,7 +353,7 @@ def _packed(watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int |
     full = watcher.values[known[0]]
     # a view of a part keeps the whole storage, an expanded one no more than that
     size = math.prod(full.shape) * full.dtype.itemsize if nbytes else 0
-    return Saved(index, known[0], value, False, size)
+    return Saved(index, known[0], value, False, size, by)
 
 
 def _line(error: BaseException) -> str:

@@ -258,7 +258,7 @@ class Replayer:
         watcher.copied[name] = run.module
         watcher.values.extend(watcher.values[slice(*run.values)])
         watcher.nodes.extend(_copied(n, value, run.module, name) for n in watcher.nodes[slice(*run.nodes)])
-        watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value)))
+        watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False))
         made: dict[int, torch.Tensor] = {}
 
         def stand_in(x: torch.Tensor, storage: list[int] | None = None) -> torch.Tensor:

@@ -19,11 +19,12 @@ class Saved(NamedTuple):
     """A tensor that autograd keeps because of one node.
 
     Args:
-        node: index of the node that keeps it.
+        node: index of the node by whose tensors it is known: the one that keeps it, or that made it just before.
         root: index of the first value of its storage, or None when the recorder never saw it (inner to a composite).
         value: index of the value itself, None likewise.
         output: whether it is one of the node's own outputs.
         nbytes: its size.
+        by: index of the node that keeps it.
     """
 
     node: int
@@ -31,6 +32,7 @@ class Saved(NamedTuple):
     value: int | None
     output: bool
     nbytes: int
+    by: int
 
 
 @dataclass(frozen=True)

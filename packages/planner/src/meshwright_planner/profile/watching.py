@@ -28,9 +28,16 @@ class Watcher(Recorder):
         self.fake = mode
         self._real = REAL_ELEMENTS
         self.copied: dict[str, str] = {}
-        self.packed: list[tuple[int, Any]] = []
-        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again)."""
+        self.packed: list[tuple[int, Any, bool]] = []
+        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again, and whether the
+        torch function that made the last node still runs)."""
         super().__init__(composites)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that autograd keeps a tensor: a hook of torch.autograd.graph.saved_tensors_hooks."""
+        inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
+        self.packed.append((len(self.nodes), tensor, inside))
+        return tensor
 
     def ref(self, tensor: torch.Tensor) -> Any:
         """See Recorder.ref."""

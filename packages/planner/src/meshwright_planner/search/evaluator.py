@@ -23,7 +23,7 @@ from meshwright_planner.placing.program import MemoryTerms, Unsolved
 from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.recomputation.asked import POLICIES, recompute_rules, repeated_blocks
-from meshwright_planner.recomputation.effect import recomputed_blocks
+from meshwright_planner.recomputation.region import recomputed_blocks
 from meshwright_planner.search import sequence
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.bounding import least_bytes
