@@ -30,6 +30,7 @@ class Operation(NamedTuple):
         table_bytes: of an embedding's table, whose gradient is as large however few rows are read.
         tensors: how many tensors it is done to: of an update the parameters, else 1.
         on_mesh: it is laid over a mesh, which costs the host something.
+        backward_bytes: bytes that its backward pass reads and writes; None of products, whose operations say more.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Operation(NamedTuple):
     table_bytes: float = 0.0
     tensors: int = 1
     on_mesh: bool = False
+    backward_bytes: float | None = None
 
 
 class Communication(NamedTuple):

@@ -14,6 +14,12 @@ from meshwright_dtensor.pricing import Operation
 BACKWARD = 2.0
 """Backward work relative to forward: one product or pass for the input, one for the other operand."""
 
+ATTENTION = 2.5
+"""The same of attention that keeps no scores: five products for two (Dao, "FlashAttention-2", 2023, 3.1)."""
+
+FORWARD = 1 / (1 + BACKWARD)
+"""Part of an operation's seconds that is its forward pass, where nothing says more."""
+
 # bytes of optimizer state per element of a parameter, as multiples of the parameter's own element
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1})
 
@@ -23,24 +29,39 @@ UPDATE = "update"
 
 def operation_seconds(cluster: Cluster, op: Operation) -> float:
     """Seconds of one operation, forward and backward, launches included where nothing hides them."""
+    return timed(cluster, op)[0]
+
+
+def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
+    """Seconds of one operation, as in `operation_seconds`, and the part of them that is its forward pass."""
     if op.kind == UPDATE:
-        return optimizer_seconds(cluster, sum(op.made), OPTIMIZERS[op.name], op.tensors)
+        return optimizer_seconds(cluster, sum(op.made), OPTIMIZERS[op.name], op.tensors), FORWARD
     around = cluster.host_s + (cluster.dispatch_s if op.on_mesh else 0.0)
     launches = cluster.launch_s + (cluster.backward_launch_s if op.backward else 0.0)
     launches += around
     if op.kind == "view":
         view = cluster.measured("view", "float32")
-        return launches if view is None else view.seconds(1.0, (True, op.backward)) + around
+        return (launches if view is None else view.seconds(1.0, (True, op.backward)) + around), FORWARD
     # the gradient of a table is filled with zeros first
     filled = op.table_bytes / cluster.streams if op.backward else 0.0
     known = cluster.measured(op.kind, op.dtype) or cluster.measured(op.kind, "float32")
     if known is not None:
         busy = _measured(cluster, known, op) + filled
-        return max(busy, launches) if cluster.hides_launch else busy + around
-    operands = min(op.gradients, 2) / 2 if op.flops else 1.0
-    passes = 1.0 + (BACKWARD * operands if op.backward else 0.0)
-    busy = max(op.flops / cluster.rate(op.dtype), op.nbytes / cluster.streams) * passes + filled
-    return max(busy, launches) if cluster.hides_launch else busy + launches
+        return (max(busy, launches) if cluster.hides_launch else busy + around), FORWARD
+    ahead = max(op.flops / cluster.rate(op.dtype), op.nbytes / cluster.streams)
+    busy = ahead + (_back(cluster, op, ahead) + filled if op.backward else 0.0)
+    return (
+        max(busy, launches) if cluster.hides_launch else busy + launches
+    ), ahead / busy if busy else FORWARD
+
+
+def _back(cluster: Cluster, op: Operation, ahead: float) -> float:
+    """Seconds of the backward pass of an operation that takes so many forward."""
+    if op.kind.startswith("attention"):
+        return ATTENTION * ahead
+    if op.flops:
+        return BACKWARD * min(op.gradients, 2) / 2 * ahead
+    return BACKWARD * ahead if op.backward_bytes is None else op.backward_bytes / cluster.streams
 
 
 def _measured(cluster: Cluster, known: MeasuredWork, op: Operation) -> float:

@@ -17,8 +17,9 @@ from meshwright_dtensor.pricing import CostModel, Operation
 from meshwright_dtensor.states import State, forward_kind, gradient_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace import Node, Value
+from meshwright_planner.costs.backward import Back
 from meshwright_planner.costs.kinds import base_name, kind_of
-from meshwright_planner.costs.operations import operation_seconds
+from meshwright_planner.costs.operations import FORWARD, timed
 from meshwright_planner.costs.products import operands
 
 
@@ -66,9 +67,8 @@ class Work:
     """What one operation does, whole: operations, dtype of the product, and whether a gradient flows back through it.
 
     `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient, of a product those that it multiplies.
-    `table_bytes`: of the table that an
-    embedding reads, whose gradient is as large however few of its rows are read. `itemsize`, `products`: see
-    pricing.Operation.
+    `table_bytes`: of the table that an embedding reads, whose gradient is as large however few of its rows are read.
+    `itemsize`, `products`: see pricing.Operation. `back`: what its backward pass reads and writes; None of products.
     """
 
     flops: float
@@ -79,6 +79,7 @@ class Work:
     table_bytes: int = 0
     itemsize: int = 4
     products: int = 1
+    back: Back | None = None
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,22 @@ class AxisCosts:
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> float:
         """Seconds of one operation, forward and backward, on one rank with its tensors in these states."""
+        return self.timed(work, node, values, ins, outs)[0]
+
+    def timed(
+        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> tuple[float, float]:
+        """As `compute`, and the part of the seconds that is the forward pass."""
         op = self._operation(work, node, values, ins, outs)
         if self.model is None:
-            return operation_seconds(self.cluster, op)
+            return timed(self.cluster, op)
         shapes = [
             tuple(self._local(values[r.i].shape, s) for r, s in zip(refs, states))
             for refs, states in ((node.ins, ins), (node.outs, outs))
         ]
-        return self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1]))
+        figures = getattr(self.model, "figures", None)  # of models that are ours
+        forward = FORWARD if figures is None else timed(figures, op)[1]
+        return self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1])), forward
 
     def _operation(
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
@@ -164,7 +173,22 @@ class AxisCosts:
             products=work.products,
             table_bytes=table,
             on_mesh=self.meshed,
+            backward_bytes=None
+            if work.back is None
+            else self._moved_back(work.back, node, values, ins, outs),
         )
+
+    def _moved_back(
+        self, back: Back, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> float:
+        """Bytes that the backward pass of one rank's part reads and writes."""
+        sizes = (
+            times * values[ref.i].nbytes * self.share(state)
+            for refs, states, counts in ((node.ins, ins, back.ins), (node.outs, outs, back.outs))
+            for ref, state, times in zip(refs, states, counts)
+            if times
+        )
+        return sum(sizes) + back.kept * self.part(self.split((*ins, *outs)))
 
     def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
         """The shape that one rank has of a value in `state`."""
@@ -186,8 +210,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def work_of(node: Node, values: Sequence[Value], grad: Sequence[bool], flops: float) -> Work:
-    """The work of a recorded node; `flops` is its forward count."""
+def work_of(
+    node: Node, values: Sequence[Value], grad: Sequence[bool], flops: float, back: Back | None = None
+) -> Work:
+    """The work of a recorded node; `flops` is its forward count, `back` what its backward pass moves, where that is known."""
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
     first = values[node.ins[0].i].shape if node.ins else ()
     kind = kind_of(node, flops, int(first[-1]) if first else 1)
@@ -201,4 +227,5 @@ def work_of(node: Node, values: Sequence[Value], grad: Sequence[bool], flops: fl
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
         itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
         products=_matrices(node, values),
+        back=None if flops else back,
     )

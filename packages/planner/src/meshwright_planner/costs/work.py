@@ -11,7 +11,7 @@ import torch
 
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
-from meshwright_planner.costs.operations import BACKWARD
+from meshwright_planner.costs.operations import FORWARD
 from meshwright_planner.costs.owing import Keepers
 from meshwright_planner.costs.peak import Replay
 from meshwright_planner.placing.answer import along
@@ -89,7 +89,7 @@ def module_work(
         known.kept[recompute] = Keepers.of(problem, known.run_of)
     own, common = known.kept[recompute].bytes(problem, placement, len(known.runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
-    ahead = {k: s / (1 + BACKWARD + placement.again.get(k, 0.0)) for k, s in seconds.items()}
+    ahead = {k: option.seconds * option.forward for k, option in placement.options.items()}
     beside = {
         k: max(replay.alive[n] + replay.gradient.get(n, 0.0), replay.ahead[n])
         for k, n in replay.place.items()
@@ -109,7 +109,7 @@ def module_work(
                 whole,
                 max(beside[k] for k in run.kinds),
                 sum(waiting[k] for k in run.kinds),
-                sum(ahead[k] for k in run.kinds) / whole if whole else 1 / (1 + BACKWARD),
+                sum(ahead[k] for k in run.kinds) / whole if whole else FORWARD,
             )
         found.append(
             ModuleWork(

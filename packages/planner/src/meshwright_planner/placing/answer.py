@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.states import State, States
-from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.program import Conversion
 
@@ -28,6 +27,7 @@ class Placement:
         stored: representative parameter value -> its state.
         conversions: the collectives between nodes.
         compute_seconds, communication_seconds: of one step on one rank, over all repetitions.
+        forward_seconds: of the compute seconds, those of the forward pass.
         saved_bytes: what autograd keeps on one rank.
         status: "optimal", or the solver's message when it stopped early with a solution.
         variables, binaries, rows: size of the program.
@@ -42,6 +42,7 @@ class Placement:
     stored: dict[int, State]
     conversions: list[Conversion]
     compute_seconds: float
+    forward_seconds: float
     communication_seconds: float
     saved_bytes: float
     status: str
@@ -55,7 +56,8 @@ class Placement:
     again: Mapping[int, float] = field(default_factory=dict)
     bound: float | None = None
 
-    @property
-    def forward_seconds(self) -> float:
-        """Of the compute seconds, those of the forward pass: a backward takes twice as long, and what runs again."""
-        return (self.compute_seconds - self.again_seconds) / (1.0 + BACKWARD)
+
+def seconds_of(options: Mapping[int, Option], counts: Mapping[int, int]) -> tuple[float, float]:
+    """Seconds that these take, so many of each, and those of the forward pass."""
+    every = [(option.seconds * counts[k], option.forward) for k, option in options.items()]
+    return sum(seconds for seconds, _ in every), sum(seconds * forward for seconds, forward in every)

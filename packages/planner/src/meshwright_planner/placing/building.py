@@ -25,7 +25,7 @@ from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind
 from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
-from meshwright_planner.placing.answer import RESULT, Placement, along
+from meshwright_planner.placing.answer import RESULT, Placement, along, seconds_of
 from meshwright_planner.placing.program import Conversion, Event, MemoryTerms, Phase, Program, User
 
 if TYPE_CHECKING:
@@ -269,12 +269,14 @@ class Build:
         inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
         objective = float(np.dot(self.program.cost, x))
+        compute, forward = seconds_of(options, counts)
         early = answer.status != 0  # the solver's own bound says how far from the best it stopped
         return Placement(
             options=options,
             stored=stored,
             conversions=conversions,
-            compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
+            compute_seconds=compute,
+            forward_seconds=forward,
             communication_seconds=between + inner,
             saved_bytes=float(sum(b for column, b in self.kept.items() if x[column] > 0.5)),
             status="optimal" if answer.status == 0 else str(answer.message),

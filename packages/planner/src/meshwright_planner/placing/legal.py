@@ -13,6 +13,8 @@ from meshwright_dtensor.rules.refine import refine
 from meshwright_dtensor.runs import Runs
 from meshwright_dtensor.states import State, States, is_shard
 from meshwright_dtensor.trace import Ref
+from meshwright_planner.costs.backward import Back, Backwards
+from meshwright_planner.costs.operations import FORWARD
 from meshwright_planner.costs.prices import AxisCosts, Collective, Work, work_of
 from meshwright_planner.costs.products import by_name, forward_flops
 from meshwright_planner.placing.batchdim import batch_dims, sequence_dims
@@ -47,6 +49,7 @@ class Option:
         seconds: compute of one occurrence on one rank, forward and backward, without conversions.
         inner: collective that the operation performs by itself.
         inner_seconds: its time.
+        forward: the part of the seconds that is the forward pass.
     """
 
     ins: States
@@ -54,6 +57,7 @@ class Option:
     seconds: float
     inner: Collective | None = None
     inner_seconds: float = 0.0
+    forward: float = FORWARD
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -131,6 +135,13 @@ class Legality:
         """Operations of the forward pass of a node."""
         return forward_flops(self.tape.nodes[index], self.tape.values, self._composites)
 
+    def backward(self, index: int) -> Back:
+        """What the backward pass of a node reads and writes."""
+        tape = self.tape if self.tape.origin is None else self.tape.origin
+        # a quotient serves tapes of their own too; the answer holds on to the one it is of
+        _, known = self.quotient.once(("backward", id(tape)), lambda: (tape, Backwards(tape)))
+        return known.of(self.tape, index)
+
     def option(self, index: int, ins: States, outs: States) -> Option:
         """What one way of doing a node costs."""
         view = NodeView.of(self.tape.nodes[index], self.tape.values, self.costs.degree)
@@ -139,11 +150,13 @@ class Legality:
     def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
         tape, node = self.tape, self.tape.nodes[index]
         if index not in self._works:
-            self._works[index] = work_of(node, tape.values, tape.grad, self.flops(index))
+            self._works[index] = work_of(
+                node, tape.values, tape.grad, self.flops(index), self.backward(index)
+            )
         composite = self._composites.get(node.name) if node.op is None else None
         inner = self._inner(composite, view, row)
-        seconds = self.costs.compute(self._works[index], node, tape.values, row.ins, row.outs)
-        return Option(row.ins, row.outs, seconds, inner, self.costs.collective(inner))
+        seconds, forward = self.costs.timed(self._works[index], node, tape.values, row.ins, row.outs)
+        return Option(row.ins, row.outs, seconds, inner, self.costs.collective(inner), forward)
 
     def parameter_states(self, value: int) -> list[State]:
         """The states in which a parameter may be stored."""

@@ -215,6 +215,7 @@ def _repeated(placement: Placement, times: int) -> Placement:
         placement,
         conversions=[replace(c, count=c.count * times) for c in placement.conversions],
         compute_seconds=placement.compute_seconds * times,
+        forward_seconds=placement.forward_seconds * times,
         communication_seconds=placement.communication_seconds * times,
         saved_bytes=placement.saved_bytes * times,
         again_seconds=placement.again_seconds * times,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from meshwright_dtensor.states import State, is_shard
 from meshwright_planner.costs.keeping import kept_bytes
 from meshwright_planner.costs.prices import AxisCosts, Collective
-from meshwright_planner.placing.answer import RESULT, Placement
+from meshwright_planner.placing.answer import RESULT, Placement, seconds_of
 from meshwright_planner.placing.building import Build
 from meshwright_planner.placing.legal import Legality, Option
 from meshwright_planner.placing.marks import pinned
@@ -83,11 +83,13 @@ class PlacementProblem:
             for c in placement.conversions
         ]
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
+        compute, forward = seconds_of(options, counts)
         found = replace(
             placement,
             options=options,
             conversions=conversions,
-            compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
+            compute_seconds=compute,
+            forward_seconds=forward,
             communication_seconds=between + sum(o.inner_seconds * counts[k] for k, o in options.items()),
         )
         return replace(found, saved_bytes=kept_bytes(self, found))
@@ -207,11 +209,13 @@ class PlacementProblem:
             if item.root is None or not self.tape.lasts(item.root):
                 key = item.root if item.root is not None else ("inner", number)
                 saved[key] = max(saved.get(key, 0.0), float(self.kept_bytes(item)))
+        compute, forward = seconds_of(options, counts)
         return Placement(
             options=options,
             stored={},
             conversions=[],
-            compute_seconds=sum(o.seconds * counts[k] for k, o in options.items()),
+            compute_seconds=compute,
+            forward_seconds=forward,
             communication_seconds=0.0,
             saved_bytes=sum(saved.values()),
             status="replicated",

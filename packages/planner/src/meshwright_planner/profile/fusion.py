@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_planner.costs.operations import BACKWARD
+from meshwright_planner.costs.backward import Backwards
 from meshwright_planner.costs.prices import AxisCosts, Work, work_of
 from meshwright_planner.costs.products import by_name, forward_flops
 from meshwright_planner.profile.batch import Batch
@@ -29,9 +29,16 @@ def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.
     tape = record(model, batch, book.composites, dtype)
     costs = AxisCosts(cluster, cluster.link(1, 1), 1)
     composites = by_name(book.composites)
+    backwards = Backwards(tape)
     works = [
-        work_of(node, tape.values, tape.grad, forward_flops(node, tape.values, composites))
-        for node in tape.nodes
+        work_of(
+            node,
+            tape.values,
+            tape.grad,
+            forward_flops(node, tape.values, composites),
+            backwards.of(tape, index),
+        )
+        for index, node in enumerate(tape.nodes)
     ]
     group = _groups(tape, works)
     apart = together = 0.0
@@ -40,8 +47,7 @@ def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.
             ins, outs = (["I"] * len(refs) for refs in (node.ins, node.outs))
             apart += costs.compute(works[index], node, tape.values, ins, outs)
     for nodes in _members(group):
-        forward, grad = _traffic(tape, nodes)
-        together += forward * (1.0 + (BACKWARD if grad else 0.0)) / cluster.streams
+        together += _traffic(tape, nodes) / cluster.streams
     return max(0.0, apart - together)
 
 
@@ -83,8 +89,11 @@ def _members(group: dict[int, int]) -> list[list[int]]:
     return list(found.values())
 
 
-def _traffic(tape: Tape, nodes: list[int]) -> tuple[float, bool]:
-    """Bytes that one kernel of these nodes reads and writes, and whether a gradient flows back through it."""
+def _traffic(tape: Tape, nodes: list[int]) -> float:
+    """Bytes that one kernel of these nodes reads and writes, and where a gradient flows back, one for its backward pass.
+
+    That one reads the gradients of what is written and again what is read, and writes the gradients of that.
+    """
     inside = set(nodes)
     made = {ref.i for i in nodes for ref in tape.nodes[i].outs}
     read = {ref.i for i in nodes for ref in tape.nodes[i].ins} - made
@@ -92,4 +101,6 @@ def _traffic(tape: Tape, nodes: list[int]) -> tuple[float, bool]:
     wanted |= set(tape.results)
     written = made & wanted
     grad = any(tape.grad[v] for v in made)
-    return float(sum(tape.values[v].nbytes for v in read | written)), grad
+    into, out = (sum(tape.values[v].nbytes for v in some) for some in (read, written))
+    back = out + into + sum(tape.values[v].nbytes for v in read if tape.grad[v]) if grad else 0
+    return float(into + out + back)

@@ -33,7 +33,7 @@ def dropped(
         nodes.setdefault(name, set()).add(quotient.node(index))
     found: dict[str, dict[object, list[tuple[int, int]]]] = {name: {} for name in nodes}
     for place, item in enumerate(tape.saved):
-        own = block.get(item.by)
+        own = block.get(item.node)
         if own is not None and item.root not in staying:
             key = ("inner", place) if item.root is None else item.root
             found[own].setdefault(key, []).append((place, quotient.node(item.node)))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.costs.keeping import kept_bytes
-from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import Conversion
 from meshwright_planner.recomputation.dropped import alive_again, dropped
@@ -34,10 +33,12 @@ def recomputed(
         ("dropped", id(like), tuple(rules)), lambda: (like, dropped(problem, region.block, kept))
     )
     again = region.again
-    ahead = 1 / (1 + BACKWARD)
     options = {
         k: replace(
-            o, seconds=o.seconds * (1 + again[k] * ahead), inner_seconds=o.inner_seconds * (1 + again[k])
+            o,
+            seconds=o.seconds * (1 + again[k] * o.forward),
+            forward=o.forward / (1 + again[k] * o.forward),
+            inner_seconds=o.inner_seconds * (1 + again[k]),
         )
         for k, o in placement.options.items()
     }
@@ -53,7 +54,7 @@ def recomputed(
         communication_seconds=between + inner,
         saved_bytes=kept_bytes(other, placement),
         again=again,
-        again_seconds=sum(o.seconds * again[k] * ahead * counts[k] for k, o in placement.options.items()),
+        again_seconds=sum(o.seconds * again[k] * o.forward * counts[k] for k, o in placement.options.items()),
     )
     return other, found, alive_again(problem, placement, blocks)
 

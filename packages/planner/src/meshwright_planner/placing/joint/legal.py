@@ -71,10 +71,13 @@ class JointLegality(Legality):
         """What one way of doing a node costs."""
         node, values = self.tape.nodes[index], self.tape.values
         if index not in self._works:
-            self._works[index] = work_of(node, values, self.tape.grad, self.flops(index))
-        seconds = self.costs.compute(self._works[index], node, values, ins, outs)
+            self._works[index] = work_of(
+                node, values, self.tape.grad, self.flops(index), self.backward(index)
+            )
+        seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
         inners = tuple(self._inside_call(index, ins, outs))
-        return JointOption(ins, outs, seconds, None, sum(map(self.costs.collective, inners)), inners)
+        inner_seconds = sum(map(self.costs.collective, inners))
+        return JointOption(ins, outs, seconds, None, inner_seconds, forward, inners)
 
     def parameter_states(self, value: int) -> list[State]:
         """The pairs in which a parameter may be stored, whole first."""
