@@ -88,3 +88,40 @@ def test_inputs_of_blocks_that_run_again_are_all_kept() -> None:
     hidden = 2 * 32 * 64 * 4
     assert kept_bytes(other, placement) >= 8 * hidden
     assert kept_bytes(other, placement) == pytest.approx(sum(Replay(other, placement).kept))
+
+
+class Gated(nn.Module):
+    """Keeps much, and then computes something wide without gradients."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again, self.layers = again, nn.ModuleList([Gate(), Part(32, 32)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return x.relu().mean()
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(24):
+            h = self.up(h).tanh()
+        with torch.no_grad():
+            gate = x.repeat(1, 24).add(1.0).mean(1, keepdim=True)
+        return x + (self.up(h) * gate).relu()
+
+
+def test_what_runs_again_may_hold_most_when_it_runs_forward() -> None:
+    """What it has kept by then lies beside what lives there only."""
+    model, batch = Gated(again=False), {"x": torch.randn(1024, 32)}
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, recompute="layers.*")
+    plan = eager().plan(model, batch, request)[0]
+    assert plan.predicted is not None
+    model.again = True
+    assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.06)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright_planner.costs.living import Living
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Saved
 
@@ -14,11 +16,11 @@ class Dropped:
     """The saved tensors that a block gives up; of blocks that are alike there is one.
 
     Attributes:
-        nodes: its representative nodes.
+        nodes: its representative nodes, in the order in which they run.
         storages: those of each storage, as (place in `tape.saved`, representative node).
     """
 
-    nodes: frozenset[int]
+    nodes: tuple[int, ...]
     storages: tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -28,9 +30,9 @@ def dropped(
     """Those of every block; `block`: node -> the one that it is of; `left`: what is kept all the same."""
     tape, quotient = problem.tape, problem.quotient
     staying = {item.root for item in left if item.root is not None}
-    nodes: dict[str, set[int]] = {}
+    nodes: dict[str, dict[int, None]] = {}
     for index, name in block.items():
-        nodes.setdefault(name, set()).add(quotient.node(index))
+        nodes.setdefault(name, {})[quotient.node(index)] = None
     found: dict[str, dict[object, list[tuple[int, int]]]] = {name: {} for name in nodes}
     for place, item in enumerate(tape.saved):
         own = block.get(item.node)
@@ -39,7 +41,7 @@ def dropped(
             found[own].setdefault(key, []).append((place, quotient.node(item.node)))
     alike: dict[object, Dropped] = {}
     for name, storages in found.items():
-        one = Dropped(frozenset(nodes[name]), tuple(map(tuple, storages.values())))
+        one = Dropped(tuple(nodes[name]), tuple(map(tuple, storages.values())))
         sizes = tuple(tuple((k, tape.saved[p].nbytes) for p, k in storage) for storage in one.storages)
         alike.setdefault((one.nodes, sizes), one)
     return tuple(alike.values())
@@ -48,31 +50,35 @@ def dropped(
 def alive_again(
     problem: PlacementProblem, placement: Placement, blocks: Sequence[Dropped]
 ) -> dict[int, float]:
-    """Representative node -> bytes that its block has alive beside what is left of it, while it runs backward."""
-    tape, quotient, costs = problem.tape, problem.quotient, problem.costs
-    options = placement.options
-    parts = {
-        k: costs.part(costs.split((*options[k].ins, *options[k].outs))) for one in blocks for k in one.nodes
-    }
+    """Representative node -> bytes that its block has alive beside what is left of it, while it runs backward.
+
+    At the last one that is what it has when it runs forward again too: what it kept by then, and what lives there.
+    """
+    quotient = problem.quotient
+    ahead = dict(zip(quotient.nodes, Living.of(problem).bytes(problem, placement), strict=True))
     alive: dict[int, float] = {}
     for one in blocks:
-        total = 0.0
-        for storage in one.storages:
-            most = 0.0
-            for place, k in storage:
-                item = tape.saved[place]
-                if item.root is None:
-                    most = max(most, problem.kept_bytes(item) * parts[k])
-                    continue
-                # the tensor is that of the copy, its state that of the node that it is a copy of
-                slot = problem.slot(item.node, item.value, item.output)
-                states = options[k].outs if item.output else options[k].ins
-                split = costs.split(states if slot is None else states[slot : slot + 1])
-                if tape.lasts(item.root):
-                    if costs.split((placement.stored.get(quotient.value(item.root), "I"),)) == split:
-                        continue  # there anyway
-                most = max(most, item.nbytes * costs.part(split))
-            total += most
-        for k in one.nodes:
-            alive[k] = max(alive.get(k, 0.0), total)
+        kept = dict.fromkeys(one.nodes, 0.0)
+        for storage in one.storages:  # they are in the order in which they run, too
+            kept[storage[0][1]] += max(_size(problem, placement, place, k) for place, k in storage)
+        *before, whole = itertools.accumulate(kept.values())
+        # what the last operation gives is not made again
+        most = max((size + ahead[k] for size, k in zip(before, kept)), default=0.0)
+        for k in kept:
+            alive[k] = max(alive.get(k, 0.0), whole)
+        last = one.nodes[-1]
+        alive[last] = max(alive[last], most)
     return alive
+
+
+def _size(problem: PlacementProblem, placement: Placement, place: int, k: int) -> float:
+    """Bytes of a saved tensor of a copy of node `k`: its state is that of `k`."""
+    tape, costs, option = problem.tape, problem.costs, placement.options[k]
+    item = tape.saved[place]
+    if item.root is None:
+        return problem.kept_bytes(item) * costs.part(costs.split((*option.ins, *option.outs)))
+    split = problem.kept_split(item, option)
+    if tape.lasts(item.root):
+        if costs.split((placement.stored.get(problem.quotient.value(item.root), "I"),)) == split:
+            return 0.0
+    return item.nbytes * costs.part(split)
