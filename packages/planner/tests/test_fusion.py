@@ -38,10 +38,12 @@ class Chain(nn.Module):
 def test_one_kernel_reads_and_writes_once() -> None:
     with torch.device("meta"):
         whole, cut = Chain(between=False), Chain(between=True)
-    # five operations of a read and a write each, forward and twice that backward, against one such kernel
-    assert saved(whole) == pytest.approx(3 * (5 * 2 - 2) * ONCE, rel=1e-6)
-    # a layer is no part of a kernel: three operations before it, two behind it
-    assert saved(cut) == pytest.approx(3 * (5 * 2 - 2 * 2) * ONCE, rel=1e-6)
+    # five operations of a read and a write each; back, a function reads a gradient and what is kept and writes one, and the
+    # scaling writes none; one kernel reads and writes once, and back reads the gradient and its input again
+    assert saved(whole) == pytest.approx((5 * 2 + 4 * 3 + 2 - 2 - 2) * ONCE, rel=1e-6)
+    # a layer is no part of a kernel: three operations before it, two behind it, which hand a gradient back to it
+    before, behind = 3 * 2 + 2 * 3 + 2 - 2 - 2, 2 * 2 + 2 * 3 - 2 - 3
+    assert saved(cut) == pytest.approx((before + behind) * ONCE, rel=1e-6)
 
 
 def test_products_alone_save_nothing() -> None:

@@ -39,10 +39,11 @@ def time(plan: ParallelPlan) -> StageTime:
 
 def test_what_runs_again_is_time_of_the_backward_pass() -> None:
     free, again = time(planned(None)), time(planned("full"))
-    assert free.backward_seconds == pytest.approx(2 * free.forward_seconds)
+    # products take twice as long, attention 2.5 times, and what streams goes by what it moves
+    assert free.backward_seconds == pytest.approx(2 * free.forward_seconds, rel=0.02)
     assert again.forward_seconds == pytest.approx(free.forward_seconds)
     # all of a layer but the product that it ends with, of which autograd keeps the inputs
-    assert 2.6 * again.forward_seconds < again.backward_seconds < 2.7 * again.forward_seconds
+    assert 2.55 * again.forward_seconds < again.backward_seconds < 2.7 * again.forward_seconds
 
 
 def test_policies_trade_time_for_memory() -> None:

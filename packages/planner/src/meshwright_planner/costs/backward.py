@@ -62,8 +62,7 @@ class Backwards:
         added = [any(made) and grad[ref.i] and self._first.get(ref.i, index) != index for ref in node.ins]
         return Back(
             tuple(
-                w + (ref.i in read) + 3 * more
-                for w, more, ref in zip(written, added, node.ins, strict=True)
+                w + (ref.i in read) + 3 * more for w, more, ref in zip(written, added, node.ins, strict=True)
             ),
             tuple((m and looked) + (ref.i in read) for m, ref in zip(made, node.outs, strict=True)),
             float(sum(tape.saved[place].nbytes for place in self._inner[index])),

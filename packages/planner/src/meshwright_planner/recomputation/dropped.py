@@ -48,11 +48,12 @@ def dropped(
 
 
 def alive_again(
-    problem: PlacementProblem, placement: Placement, blocks: Sequence[Dropped]
+    problem: PlacementProblem, placement: Placement, blocks: Sequence[Dropped], again: Mapping[int, float]
 ) -> dict[int, float]:
     """Representative node -> bytes that its block has alive beside what is left of it, while it runs backward.
 
-    At the last one that is what it has when it runs forward again too: what it kept by then, and what lives there.
+    At the last one that is what it has when it runs forward again too: what it kept by then, and what lives there, as far as
+    it does (`again`: representative node -> the part of its copies that run twice).
     """
     quotient = problem.quotient
     ahead = dict(zip(quotient.nodes, Living.of(problem).bytes(problem, placement), strict=True))
@@ -63,7 +64,7 @@ def alive_again(
             kept[storage[0][1]] += max(_size(problem, placement, place, k) for place, k in storage)
         *before, whole = itertools.accumulate(kept.values())
         # what the last operation gives is not made again
-        most = max((size + ahead[k] for size, k in zip(before, kept)), default=0.0)
+        most = max((size + ahead[k] for size, k in zip(before, kept) if again.get(k)), default=0.0)
         for k in kept:
             alive[k] = max(alive.get(k, 0.0), whole)
         last = one.nodes[-1]

@@ -56,7 +56,7 @@ def recomputed(
         again=again,
         again_seconds=sum(o.seconds * again[k] * o.forward * counts[k] for k, o in placement.options.items()),
     )
-    return other, found, alive_again(problem, placement, blocks)
+    return other, found, alive_again(problem, placement, blocks, again)
 
 
 def communicated(

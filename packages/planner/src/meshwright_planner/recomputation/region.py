@@ -55,7 +55,12 @@ class Region:
 
     def saved(self, tape: Tape) -> list[Saved]:
         """What autograd keeps then of this tape, or of one that differs in sizes only."""
-        found = [item for item in tape.saved if item.by not in self.policy]
+        found = [
+            # what leaves a module, and is kept by what takes it, is that one's
+            item._replace(node=item.by, output=False) if item.node in self.policy else item
+            for item in tape.saved
+            if item.by not in self.policy
+        ]
         return found + [Saved(*item, tape.values[item[2]].nbytes, item[0]) for item in self.kept]
 
     @cached_property

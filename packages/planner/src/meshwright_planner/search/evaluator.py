@@ -159,6 +159,7 @@ class Search:
             *self._joined(point, axes),
             self._meshed(point),
             tuple(self._present(point)),
+            self.setting.sequence_parallel,
             len(tape.nodes),
         )
         model = self._models.get(family)
@@ -226,7 +227,8 @@ class Search:
         return self.shared.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
 
     def _key(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
-        return (id(tape), *self._joined(point, axes), self._meshed(point), *self._present(point))
+        sequence = self.setting.sequence_parallel  # variants may have it otherwise
+        return (id(tape), *self._joined(point, axes), self._meshed(point), sequence, *self._present(point))
 
     def _exact(self, point: Point, axes: Axes) -> Placed:
         tape = self._tape(point)
@@ -277,7 +279,7 @@ class Search:
             for link, (_, degree) in zip(links, shape, strict=True)
         ]
         stored = [self.setting.stored.get(axis, {}) for axis in axes]
-        like: tuple[object, ...] = (id(tape), *shape, meshed)
+        like: tuple[object, ...] = (id(tape), *shape, meshed, self.setting.sequence_parallel)
         linked, problems = (*links, *like), self.shared.problems
         if like not in problems:
             problems[like] = problems[linked] = self._made(tape, costs, stored)
