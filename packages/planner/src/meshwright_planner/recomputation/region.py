@@ -56,7 +56,8 @@ class Region:
 
     def saved(self, tape: Tape) -> list[Saved]:
         """What autograd keeps then of this tape, or of one that differs in sizes only."""
-        found = [item for item in tape.saved if item.by not in self.policy]
+        # what goes out of the last block is kept where somebody behind it keeps it
+        found = [item for item in tape.saved if item.node not in self.policy or item.by not in self.policy]
         return found + [Saved(*item, tape.values[item[2]].nbytes, item[0]) for item in self.kept]
 
     @cached_property
