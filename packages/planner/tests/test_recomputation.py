@@ -39,7 +39,8 @@ def time(plan: ParallelPlan) -> StageTime:
 
 def test_what_runs_again_is_time_of_the_backward_pass() -> None:
     free, again = time(planned(None)), time(planned("full"))
-    assert free.backward_seconds == pytest.approx(2 * free.forward_seconds)
+    # but for what no gradient flows through
+    assert free.backward_seconds == pytest.approx(2 * free.forward_seconds, rel=1e-3)
     assert again.forward_seconds == pytest.approx(free.forward_seconds)
     assert 2.8 * again.forward_seconds < again.backward_seconds <= 3 * again.forward_seconds
 

@@ -18,7 +18,7 @@ from meshwright_dtensor.states import State, forward_kind, gradient_kind, is_sha
 from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace import Node, Value
 from meshwright_planner.costs.kinds import base_name, kind_of
-from meshwright_planner.costs.operations import operation_seconds
+from meshwright_planner.costs.operations import BACKWARD, operation_seconds
 from meshwright_planner.costs.products import operands
 
 
@@ -79,6 +79,12 @@ class Work:
     table_bytes: int = 0
     itemsize: int = 4
     products: int = 1
+
+    @property
+    def passes(self) -> float:
+        """How many times as long as its forward both passes take: none goes back without a gradient, a product once for each."""
+        operands = min(self.inputs_back, 2) / 2 if self.flops else 1.0
+        return 1.0 + (BACKWARD * operands if self.grad else 0.0)
 
 
 @dataclass(frozen=True)

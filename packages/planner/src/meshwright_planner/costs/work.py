@@ -89,7 +89,7 @@ def module_work(
         known.kept[recompute] = Keepers.of(problem, known.run_of)
     own, common = known.kept[recompute].bytes(problem, placement, len(known.runs))
     seconds = {k: option.seconds for k, option in placement.options.items()}
-    ahead = {k: s / (1 + BACKWARD + placement.again.get(k, 0.0)) for k, s in seconds.items()}
+    ahead = problem.ahead(placement)
     beside = {k: replay.alive[n] + replay.gradient.get(n, 0.0) for k, n in replay.place.items()}
     waiting = {k: _waiting(problem, placement, k) for k in replay.place}
     states: dict[int, State] = {}

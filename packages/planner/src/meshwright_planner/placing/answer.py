@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.states import State, States
-from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.program import Conversion
 
@@ -33,7 +32,6 @@ class Placement:
         variables, binaries, rows: size of the program.
         seconds: time to build and solve.
         times: microbatches that the counts, seconds and bytes are of.
-        again_seconds: of the compute seconds, those of forward work that runs once more in the backward pass.
         again: representative node -> the part of its copies that runs twice, where some do.
         bound: an objective that no placement goes below, where this one need not be the best.
     """
@@ -51,11 +49,5 @@ class Placement:
     seconds: float
     objective: float
     times: int = 1
-    again_seconds: float = 0.0
     again: Mapping[int, float] = field(default_factory=dict)
     bound: float | None = None
-
-    @property
-    def forward_seconds(self) -> float:
-        """Of the compute seconds, those of the forward pass: a backward takes twice as long, and what runs again."""
-        return (self.compute_seconds - self.again_seconds) / (1.0 + BACKWARD)

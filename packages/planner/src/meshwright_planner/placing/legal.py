@@ -131,6 +131,13 @@ class Legality:
         """Operations of the forward pass of a node."""
         return forward_flops(self.tape.nodes[index], self.tape.values, self._composites)
 
+    def work(self, index: int) -> Work:
+        """The work of a node, whole."""
+        if index not in self._works:
+            tape = self.tape
+            self._works[index] = work_of(tape.nodes[index], tape.values, tape.grad, self.flops(index))
+        return self._works[index]
+
     def option(self, index: int, ins: States, outs: States) -> Option:
         """What one way of doing a node costs."""
         view = NodeView.of(self.tape.nodes[index], self.tape.values, self.costs.degree)
@@ -138,11 +145,9 @@ class Legality:
 
     def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
         tape, node = self.tape, self.tape.nodes[index]
-        if index not in self._works:
-            self._works[index] = work_of(node, tape.values, tape.grad, self.flops(index))
         composite = self._composites.get(node.name) if node.op is None else None
         inner = self._inner(composite, view, row)
-        seconds = self.costs.compute(self._works[index], node, tape.values, row.ins, row.outs)
+        seconds = self.costs.compute(self.work(index), node, tape.values, row.ins, row.outs)
         return Option(row.ins, row.outs, seconds, inner, self.costs.collective(inner))
 
     def parameter_states(self, value: int) -> list[State]:

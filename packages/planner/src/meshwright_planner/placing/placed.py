@@ -73,6 +73,12 @@ class Placed:
         return attention_uses(problem.tape, problem.quotient, problem.costs, self.rules.composites.values())
 
     @cached_property
+    def forward_seconds(self) -> float:
+        """Of the compute seconds of one microbatch, those of the forward pass."""
+        counts = self.problem.quotient.node_count
+        return sum(s * counts[k] for k, s in self.problem.ahead(self.placement).items())
+
+    @cached_property
     def flops(self) -> float:
         """Operations of one rank, forward and backward, with what runs again."""
         problem, again = self.problem, self.placement.again
@@ -206,6 +212,5 @@ def _repeated(placement: Placement, times: int) -> Placement:
         compute_seconds=placement.compute_seconds * times,
         communication_seconds=placement.communication_seconds * times,
         saved_bytes=placement.saved_bytes * times,
-        again_seconds=placement.again_seconds * times,
         times=times,
     )

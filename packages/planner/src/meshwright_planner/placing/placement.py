@@ -92,6 +92,11 @@ class PlacementProblem:
         )
         return replace(found, saved_bytes=kept_bytes(self, found))
 
+    def ahead(self, placement: Placement) -> dict[int, float]:
+        """Representative node -> seconds of one forward of it, as a part of both passes and of what runs again."""
+        work, again = self.legality.work, placement.again
+        return {k: o.seconds / (work(k).passes + again.get(k, 0.0)) for k, o in placement.options.items()}
+
     def resized(self, collective: Collective, nbytes: int) -> Collective:
         """The same collective of a value of so many bytes."""
         return Collective(collective.kind, nbytes)

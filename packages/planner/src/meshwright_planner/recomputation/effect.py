@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.costs.keeping import kept_bytes
-from meshwright_planner.costs.operations import BACKWARD
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import Conversion
 from meshwright_planner.recomputation.region import Region
@@ -27,11 +26,9 @@ def recomputed(
     other = problem.on(tape)
     whole, left = kept_bytes(problem, placement), kept_bytes(other, placement)
     again = region.again
-    ahead = 1 / (1 + BACKWARD)
+    ahead = problem.ahead(placement)
     options = {
-        k: replace(
-            o, seconds=o.seconds * (1 + again[k] * ahead), inner_seconds=o.inner_seconds * (1 + again[k])
-        )
+        k: replace(o, seconds=o.seconds + again[k] * ahead[k], inner_seconds=o.inner_seconds * (1 + again[k]))
         for k, o in placement.options.items()
     }
     conversions = _communicated(placement, again)
@@ -46,7 +43,6 @@ def recomputed(
         communication_seconds=between + inner,
         saved_bytes=left,
         again=again,
-        again_seconds=sum(o.seconds * again[k] * ahead * counts[k] for k, o in placement.options.items()),
     )
     return other, found, max(0.0, whole - left) / max(1, region.blocks)
 

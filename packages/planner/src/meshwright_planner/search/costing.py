@@ -45,6 +45,7 @@ def cost(
     basis, times, degrees = placed.basis, point.microbatches, dict(point.degrees)
     setting, problem = basis.setting, placed.problem
     placement, tape = placed.repeated(times), problem.tape
+    ahead = placed.forward_seconds * times
     memory = dict(placed.memory)
     memory["activations"] *= times
     stepped = memory["gradients"]
@@ -65,9 +66,9 @@ def cost(
         activation_bytes=memory["activations"],
         flops=placed.flops * times,
         layers=max((len(g) for g in problem.quotient.groups), default=1),
-        backward_seconds=(placement.compute_seconds - placement.forward_seconds) * hides,
+        backward_seconds=(placement.compute_seconds - ahead) * hides,
         attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
-        forward_seconds=placement.forward_seconds * hides,
+        forward_seconds=ahead * hides,
         stage=point.stage,
         units=placed.summed(degrees, (SHARED,)) if shards > 1 else (),
         degrees=dict(degrees),
@@ -186,7 +187,7 @@ def cost(
         compute_seconds=placement.compute_seconds * busy,
         # collectives inside of stages take cores too: where others wait they are faster, as compute is
         bubble_seconds=(placement.compute_seconds + placement.communication_seconds) * divided.idle,
-        stages=_stages(placement, divided),
+        stages=_stages(placement, ahead, divided),
         exposed=exposed,
         hidden=hidden,
         optimizer_seconds=_updated(setting, stepped, placed.trained(divided.holds)),
@@ -240,14 +241,14 @@ def _resident(memory: Mapping[str, int], shards: int, stage: int) -> int:
     return math.ceil(parameters + memory["gradients"] + memory["optimizer"] / shards)
 
 
-def _stages(placement: Placement, divided: StrategyCost) -> tuple[tuple[float, float], ...]:
+def _stages(placement: Placement, ahead: float, divided: StrategyCost) -> tuple[tuple[float, float], ...]:
     """Per stage, forward and backward as parts of what the whole model computes; one where nothing is divided."""
     if not divided.stages:
-        ahead = placement.forward_seconds / placement.compute_seconds if placement.compute_seconds else 0.0
-        return ((ahead, 1.0 - ahead),)
+        part = ahead / placement.compute_seconds if placement.compute_seconds else 0.0
+        return ((part, 1.0 - part),)
     forwards = divided.forwards or (1 / 3,) * len(divided.stages)
     return tuple(
-        (part * ahead, part * (1 - ahead)) for part, ahead in zip(divided.stages, forwards, strict=True)
+        (part * first, part * (1 - first)) for part, first in zip(divided.stages, forwards, strict=True)
     )
 
 

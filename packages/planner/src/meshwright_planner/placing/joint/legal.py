@@ -15,7 +15,7 @@ from meshwright_dtensor.rules.refine import refine
 from meshwright_dtensor.runs import Runs, segments
 from meshwright_dtensor.states import State, States, is_shard
 from meshwright_dtensor.trace import Ref
-from meshwright_planner.costs.prices import Collective, Work, work_of
+from meshwright_planner.costs.prices import Collective, Work
 from meshwright_planner.placing.answer import along
 from meshwright_planner.placing.joint.pricing import Along, JointCosts
 from meshwright_planner.placing.legal import Legality, Option, balanced
@@ -52,7 +52,6 @@ class JointLegality(Legality):
         self.tape, self.quotient, self.rules = outer.tape, outer.quotient, outer.rules
         self.costs = JointCosts.of([outer.costs, inner.costs])
         self._composites = {c.name: c for c in self.rules.composites.values()}
-        self._works: dict[int, Work] = {}
         self._between = set(carried(self.tape, self.quotient)) if sequence else set()
 
     def options(self, index: int) -> list[Option]:
@@ -70,9 +69,7 @@ class JointLegality(Legality):
     def option(self, index: int, ins: States, outs: States) -> Option:
         """What one way of doing a node costs."""
         node, values = self.tape.nodes[index], self.tape.values
-        if index not in self._works:
-            self._works[index] = work_of(node, values, self.tape.grad, self.flops(index))
-        seconds = self.costs.compute(self._works[index], node, values, ins, outs)
+        seconds = self.costs.compute(self.work(index), node, values, ins, outs)
         inners = tuple(self._inside_call(index, ins, outs))
         return JointOption(ins, outs, seconds, None, sum(map(self.costs.collective, inners)), inners)
 
@@ -93,6 +90,10 @@ class JointLegality(Legality):
         """Whether a value in `state` is split along the sequence on either axis."""
         return any(axis.splits_sequence(value, s) for axis, s in zip(self.axes, along(state), strict=False))
 
+    def work(self, index: int) -> Work:
+        """The work of a node, whole."""
+        return self.axes[0].work(index)
+
     def flops(self, index: int) -> float:
         """Operations of the forward pass of a node."""
         return self.axes[0].flops(index)
@@ -100,7 +101,7 @@ class JointLegality(Legality):
     def on(self, tape: Tape) -> JointLegality:
         """The same of a tape that differs from this one in sizes, and in what autograd keeps."""
         other = copy.copy(self)
-        other.tape, other._works = tape, {}
+        other.tape = tape
         other.axes = (self.axes[0].on(tape), self.axes[1].on(tape))
         return other
 
