@@ -139,3 +139,22 @@ def test_a_bias_makes_a_backward_product_no_longer() -> None:
         assert work.inputs_back == 1
         seconds.append(costs.compute(work, node, tape.values, *states))
     assert seconds[1] == pytest.approx(seconds[0], rel=1e-3)
+
+
+def test_the_forward_pass_is_what_gradients_leave_of_the_time() -> None:
+    """Of a frozen layer half of the time, or all where no gradient flows through it."""
+
+    def parts(trained: str) -> tuple[float, float]:
+        with torch.device("meta"):
+            model, x = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3))), torch.empty(8192, 4096)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.partition(".")[0] in trained)
+        plan = EagerPlanner(host_of()).plan(model, (x,), PlanRequest(cluster=DGX_H100, world_size=1))[0]
+        assert plan.predicted is not None and plan.predicted.split is not None
+        (stage,) = plan.predicted.split.stages
+        return stage.forward_seconds, stage.backward_seconds
+
+    once = parts("012")[0] / 3
+    assert parts("012") == pytest.approx((3 * once, 5 * once))  # the input gets no gradient
+    assert parts("0") == pytest.approx((3 * once, 3 * once))
+    assert parts("2") == pytest.approx((3 * once, once))

@@ -41,18 +41,24 @@ def timed(cluster: Cluster, op: Operation) -> tuple[float, float]:
     launches += around
     if op.kind == "view":
         view = cluster.measured("view", "float32")
-        return (launches if view is None else view.seconds(1.0, (True, op.backward)) + around), FORWARD
+        return (launches if view is None else view.seconds(1.0, (True, op.backward)) + around), _usual(op)
     # the gradient of a table is filled with zeros first
     filled = op.table_bytes / cluster.streams if op.backward else 0.0
     known = cluster.measured(op.kind, op.dtype) or cluster.measured(op.kind, "float32")
     if known is not None:
         busy = _measured(cluster, known, op) + filled
-        return (max(busy, launches) if cluster.hides_launch else busy + around), FORWARD
+        return (max(busy, launches) if cluster.hides_launch else busy + around), _usual(op)
     ahead = max(op.flops / cluster.rate(op.dtype), op.nbytes / cluster.streams)
     busy = ahead + (_back(cluster, op, ahead) + filled if op.backward else 0.0)
     return (
         max(busy, launches) if cluster.hides_launch else busy + launches
     ), ahead / busy if busy else FORWARD
+
+
+def _usual(op: Operation) -> float:
+    """The part of the seconds that is the forward pass where no more is known: what its gradients leave."""
+    operands = min(op.gradients, 2) / 2 if op.flops else 1.0
+    return 1 / (1 + BACKWARD * operands) if op.backward else 1.0
 
 
 def _back(cluster: Cluster, op: Operation, ahead: float) -> float:
