@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright_dtensor.strategy import ModuleWork
 from meshwright_pipeline.holding import FIRST, FORWARD, LATE, WHOLE, Actions, Bytes, Fullest
+from meshwright_pipeline.reading import joined
 
 
 def one_by_one(own: list[int], stages: int, sizes: Bytes) -> tuple[float, Fullest]:
@@ -23,7 +25,8 @@ def one_by_one(own: list[int], stages: int, sizes: Bytes) -> tuple[float, Fulles
             moments.append(Fullest(now, 0.0, made))
             continue
         if kind != LATE:
-            moments.append(Fullest(now, sizes.over[stage], made))
+            over = sizes.first if kind == FIRST and sizes.split else sizes.over
+            moments.append(Fullest(now, over[stage], made))
         if kind == WHOLE or (kind == FIRST and not sizes.split):
             now -= sizes.saved[stage]
         elif kind == FIRST:
@@ -53,8 +56,8 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, Bytes]:
             done += [FIRST * stages + stage, LATE * stages + stage] if halves else [WHOLE * stages + stage]
         every.append([FORWARD * stages + stage for _, stage in open_] + done)
     size = st.integers(0, 1000).map(float)
-    saved, over, waiting, gradients = (draw(st.tuples(*[size] * stages)) for _ in range(4))
-    return every, stages, Bytes(saved, over, waiting, gradients, draw(st.booleans()))
+    saved, over, waiting, gradients, first = (draw(st.tuples(*[size] * stages)) for _ in range(5))
+    return every, stages, Bytes(saved, over, waiting, gradients, draw(st.booleans()), first)
 
 
 @settings(max_examples=200, deadline=None)
@@ -69,7 +72,7 @@ def test_all_at_once_is_one_by_one(case: tuple[list[list[int]], int, Bytes]) -> 
 
 
 def test_gradients_stay_once_their_first_backward_is_over() -> None:
-    sizes = Bytes((4.0,), (1.0,), (0.0,), (10.0,), False)
+    sizes = Bytes((4.0,), (1.0,), (0.0,), (10.0,), False, (1.0,))
     numbers = [FORWARD, WHOLE, FORWARD, WHOLE]
     ((most,), (full,)) = Actions([numbers], 1).held(sizes)
     assert most == 4.0
@@ -78,6 +81,21 @@ def test_gradients_stay_once_their_first_backward_is_over() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_rank_without_actions_holds_nothing(split: bool) -> None:
-    sizes = Bytes(*([(1.0, 1.0)] * 4), split)
+    sizes = Bytes(*([(1.0, 1.0)] * 4), split, (1.0, 1.0))
     held, fullest = Actions([[FORWARD * 2, WHOLE * 2], []], 2).held(sizes)
     assert list(itertools.chain(held[1:], fullest[1:])) == [0.0, Fullest()]
+
+
+def test_in_a_first_half_what_waits_is_there_already() -> None:
+    """Three modules, run backward from the last: what the others leave lies beside each, and nothing that is kept is freed."""
+    parts = [
+        ModuleWork("m", 1.0, 100.0, beside=beside, waiting=waiting)
+        for beside, waiting in ((5, 1), (9, 7), (2, 4))
+    ]
+    run = joined("m", parts)
+    assert run.first == max(5 + 7 + 4, 9 + 4, 2)
+    assert run.over == 2  # whole backwards free 100 bytes with each module
+    assert joined("m", parts[:1]).then(joined("m", parts[1:])).first == run.first
+    sizes = Bytes((300.0,), (run.over,), (run.waiting,), (0.0,), True, (run.first,))
+    (_,), (full,) = Actions([[FORWARD, FIRST, LATE]], 1).held(sizes)
+    assert full == Fullest(300.0, run.first, 0.0)

@@ -217,6 +217,7 @@ def _stage_costs(parts: Divided, link: Link, request: SearchRequest, shape: Shap
         # the first stage has no inputs: all of its backward is left to the second half
         tuple(one.waiting if i else 0.0 for i, one in enumerate(loads)),
         tuple(share * request.gradient_bytes for share in parts.shares),
+        first=tuple(one.first if i else one.over for i, one in enumerate(loads)),
     )
 
 

@@ -36,6 +36,7 @@ class Bytes:
     waiting: Sequence[float]
     gradients: Sequence[float]
     split: bool
+    first: Sequence[float]
 
 
 class Actions:
@@ -55,10 +56,12 @@ class Actions:
     def held(self, sizes: Bytes) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
         """Per rank, the most bytes of activations that it holds at once, and when it holds most with all there is beside."""
         kinds, stages = self._kinds, self._stages
-        saved, over, waiting, gradients = (
+        saved, over, waiting, gradients, first = (
             np.asarray(own, dtype=float)[stages]
-            for own in (sizes.saved, sizes.over, sizes.waiting, sizes.gradients)
+            for own in (sizes.saved, sizes.over, sizes.waiting, sizes.gradients, sizes.first)
         )
+        if sizes.split:
+            over = np.where(kinds == FIRST, first, over)
         zero = np.zeros_like(saved)
         if sizes.split:
             freed = {WHOLE: -saved, FIRST: waiting, LATE: -(saved + waiting)}

@@ -27,6 +27,7 @@ class StageCosts:
         saved: bytes that are kept from its forward to the end of its backward; () where nobody asks for bytes.
         sending: seconds of a message over each cut, one fewer than stages; () where they cost nothing.
         over: the most bytes that are alive while it runs backward, beyond what was kept of it; () for none.
+        first: the same in the first half of a split backward; () for the same bytes.
         waiting: bytes that the first half of a split backward leaves for the second; () for none.
         gradients: bytes of the gradients of its parameters, there from the end of its first backward on; () for none.
         split: False where the first half of a backward is all of it, as in stages that run modules again.
@@ -42,6 +43,7 @@ class StageCosts:
     gradients: tuple[float, ...] = ()
     halving: tuple[float, ...] = ()
     split: bool = True
+    first: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _held(steps: Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, .
     """What ranks hold, as in Prediction."""
     nothing = (0.0,) * shape.stages
     over, waiting, gradients = (own or nothing for own in (costs.over, costs.waiting, costs.gradients))
-    return steps.actions.held(Bytes(costs.saved, over, waiting, gradients, costs.split))
+    return steps.actions.held(Bytes(costs.saved, over, waiting, gradients, costs.split, costs.first or over))
 
 
 @functools.lru_cache(maxsize=256)

@@ -36,6 +36,7 @@ class Run:
         shared: what it keeps of it and of others.
         over: the most bytes that are alive while it runs backward, beyond all that it keeps itself.
         waiting: bytes that lie between the halves of a split backward.
+        first: as `over`, in the first half of a split backward: nothing is freed, and what waits is there already.
         entering: (number of a value, module that made it, bytes).
     """
 
@@ -47,6 +48,7 @@ class Run:
     over: float = 0.0
     waiting: float = 0.0
     entering: frozenset[tuple[int, str, int]] = frozenset()
+    first: float = 0.0
 
     @property
     def kept(self) -> float:
@@ -66,6 +68,7 @@ class Run:
             max(self.over - later, other.over),
             self.waiting + other.waiting,
             self.entering | other.entering,
+            max(self.first + other.waiting, other.first),
         )
 
 
@@ -75,7 +78,7 @@ NOTHING = Run("")
 def joined(unit: str, parts: Iterable[ModuleWork], before: Run = NOTHING) -> Run:
     """The work of modules, one behind the other, behind what came before: as `Run.then`, part by part, but made once."""
     seconds, forward, saved, waiting = before.seconds, before.forward, before.saved_bytes, before.waiting
-    over, shared, entering = before.over, before.shared, set(before.entering)
+    over, shared, entering, first = before.over, before.shared, set(before.entering), before.first
     for part in parts:
         seconds += part.seconds
         forward += part.seconds * part.forward
@@ -85,10 +88,11 @@ def joined(unit: str, parts: Iterable[ModuleWork], before: Run = NOTHING) -> Run
             later = part.saved_bytes + shared_bytes(both) - shared_bytes(shared)
             shared = both
         over = max(over - later, part.beside)
+        first = max(first + part.waiting, part.beside)
         saved += part.saved_bytes
         waiting += part.waiting
         entering |= part.entering
-    return Run(unit, seconds, forward, saved, shared, over, waiting, frozenset(entering))
+    return Run(unit, seconds, forward, saved, shared, over, waiting, frozenset(entering), first)
 
 
 @dataclass(frozen=True)
