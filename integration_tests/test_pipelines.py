@@ -21,8 +21,8 @@ def check(rank: int, size: int, model: str, pins: dict[str, Any], max_norm: floa
     torch.manual_seed(0)
     built = case.model()
     batch = case.batch()
-    plan = mw.plan(built, batch, world_size=size, cluster="laptop-cpu", **pins)
-    assert plan.pipeline is not None and plan.pipeline.microbatches > 1
+    plan = mw.plan(built, batch, world_size=size, cluster="laptop-cpu", microbatches=2, **pins)
+    assert plan.pipeline is not None and plan.pipeline.microbatches == 2
     report = verify(
         case.model,
         batch,
