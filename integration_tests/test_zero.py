@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from test_planner_models import build, example
 
 import meshwright as mw
@@ -108,3 +109,25 @@ def test_verified(rank_pool: RankPool, options: dict[str, Any]) -> None:
     plan = mw.plan(build("llama"), example(), cluster="laptop-cpu", world_size=4, dp=4, **options)
     for ok, text in rank_pool.run(4, verified, plan):
         assert ok, text
+
+
+def test_running_again_may_be_faster_than_gathering_twice() -> None:
+    """On a slow network stage 2 with a little run again beats stage 3, though stage 3 fits with nothing run again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2560,
+        intermediate_size=6912,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        vocab_size=50257,
+    )
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.empty(64, 1024, dtype=torch.long)
+    options = {"cluster": "p3.16xlarge", "world_size": 16, "precision": "bf16", "tp": 1, "pp": 1, "cp": 1}
+    free = mw.plan(model, {"input_ids": ids, "labels": ids}, **options)
+    steps = [
+        mw.plan(model, {"input_ids": ids, "labels": ids}, zero=stage, **options).predicted.step_seconds
+        for stage in (2, 3)
+    ]
+    assert steps[0] < steps[1] and free.predicted.step_seconds <= steps[0]

@@ -164,9 +164,18 @@ class _Explorer:
         last = self._estimate(Point.of(degrees, chain[-1][0], way, chain[-1][1]))
         if last is None or last.excess_bytes:
             return min((c for c in (first, last) if c is not None), key=estimated)
-        tried = (self._estimate(Point.of(degrees, stage, way, policy)) for stage, policy in chain[:-1])
-        # what runs twice costs more than what is gathered twice, so the first that fits is the fastest
-        return next((c for c in tried if c is not None and not c.excess_bytes), last)
+        best = last
+        for stage, policy in chain[:-1]:
+            if best is not last and (stage == best.point.stage or first.step_seconds >= best.step_seconds):
+                continue
+            found = self._estimate(Point.of(degrees, stage, way, policy))
+            if found is None or found.excess_bytes:
+                continue
+            best = min(best, found, key=lambda c: c.step_seconds) if best is not last else found
+            # with parameters gathered once nothing later is faster; gathered twice, running more again may be
+            if stage == stages[0]:
+                break
+        return best
 
     def ease(self) -> None:
         """Where all blocks of a pipeline run again, let stages choose: the fastest first, while that may be among the best."""
