@@ -22,8 +22,9 @@ from meshwright_planner.simulation import (
     parse_straggler,
 )
 from meshwright_planner.simulation import simulate as simulate_with
-from meshwright_planner.simulation.events import Drain, Post, Receive, Send, Work, run
+from meshwright_planner.simulation.events import Drain, Post, Receive, Send, Span, Work, run
 from meshwright_planner.simulation.faults import degraded
+from meshwright_planner.simulation.replay import _chain
 from meshwright_planner.simulation.steps import steps_of
 
 BUCKET = 25 * 2**20
@@ -300,3 +301,14 @@ def test_sums_of_a_pipeline_start_when_its_last_microbatch_has_gone_back(
     assert total < 2.0 and (added < 0.3 * total) == hidden
     if not hidden:
         assert added == pytest.approx(total, rel=0.01)
+
+
+def test_ranks_that_wait_for_each_other_are_a_chain_that_ends() -> None:
+    """Both wait at one moment, each for the other: the chain goes on behind that, it does not go round."""
+    first = [Span(0.0, 1.0, "forward", "compute"), Span(1.0, 3.0, "message", "wait", 1)]
+    second = [Span(0.0, 2.0, "forward", "compute"), Span(2.0, 3.0, "message", "wait", 0)]
+    outcome = SimpleNamespace(seconds=3.0, ends={0: 3.0, 1: 3.0}, spans={0: first, 1: second})
+    load = SimpleNamespace(actors=lambda: [0, 1], ranks=lambda actor: [actor])
+    found = _chain(load, outcome)  # type: ignore[arg-type]
+    assert sum(seconds for _, _, seconds in found) == pytest.approx(3.0)
+    assert ("compute" in {kind for _, kind, _ in found}) and ("wait" in {kind for _, kind, _ in found})

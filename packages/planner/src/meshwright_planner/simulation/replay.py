@@ -280,17 +280,19 @@ def _chain(load: Workload, outcome: Outcome) -> list[tuple[tuple[int, ...], str,
     actor: Any = max(load.actors(), key=lambda a: (outcome.ends[a], a))
     now, totals = outcome.seconds, dict[tuple[Any, str], float]()
     index = {a: len(outcome.spans[a]) - 1 for a in load.actors()}
+    asked: set[Any] = {actor}  # at this moment: ranks that wait for each other are nobody's fault
     while now > 0 and index[actor] >= 0:
         span = outcome.spans[actor][index[actor]]
         if span.start >= now:
             index[actor] -= 1
             continue
         until = min(now, span.end)
-        if span.kind == "wait":
+        if span.kind == "wait" and span.culprit not in asked:
             actor = span.culprit
+            asked.add(actor)
             continue
         totals[actor, span.kind] = totals.get((actor, span.kind), 0.0) + until - span.start
-        now = span.start
+        now, asked = span.start, {actor}
     return [(tuple(load.ranks(a)), kind, seconds) for (a, kind), seconds in reversed(totals.items())]
 
 
