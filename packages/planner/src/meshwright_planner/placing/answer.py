@@ -33,7 +33,6 @@ class Placement:
         variables, binaries, rows: size of the program.
         seconds: time to build and solve.
         times: microbatches that the counts, seconds and bytes are of.
-        again_seconds: of the compute seconds, those of forward work that runs once more in the backward pass.
         again: representative node -> the part of its copies that runs twice, where some do.
         bound: an objective that no placement goes below, where this one need not be the best.
     """
@@ -52,7 +51,6 @@ class Placement:
     seconds: float
     objective: float
     times: int = 1
-    again_seconds: float = 0.0
     again: Mapping[int, float] = field(default_factory=dict)
     bound: float | None = None
 

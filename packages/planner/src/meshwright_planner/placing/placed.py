@@ -218,6 +218,5 @@ def _repeated(placement: Placement, times: int) -> Placement:
         forward_seconds=placement.forward_seconds * times,
         communication_seconds=placement.communication_seconds * times,
         saved_bytes=placement.saved_bytes * times,
-        again_seconds=placement.again_seconds * times,
         times=times,
     )

@@ -54,7 +54,6 @@ def recomputed(
         communication_seconds=between + inner,
         saved_bytes=kept_bytes(other, placement),
         again=again,
-        again_seconds=sum(o.seconds * again[k] * o.forward * counts[k] for k, o in placement.options.items()),
     )
     return other, found, alive_again(problem, placement, blocks, again)
 
