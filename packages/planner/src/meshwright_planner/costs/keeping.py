@@ -27,13 +27,8 @@ class SavedPlaces:
     @staticmethod
     def of(problem: PlacementProblem) -> SavedPlaces:
         """Those of the tape of a problem, looked up once for it and for all that differ from it in sizes only."""
-        tape = problem.tape
-        like = tape if tape.origin is None else tape.origin
-        # a quotient serves tapes of their own too, which may keep other tensors; the answer holds on to the one it is of
-        _, found = problem.quotient.once(
-            ("saved places", id(like), tape.recompute), lambda: (like, SavedPlaces._look(problem))
-        )
-        return found
+        key = ("saved places", problem.tape.recompute)
+        return problem.quotient.once_for(problem.tape, key, lambda _: SavedPlaces._look(problem))
 
     @staticmethod
     def _look(problem: PlacementProblem) -> SavedPlaces:

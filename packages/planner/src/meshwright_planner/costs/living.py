@@ -30,13 +30,8 @@ class Living:
     @staticmethod
     def of(problem: PlacementProblem) -> Living:
         """Those of the tape of a problem, looked up once for it and for all that differ from it in sizes only."""
-        tape = problem.tape
-        like = tape if tape.origin is None else tape.origin
-        # a quotient serves tapes of their own too, which may keep other tensors; the answer holds on to the one it is of
-        _, found = problem.quotient.once(
-            ("living", id(like), tape.recompute), lambda: (like, Living._look(problem))
-        )
-        return found
+        key = ("living", problem.tape.recompute)
+        return problem.quotient.once_for(problem.tape, key, lambda _: Living._look(problem))
 
     @staticmethod
     def _look(problem: PlacementProblem) -> Living:

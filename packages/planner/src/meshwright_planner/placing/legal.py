@@ -137,9 +137,7 @@ class Legality:
 
     def backward(self, index: int) -> Back:
         """What the backward pass of a node reads and writes."""
-        tape = self.tape if self.tape.origin is None else self.tape.origin
-        # a quotient serves tapes of their own too; the answer holds on to the one it is of
-        _, known = self.quotient.once(("backward", id(tape)), lambda: (tape, Backwards(tape)))
+        known = self.quotient.once_for(self.tape, "backward", Backwards)
         return known.of(self.tape, index)
 
     def option(self, index: int, ins: States, outs: States) -> Option:

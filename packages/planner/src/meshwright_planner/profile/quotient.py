@@ -57,6 +57,13 @@ class Quotient:
                     other = table[other]
                 table[index] = other
 
+    def once_for(self, tape: Tape, key: Hashable, make: Callable[[Tape], T]) -> T:
+        """`once`, for a tape and all that differ from it in sizes only: others may keep other tensors."""
+        like = tape if tape.origin is None else tape.origin
+        # the answer holds on to the tape that it is of, whose number nobody else has then
+        _, found = self.once((key, id(like)), lambda: (like, make(like)))
+        return found
+
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, made once for a key: what follows from the operations alone, whatever their sizes."""
         if key not in self._found:

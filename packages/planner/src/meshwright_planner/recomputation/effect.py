@@ -27,10 +27,8 @@ def recomputed(
     kept = region.saved(problem.tape)
     tape = replace(problem.tape, saved=kept, recompute=tuple(rules))
     other = problem.on(tape)
-    like = problem.tape if problem.tape.origin is None else problem.tape.origin
-    # a quotient serves tapes of their own too, which may keep other tensors; the answer holds on to the one it is of
-    _, blocks = problem.quotient.once(
-        ("dropped", id(like), tuple(rules)), lambda: (like, dropped(problem, region.block, kept))
+    blocks = problem.quotient.once_for(
+        problem.tape, ("dropped", tuple(rules)), lambda _: dropped(problem, region.block, kept)
     )
     again = region.again
     options = {
