@@ -81,6 +81,15 @@ def test_what_stays_of_gradients() -> None:
     assert costs[0] == costs[1]  # whole gradients are freed as they are shared in either
 
 
+def test_what_stage_3_holds() -> None:
+    """A block, the next with the row that it is gathered from, and what is outside of blocks."""
+    large, small = (ParameterSize((rows, 1024), (), (4, 2), True) for rows in (512, 256))
+    request = SearchRequest(4, 4, stage=3, units=((large,), (small,), (large,), (small,)))
+    whole = 2**20 * (2 + 1 + 2 + 1)
+    held = 2**20 * (2 * 1 + 1 / 4 + 0.5)
+    assert Zero().cost(request, 4, LINK).parameters == pytest.approx(1 / 4 + held / whole)
+
+
 def test_states() -> None:
     data, tensor = Data(), Tensor()
     assert data.input_state("ids", (8, 5), 8, 4) == 0

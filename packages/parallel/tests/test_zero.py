@@ -25,6 +25,7 @@ from meshwright_dtensor.testing import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.engine import gathering_of, reduction_of, shards
 from meshwright_parallel.engine.buckets import Single
+from meshwright_parallel.engine.copies import State, Unit
 from meshwright_parallel.strategies import zero as strategy
 
 STAGES = (1, 2, 3)
@@ -388,6 +389,30 @@ def measured_stack(stage: int) -> Any:
     assert not any(isinstance(b, Single) and b.rows is not None for b in reduction._buckets)
     log.events = [event for event in log.events if event.function == "zero"]
     return local, states, grads, sum(p.numel() for p in parameters), max(peak), unit, log.counts()
+
+
+def in_flight(rank: int, world_size: int) -> int:
+    """Most units at once whose rows have been asked for and are not laid out."""
+    model = parallelize(Stack(), zero_plan(3, zero=2))
+    engine = gathering_of(model)
+    assert engine is not None
+    flying: list[int] = []
+    launch = Unit.launch
+
+    def counted(unit: Unit) -> None:
+        launch(unit)
+        flying.append(sum(u.state is State.FLYING for u in unit.engine.units))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "launch", counted)
+        for _ in range(2):
+            model(torch.randn(4, WIDTH)).backward()
+    assert len(flying) >= 2 * (7 + 5)
+    return max(flying)
+
+
+def test_what_is_gathered_ahead_waits_until_the_unit_is_laid_out(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, in_flight) == [1, 1]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -144,8 +144,8 @@ class Gathering:
             unit.drop(keep_memory=not self.frees)
         if unit.state is State.STALE:
             unit.launch()
+        unit.finish()  # before the next is on its way: what both were gathered into would be there at once
         self._moved(unit)
-        unit.finish()
 
     def changed(self, unit: Unit) -> bool:
         """Outside of any forward: whether what was gathered is out of date."""

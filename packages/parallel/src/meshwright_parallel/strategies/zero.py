@@ -119,10 +119,9 @@ class Zero(Strategy):
                 exposed += late + max(0.0 if late else edge, sum(each) - late - seconds)
                 total += sum(each)
         shards = sum(unit.kept for unit in units)
-        largest = max((unit.computed for unit in blocks), default=0)
-        held = (
-            2 * largest + units[-1].computed if request.stage == 3 else sum(unit.computed for unit in units)
-        )
+        # one block is computed with while the next is gathered, from a row of this rank's parts
+        largest = max((2 * unit.computed + unit.sent for unit in blocks), default=0)
+        held = largest + units[-1].computed if request.stage == 3 else sum(unit.computed for unit in units)
         trained = sum(unit.trained for unit in units)
         rest = trained if piped else sum(unit.trained_kept for unit in units)
         gradients = rest + max(unit.buffered for unit in units)
@@ -141,7 +140,8 @@ class Zero(Strategy):
 class _Unit:
     """Bytes of one unit: stored whole, kept by one rank, computed with; whole and kept of what is trained; and moved.
 
-    `gathers` and `shares`: of each collective, what is moved together first; `buffered`: of gradients on their way.
+    `sent`: of the row that this rank's parts are copied into; `gathers` and `shares`: of each collective, what is moved
+    together first; `buffered`: of gradients on their way.
     """
 
     stored: int
@@ -149,6 +149,7 @@ class _Unit:
     computed: int
     trained: int
     trained_kept: int
+    sent: int
     gathers: tuple[int, ...]
     shares: tuple[int, ...]
     buffered: int
@@ -191,7 +192,16 @@ class _Unit:
         gathers += [gathered] if gathered else []
         shares += [shared] if shared else []
         return _Unit(
-            stored, kept, computed, trained, trained_kept, tuple(gathers), tuple(shares), buffered, left
+            stored,
+            kept,
+            computed,
+            trained,
+            trained_kept,
+            gathered // degree,
+            tuple(gathers),
+            tuple(shares),
+            buffered,
+            left,
         )
 
 
