@@ -197,6 +197,26 @@ def test_an_estimate_takes_what_is_known_of_other_microbatches() -> None:
     ]
 
 
+def test_an_estimate_that_is_out_of_the_question_looks_at_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []
+    look = Lookout.look
+    monkeypatch.setattr(Lookout, "look", lambda *given: looks.append(given[2]) or look(*given))
+    options = {"schedule": "1f1b", "microbatches": 4}
+    request = replace(asked_for(judged(WHOLE["products"]), judged_batch(0), "1f1b"), options=options)
+
+    def found(**changes: Any) -> StrategyCost:
+        return Pipeline().cost(replace(request, **changes), 2, LINK)
+
+    least = found(rough=True, beyond=1e-3)
+    assert not looks and "loss" not in least.fields["pipeline"]
+    known = found(rough=True, beyond=1e9)
+    assert len(looks) == 1 and known.fields["pipeline"]["loss"] == "batch"
+    assert least.compute <= known.compute  # what adds up takes no longer
+    assert found(beyond=1e-3) == known  # no estimate
+    assert found(rough=True, beyond=1e-3) == known  # what is known is taken
+    assert len(looks) == 1
+
+
 def test_what_lies_behind_the_units_runs_once_between() -> None:
     """2 stages of 3 and 4 units; behind them a loss of 4 x 0.5 s that keeps 4 x 960 bytes, and what it takes."""
     found = cost(judged(WHOLE["products"]), judged_batch(0), "gpipe", microbatches=4)

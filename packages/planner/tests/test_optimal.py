@@ -16,6 +16,7 @@ from enumerating import FREE, brute_force, bytes_of, every_cost, problem_of
 from torch import nn
 
 from meshwright_dtensor.states import is_shard
+from meshwright_planner.placing.building import Build
 from meshwright_planner.placing.placement import PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms
 from meshwright_planner.profile.batch import Batch
@@ -104,3 +105,20 @@ def test_no_placement_costs_less_where_memory_counts(seed: int) -> None:
     assert all(is_shard(solved.stored[v]) for v in divided)
     cost = solved.compute_seconds + solved.communication_seconds + memory.price * taken
     assert cost == pytest.approx(best, rel=1e-4, abs=1e-8)
+
+
+def test_what_one_consumer_alone_may_need_is_no_variable() -> None:
+    """Its price is on the edges; what several consumers may share is a variable of its own."""
+    several = 0
+    for seed in range(10):
+        build = Build(problem_by_lot(random.Random(seed)), FREE, frozenset())
+        for event in build.events:
+            shared = len({(user.node, user.position) for user in event.users}) > 1
+            several += shared
+            assert (event.column is not None) == shared
+            seconds = build.costs.collective(event.collective) * event.count
+            if event.column is not None:
+                assert build.program.cost[event.column] == seconds
+            else:
+                assert all(build.program.cost[user.edge] >= seconds for user in event.users)
+    assert several

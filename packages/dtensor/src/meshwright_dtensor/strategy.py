@@ -164,6 +164,7 @@ class SearchRequest:
         example: for the same strategy, positional and keyword arguments of the batch that is planned for; its tensors need
             have no values. None where it is not known.
         rough: the answer is an estimate, one of many: where it takes a trial of the model, what is known of a similar one will do.
+        beyond: of such an estimate, seconds of a step from which it is out of the question; it may then say less than it takes.
         thorough: where a strategy says which degrees and ways there are, all that are legal, not only those worth a try unasked.
     """
 
@@ -200,6 +201,7 @@ class SearchRequest:
     numbers: frozenset[tuple[str, str]] = frozenset()
     example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
     rough: bool = False
+    beyond: float = math.inf
     thorough: bool = False
 
 

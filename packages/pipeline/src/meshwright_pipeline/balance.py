@@ -56,18 +56,19 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     found = known.read(request.work)
     tail: Run | None = None
     single = shape.microbatches == request.batch_size
-    foreseen = None
+    foreseen = now = None
+    case = _Case(request, link, found, known, schedule, shape)
     if shape.microbatches > 1:
-        foreseen = known.foreseen(request.example, single, request.rough)
+        if request.rough and not known.looked:  # the first look takes longer than all estimates together
+            now = case.run(case.even(), not request.recompute)
+        if now is None or now.step.seconds < request.beyond:
+            foreseen = known.foreseen(request.example, single, request.rough)
     late = foreseen is not None and not foreseen.adds
     if late:  # what runs then, see behind
-        schedule, found, tail = Behind(schedule), without_tail(found), tail_of(found)
-    parts = found.once(
-        ("divided", shape.stages),
-        lambda: divided(found, known, even_cuts(found, known, shape.ranks, shape.stages)),
-    )
-    case = _Case(request, link, found, known, schedule, shape, tail)
-    now = case.run(parts, not request.recompute)
+        schedule, found, tail, now = Behind(schedule), without_tail(found), tail_of(found), None
+        case = _Case(request, link, found, known, schedule, shape, tail)
+    parts = case.even()
+    now = now or case.run(parts, not request.recompute)
     policies: Mapping[str, str] = {}
     if request.relief and request.again:
         room = now.fullest.total(request)[0] - request.relief
@@ -143,6 +144,14 @@ class _Case:
     schedule: Schedule
     shape: Shape
     tail: Run | None = None
+
+    def even(self) -> Divided:
+        """Stages of equal time."""
+        found, known, shape = self.found, self.known, self.shape
+        return found.once(
+            ("divided", shape.stages),
+            lambda: divided(found, known, even_cuts(found, known, shape.ranks, shape.stages)),
+        )
 
     def run(self, parts: Divided, split: bool) -> _Outcome:
         """A step with these stages; `split`: split backwards are run in halves."""

@@ -134,6 +134,11 @@ class Surveyed:
             self._foreseen[single] = self._lookout.look(example, single)
         return self._foreseen[single]
 
+    @property
+    def looked(self) -> bool:
+        """Whether something is foreseen of the loss already."""
+        return bool(self._foreseen)
+
     @cached_property
     def normalising(self) -> str | None:
         """A module that normalises by the statistics of the batch that it is given; None where there is none."""

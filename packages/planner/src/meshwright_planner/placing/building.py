@@ -6,7 +6,8 @@ Variables, all in [0, 1]:
 - l[value, state]: how a parameter is stored; binary, one per parameter.  Inputs and buffers are replicated.
 - e[edge, p, s]: the producer leaves the value in p and the consumer wants it in s.  Continuous: both marginals are
   tied to the binaries (the local polytope), so the relaxation is tight and is mostly solved at the root.
-- c[value, kinds]: the conversion happens; at least every e that needs it, so that consumers share one collective.
+- c[value, kinds]: the conversion happens; at least every e that needs it, so that consumers share one collective.  One that a
+  single consumer may need is a price of its e.
 - m[storage, split]: autograd keeps this storage, whole or sharded; at least every option that keeps it so.
 
 Objective: seconds of compute and communication, plus a price per byte of memory.  Constraint, on demand: memory.
@@ -15,7 +16,7 @@ Objective: seconds of compute and communication, plus a price per byte of memory
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -152,10 +153,7 @@ class Build:
                 if kind not in kinds:
                     needs = Collective(kind, nbytes)
                     kinds[kind] = needs, self.costs.collective(needs)
-                needs, seconds = kinds[kind]
-                event = shared[key] = Event(
-                    program.variable(seconds * count), value, key[1], key[0], needs, count
-                )
+                event = shared[key] = Event(value, key[1], key[0], kinds[kind][0], count)
             event.users.append(user)
 
         for node, position, flows in consumers:
@@ -190,7 +188,10 @@ class Build:
             self._flow(node, (produced, leaving), (wanted, arriving))
         for event in shared.values():
             self.events.append(event)
-            self._serve(event.column, ((user.node, user.position, user.edge) for user in event.users))
+            seconds = kinds[event.collective.kind][1] * event.count
+            event.column = self._serve(
+                seconds, [(user.node, user.position, user.edge) for user in event.users]
+            )
 
     def _flow(self, node: int, out: _End, into: _End) -> None:
         """A value leaves in the state that it is in, and arrives in the one that `node` wants."""
@@ -201,13 +202,23 @@ class Build:
         for target, columns in wanted.items():
             self.program.compare(arriving[target], columns, once, once)
 
-    def _serve(self, column: int, users: Iterable[tuple[int, int, int]]) -> None:
-        """What is done for several is done where one of them asks: (node, position, edge variable)."""
+    def _serve(self, seconds: float, users: Sequence[tuple[int, int, int]]) -> int | None:
+        """What is done for several is done once, where one of them asks: (node, position, edge variable).
+
+        Returns the variable of it; None where it is for one alone, of whose edges it is a price.
+        """
+        node, position, _ = users[0]
+        if all(user[0] == node and user[1] == position for user in users):
+            for _, _, edge in users:
+                self.program.cost[edge] += seconds
+            return None
+        column = self.program.variable(seconds)
         edges: dict[tuple[int, int], list[int]] = defaultdict(list)
         for node, position, edge in users:
             edges[node, position].append(edge)
         for asked in edges.values():
             self.program.compare((column,), asked, 0.0, np.inf)
+        return column
 
     def _saved(self) -> None:
         """Memory of what autograd keeps: one variable per storage and per way (whole, sharded) it is kept in."""
@@ -253,7 +264,7 @@ class Build:
         """The collectives of a solution."""
         # what costs nothing may be chosen for nobody
         wanted = (event for event in self.events if any(x[user.edge] > 0.5 for user in event.users))
-        return [event.chosen(x) for event in wanted if x[event.column] > 0.5]
+        return [event.chosen(x) for event in wanted if event.column is None or x[event.column] > 0.5]
 
     def read(self, answer: Any, seconds: float) -> Placement:
         """The placement that a solution stands for."""

@@ -164,15 +164,15 @@ class User(NamedTuple):
 
 @dataclass
 class Event:
-    """A collective that may happen, by variable `column`."""
+    """A collective that may happen: by variable `column`, or where that is None whenever one of its users asks."""
 
-    column: int
     value: int
     source: State
     phase: Phase
     collective: Collective
     count: int
     users: list[User] = field(default_factory=list)
+    column: int | None = None
 
     def chosen(self, x: Any) -> Conversion:
         """What it is in a solution."""

@@ -34,10 +34,11 @@ def cost(
     searched: tuple[str, ...],
     easing: Easing | None = None,
     rough: bool = False,
+    beyond: float = math.inf,
 ) -> Candidate:
     """The candidate with the degrees of `point` (of every axis) and these placements on the axes that were `searched`.
 
-    `easing`: what stages may run again, and for how much memory; `rough`: see SearchRequest.
+    `easing`: what stages may run again, and for how much memory; `rough` and `beyond`: see SearchRequest.
 
     Raises:
         PlanError: a strategy cannot have it so.
@@ -78,6 +79,7 @@ def cost(
         recompute=bool(placed.recompute),
         accelerated=setting.cluster.accelerated,
         rough=rough,
+        beyond=beyond,
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided, again = StrategyCost(), placed.recompute

@@ -143,8 +143,10 @@ class Search:
         return candidate
 
     # ---- estimated
-    def estimate(self, point: Point) -> Candidate:
+    def estimate(self, point: Point, beyond: float = math.inf) -> Candidate:
         """As `evaluate`, with placements that were found for another number of rows: no program is solved anew.
+
+        `beyond`: seconds from which it may say less than it takes.
 
         Raises:
             PlanError: a strategy cannot have it so.
@@ -153,7 +155,7 @@ class Search:
         tape = self._tape(point)
         exact = self._placed.get(self._key(point, tape, axes))
         if exact is not None:
-            return self._costed(point, exact, axes, rough=True)
+            return self._costed(point, exact, axes, True, beyond)
         family = (
             self.setting.dtype,
             *self._joined(point, axes),
@@ -166,7 +168,7 @@ class Search:
         if model is None or len(model.problem.tape.values) != len(tape.values):
             model = self._models[family] = self._model(family, point, tape, axes)
         own = model if model.problem.tape is tape else model.at(tape)
-        return self._costed(point, own, axes, rough=True)
+        return self._costed(point, own, axes, True, beyond)
 
     def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
         known = self.shared.models.get(family)
@@ -244,7 +246,9 @@ class Search:
     def _new(self, problem: PlacementProblem, placement: Placement) -> Placed:
         return Placed(self.basis, self.rules, problem, placement)
 
-    def _costed(self, point: Point, placed: Placed, axes: Axes, rough: bool = False) -> Candidate:
+    def _costed(
+        self, point: Point, placed: Placed, axes: Axes, rough: bool = False, beyond: float = math.inf
+    ) -> Candidate:
         if point.recompute == BY_STAGE:
             known, free = self._full.get((point.but(recompute=None), rough), (None, None))
             found = (
@@ -253,7 +257,7 @@ class Search:
                 else replace(free, point=point)
             )
             return eased(found, placed, self._again(point, placed))
-        found = cost(point, placed.with_recompute(self.recompute(point)), axes, rough=rough)
+        found = cost(point, placed.with_recompute(self.recompute(point)), axes, rough=rough, beyond=beyond)
         if point.recompute is None and found.excess_bytes:
             self._full[point, rough] = placed, found
         return found

@@ -219,7 +219,7 @@ class _Explorer:
     def _estimate(self, point: Point) -> Candidate | None:
         try:
             self.estimates += 1
-            found = self.search.estimate(point)
+            found = self.search.estimate(point, self.bound)
         except PlanError as refused:
             self.refused = refused
             if self.keeps and not isinstance(refused, Unsolved):  # of that nothing is known

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Made:
-    """A stage that may be carried out, and by variable `column` who asks for it: (node, position, edge variable)."""
+    """A stage that may be carried out, and who asks for it: (node, position, edge variable).
 
-    column: int
+    By variable `column`, or where that is None whenever one of them asks.
+    """
+
     value: int
     stage: Stage
     count: int
+    seconds: float
+    column: int | None = None
     users: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -48,6 +52,7 @@ class JointBuild(Build):
         program, whole = self.program, self.problem.whole
         produced = self.producers[value]
         shared: dict[Any, _Made] = {}
+        known = len(self.made)
         # a weight is converted at each of its uses
         alone = len(consumers) == 1 or self.problem.is_parameter(value)
         for node, position, flows in consumers:
@@ -76,25 +81,22 @@ class JointBuild(Build):
                         if not any(True for _ in self.problem.moves(value, stage)):
                             continue
                         seconds = self.problem.seconds(value, here, stage) * count
-                        if alone or not stage.kept:  # what nobody shares is a price of the edge itself
-                            program.cost[e] += seconds
-                            user = (node, position, e)
-                            self.made.append(_Made(e, value, stage, count, [user]))
-                            continue
-                        key = (source, here, stage.target, flows)
-                        if key not in shared:
-                            column = program.variable(seconds)
-                            shared[key] = _Made(column, value, stage, count)
-                        shared[key].users.append((node, position, e))
+                        made = _Made(value, stage, count, seconds)
+                        if alone or not stage.kept:  # nobody shares it
+                            self.made.append(made)
+                        else:
+                            made = shared.setdefault((source, here, stage.target, flows), made)
+                        made.users.append((node, position, e))
             self._flow(node, (produced, leaving), (wanted, arriving))
-        for made in shared.values():
-            self.made.append(made)
-            self._serve(made.column, made.users)
+        self.made += shared.values()
+        for made in self.made[known:]:
+            made.column = self._serve(made.seconds, made.users)
 
     def _chosen(self, x: Any) -> list[Conversion]:
         # what costs nothing may be chosen for nobody
         wanted = (made for made in self.made if any(x[edge] > 0.5 for _, _, edge in made.users))
-        return [c for made in wanted if x[made.column] > 0.5 for c in self._collectives(made, x)]
+        chosen = (made for made in wanted if made.column is None or x[made.column] > 0.5)
+        return [c for made in chosen for c in self._collectives(made, x)]
 
     def _collectives(self, made: _Made, x: Any) -> Iterable[Conversion]:
         consumers = tuple((node, position) for node, position, edge in made.users if x[edge] > 0.5)
