@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from counting import counted
-from planner_models import LAPTOP_CPU, Transformer, eager, tokens
+from planner_models import HOST, LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.planning import PlanRequest
+from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.profile import tapes
+from meshwright_planner.search.evaluator import Search
 
 
 class Contrastive(nn.Module):
@@ -80,3 +82,22 @@ def test_models_that_take_no_few_rows_are_recorded_as_they_are() -> None:
     plan = eager().plan(model, batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))[0]
     assert plan.predicted is not None
     assert plan.predicted.total_bytes == pytest.approx(counted(model, batch), rel=0.05)
+
+
+def test_one_row_is_recorded_only_where_it_may_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is far out of the question by tapes of more rows is left at that."""
+    rows: list[int] = []
+    record = tapes.record
+    monkeypatch.setattr(
+        tapes, "record", lambda model, batch, *rest: rows.append(batch.size) or record(model, batch, *rest)
+    )
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=4)
+    search = Search(eager().setting(Transformer(), tokens(rows=4), request, HOST), default_rules())
+    search.estimate(search.point({"dp": 2}))  # two rows each; what four say comes with it
+    point = search.point({"dp": 4})
+    far = search.estimate(point, 1e-9)
+    assert 1 not in rows
+    near = search.estimate(point, far.step_seconds)
+    assert rows[-1] == 1 and len(rows) == 3
+    assert near == search.estimate(point) == search.estimate(point, 1e-9)  # what is known is taken
+    assert far.step_seconds == pytest.approx(near.step_seconds, rel=0.01)

@@ -31,6 +31,7 @@ class Tapes:
 
     def __init__(self) -> None:
         self._tapes: dict[object, Tape] = {}
+        self._about: dict[object, Tape | None] = {}
         self._families: dict[object, Family | None] = {}
         self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
 
@@ -38,6 +39,21 @@ class Tapes:
         """The tape of what one rank computes at once: a microbatch of its part of the batch."""
         shapes = _shapes(basis, degrees, microbatches)
         return self._find(basis, rules, basis.setting.batch, shapes)
+
+    def about(
+        self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1
+    ) -> Tape | None:
+        """Where that would have to be recorded, what tapes of more rows say of it; None where it is known or they say nothing.
+
+        A model may do less for a single row than for one of several: this has its sizes, and no fewer nodes.
+        """
+        shapes = _shapes(basis, degrees, microbatches)
+        key = (basis.setting.dtype, *shapes.values())
+        if key in self._tapes:
+            return None
+        if key not in self._about:
+            self._about[key] = self._scaled(basis, rules, basis.setting.batch, shapes, one_too=True)
+        return self._about[key]
 
     def other(
         self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1

@@ -42,6 +42,9 @@ PRICE = 1e-15
 LEAST_PATIENCE = 60.0
 """Seconds that a placement may take when the time of the search is over."""
 
+FAR = 1.5
+"""Times as long as what is out of the question anyway: then what a single row does differently makes no difference."""
+
 Axes: TypeAlias = tuple[str, ...]
 """Names of searched axes, outermost first."""
 
@@ -152,11 +155,32 @@ class Search:
             PlanError: a strategy cannot have it so.
         """
         axes = self._searched(point)
+        far = self._far(point, axes, beyond) if math.isfinite(beyond) else None
+        if far is not None:
+            return far
         tape = self._tape(point)
         exact = self._placed.get(self._key(point, tape, axes))
         if exact is not None:
             return self._costed(point, exact, axes, True, beyond)
-        family = (
+        family = self._family(point, tape, axes)
+        model = self._models.get(family)
+        if model is None or len(model.problem.tape.values) != len(tape.values):
+            model = self._models[family] = self._model(family, point, tape, axes)
+        own = model if model.problem.tape is tape else model.at(tape)
+        return self._costed(point, own, axes, True, beyond)
+
+    def _far(self, point: Point, axes: Axes, beyond: float) -> Candidate | None:
+        """The estimate by tapes of more rows, where that is far beyond: a tape of one row need not be recorded then."""
+        about = self.shared.tapes.about(self.basis, self.rules, dict(point.degrees), point.microbatches)
+        model = None if about is None else self._models.get(self._family(point, about, axes))
+        if about is None or model is None or len(model.problem.tape.values) != len(about.values):
+            return None
+        found = self._costed(point, model.at(about), axes, True, beyond)
+        return found if found.step_seconds >= FAR * beyond else None
+
+    def _family(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
+        """Of configurations that may have each other's placements."""
+        return (
             self.setting.dtype,
             *self._joined(point, axes),
             self._meshed(point),
@@ -164,11 +188,6 @@ class Search:
             self.setting.sequence_parallel,
             len(tape.nodes),
         )
-        model = self._models.get(family)
-        if model is None or len(model.problem.tape.values) != len(tape.values):
-            model = self._models[family] = self._model(family, point, tape, axes)
-        own = model if model.problem.tape is tape else model.at(tape)
-        return self._costed(point, own, axes, True, beyond)
 
     def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
         known = self.shared.models.get(family)
