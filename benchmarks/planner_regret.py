@@ -2,10 +2,12 @@
 
     meshwright calibrate --output machine.json
     python benchmarks/planner_regret.py --cluster machine.json --json regret.json [--ranks 2,4] [--models deep,wide] [--minutes 20]
+    python benchmarks/planner_regret.py --cluster machine.json --ranks 2 --schedules 1f1b,gpipe,zero-bubble --recompute full
     python benchmarks/planner_regret.py --cluster machine.json --measured regret.json      # predict anew, run nothing
 
 For each model and world size: every combination of degrees, ZeRO stages, sequence parallelism and microbatches that the
-planner accepts is pinned and predicted; each is run for real; the planner is then asked without pins.
+planner accepts, under 1f1b and with nothing run again unless more is asked for, is pinned and predicted; each is run for real;
+the planner is then asked without pins.
 
 How it is measured.  The speed of a shared machine wanders by a quarter within minutes, so what is compared lives on the same
 ranks at once and takes turns, a few steps each, in rounds.  All configurations run in a first pass, some at a time and the pick
@@ -30,7 +32,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,10 @@ FURTHER_S = 20.0
 """Seconds of further rounds at least, for each rank."""
 
 
-def pins(ranks: int) -> Iterator[dict[str, Any]]:
-    """Every way to pin what the planner searches, legal or not."""
+def pins(
+    ranks: int, schedules: Sequence[str] = ("1f1b",), recompute: Sequence[str | None] = (None,)
+) -> Iterator[dict[str, Any]]:
+    """Every way to pin what the planner searches, legal or not; with each of these schedules and ways to recompute."""
     axes = [d for d in (1, 2, 4, 8) if ranks % d == 0]
     for pp, dp, cp, ep, tp in itertools.product(axes, repeat=5):
         if pp * dp * cp * ep * tp != ranks:
@@ -72,18 +76,19 @@ def pins(ranks: int) -> Iterator[dict[str, Any]]:
         for stage in (0, 1, 2, 3) if dp > 1 else (0,):
             shards = [d for d in axes if 1 < d <= dp] if stage else [None]
             for shard, sequence in itertools.product(shards, (False, True) if tp > 1 else (None,)):
-                for count in (1, 2, 4, 8) if pp > 1 else (None,):
+                ways = itertools.product((1, 2, 4, 8), schedules) if pp > 1 else [(None, None)]
+                for (count, schedule), again in itertools.product(ways, recompute):
                     found = {**base, "zero": stage, "zero_degree": shard, "sequence_parallel": sequence}
-                    found["microbatches"] = count
+                    found |= {"microbatches": count, "schedule": schedule, "recompute": again}
                     yield {key: value for key, value in found.items() if value is not None}
 
 
-def configurations(name: str, ranks: int, cluster: str) -> list[Run]:
-    """Every legal one, with what is predicted of it."""
+def configurations(name: str, ranks: int, cluster: str, *which: Any) -> list[Run]:
+    """Every legal one, with what is predicted of it; `which`: see pins."""
     with mw.deferred_init():
         model, batch = build(name)
     found: dict[str, Run] = {}
-    for chosen in pins(ranks):
+    for chosen in pins(ranks, *which):
         try:
             plan = mw.plan(model, batch, world_size=ranks, cluster=cluster, planner="manual", **chosen)
         except MeshwrightError:
@@ -188,9 +193,9 @@ def measure(runs: list[Run], pick: Run, name: str, ranks: int, pool: RankPool, u
         level(statistics.median(pick.turns) / statistics.median(pick.first))
 
 
-def planned(name: str, ranks: int, cluster: str) -> Group:
-    """Predict every configuration, and ask for the pick."""
-    runs = configurations(name, ranks, cluster)
+def planned(name: str, ranks: int, cluster: str, *which: Any) -> Group:
+    """Predict every configuration, and ask for the pick; `which`: see pins."""
+    runs = configurations(name, ranks, cluster, *which)
     with mw.deferred_init():
         model, batch = build(name)
     pick = mw.plan(model, batch, world_size=ranks, cluster=cluster)
@@ -214,14 +219,21 @@ def main() -> int:
         "--json", type=Path, default=None, help="write the results here; groups in it are kept"
     )
     parser.add_argument("--measured", type=Path, default=None, help="results to take the times from")
+    parser.add_argument(
+        "--schedules", default="1f1b", help="of pipelines, each with every number of microbatches"
+    )
+    parser.add_argument(
+        "--recompute", default="", help="policies that each configuration is tried with beside none"
+    )
     options = parser.parse_args()
+    which = options.schedules.split(","), (None, *filter(None, options.recompute.split(",")))
     groups = list(itertools.product(options.models.split(","), map(int, options.ranks.split(","))))
     end = time.monotonic() + 60 * options.minutes
     results: list[dict[str, Any]] = []
     if options.measured is not None:
         for found in json.loads(options.measured.read_text()):
             if (found["model"], found["ranks"]) in groups:
-                group = planned(found["model"], found["ranks"], options.cluster)
+                group = planned(found["model"], found["ranks"], options.cluster, *which)
                 results.append(judge(remembered(group, found)))
         if options.json is not None:
             options.json.write_text(json.dumps(results, indent=1))
@@ -230,7 +242,7 @@ def main() -> int:
         results = json.loads(options.json.read_text())
         before = {(r["model"], r["ranks"]) for r in results}
         groups = [group for group in groups if group not in before]
-    every = [planned(name, ranks, options.cluster) for name, ranks in groups]
+    every = [planned(name, ranks, options.cluster, *which) for name, ranks in groups]
     with RankPool() as pool:
         for number, group in enumerate(every):
             weight = group.weight / sum(g.weight for g in every[number:])
