@@ -114,6 +114,18 @@ def test_latency_is_equation_2() -> None:
     assert latency(candidate) == pytest.approx(sum(whole * p for p in parts) + (count - 1) * busiest)
 
 
+def test_alpas_choice_is_first_and_the_others_follow_best_first() -> None:
+    """What it picks need not be what is predicted fastest, and then a note says so."""
+    found = Alpa().plan(Transformer(layers=2), tokens(rows=8), request(top_k=5))
+    steps = [round(step(plan), 12) for plan in found]
+    assert len(steps) >= 3 and steps[1:] == sorted(steps[1:])
+    chosen = re.search(
+        r"chosen before .*, which is predicted (.*)% faster", "\n".join(found[0].provenance.notes)
+    )
+    assert (chosen is not None) == (steps[0] > steps[1])
+    assert chosen is None or float(chosen[1]) == pytest.approx(100 * (steps[0] / steps[1] - 1), abs=6)
+
+
 def test_metropolis() -> None:
     """Better is always taken; worse as often as the formula says, and never into what does not fit by much."""
     generator = random.Random(1)
@@ -137,5 +149,10 @@ def test_a_time_budget_ends_the_search(model: Transformer, planner: type[EagerPl
     assert counts[0] == counts[2] and int(counts[1][0]) < int(counts[0][0])
     assert "; the time budget of 1e-06 s ended the search" in notes[1]
     assert "budget" not in notes[0] and "budget" not in notes[2]
+    assert not any(
+        "the only combination" in text for text in notes
+    )  # one was looked at, and there are others
+    (pinned,) = planner().plan(model, batch, request(dp=1, tp=8, time_budget=1e-6))
+    assert "the only combination of degrees that the request allows" in pinned.provenance.notes
     with pytest.raises(UsageError, match=r"time_budget=0 .*greater than 0"):
         planner().plan(model, batch, request(time_budget=0))
