@@ -115,15 +115,15 @@ def test_latency_is_equation_2() -> None:
 
 
 def test_alpas_choice_is_first_and_the_others_follow_best_first() -> None:
-    """What it picks need not be what is predicted fastest, and then a note says so."""
-    found = Alpa().plan(Transformer(layers=2), tokens(rows=8), request(top_k=5))
-    steps = [round(step(plan), 12) for plan in found]
-    assert len(steps) >= 3 and steps[1:] == sorted(steps[1:])
-    chosen = re.search(
-        r"chosen before .*, which is predicted (.*)% faster", "\n".join(found[0].provenance.notes)
-    )
-    assert (chosen is not None) == (steps[0] > steps[1])
-    assert chosen is None or float(chosen[1]) == pytest.approx(100 * (steps[0] / steps[1] - 1), abs=6)
+    """Its measure leaves out the optimizer, so that what it picks need not be what is predicted fastest."""
+    large = Transformer(layers=1, hidden=1024, vocab=8192)
+    found = Alpa().plan(large, tokens(rows=8), request(top_k=5))
+    chosen, *others = map(step, found)
+    assert others == sorted(others) and others[0] < chosen
+    notes = [note for note in found[0].provenance.notes if note.startswith("chosen before ")]
+    assert [note.rpartition("which is predicted ")[2] for note in notes] == [
+        f"{100 * (1 - others[0] / chosen):.1f}% faster"
+    ]
 
 
 def test_metropolis() -> None:
