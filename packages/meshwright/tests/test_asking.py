@@ -158,7 +158,12 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "schedule's name": (["--schedule", "1f1B", "--pp", "2"], ["'1f1B'", "did you mean '1f1b'"]),
     "microbatches": (
         ["--pp", "2", "--microbatches", "3"],
-        ["microbatches", "3", "rows", "nearest legal: 2"],
+        [
+            "microbatches",
+            "3",
+            "the 8 rows that one pipeline takes in a step beside tp 2 cannot",
+            "nearest legal: 2",
+        ],
     ),
     "zero": (["--zero", "5"], ["zero=5", "1, 2 or 3", "nearest is 3"]),
     "recompute": (["--recompute", "ful"], ["recompute='ful'", "did you mean 'full'"]),
@@ -167,6 +172,10 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "optimizer": (["--optimizer", "adamv"], ["'adamv'", "did you mean 'adam"]),
     "planner": (["--planner", "egaer"], ["'egaer'", "did you mean 'eager'"]),
     "cluster": (["--cluster", "dgx-h10"], ["'dgx-h10'", "did you mean 'dgx-h100'"]),
+    "sequence": (
+        ["--sequence-parallel", "--tp", "1"],
+        ["sequence_parallel=True needs a tensor axis of a degree above 1, and tp=1 leaves it none"],
+    ),
     "axis": (["--degree", "tpp=2"], ["'tpp'", "did you mean 'tp'"]),
     "degree": (["--tp", "3"], ["tp=3", "world_size 4", "the nearest is tp=2"]),
     "twice": (["--tp", "2", "--degree", "tp=4"], ["tp is already pinned", "give it once"]),
@@ -260,6 +269,24 @@ def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path
     assert code == 2 and "made for {'rows': 8}" in error and "has 4 rows" in error
     code, _, error = run(*why, "schedul=gpipe")
     assert code == 2 and "did you mean 'schedule'" in error
+
+
+def test_each_why_not_is_answered(run: Run, file: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked(run, file, "--world-size", "2", "--tp", "2", "-o", str(path))
+    ask = ("explain", str(path), "--model", f"{file}:make", "--why-not", "tp=2", "--why-not", "dp=2,zero=1")
+    code, out, error = run(*ask)
+    assert code == 0, error
+    assert next(line.partition(" ")[0] for line in out.splitlines() if "tp=2" in line) == "tp=2:"
+    assert "\ndp=2, zero=1" in out
+    found = json.loads(run(*ask, "--json")[1])
+    assert [answer["asked"] for answer in found] == ["tp=2", "dp=2, zero=1"] and found[0][
+        "verdict"
+    ] == "chosen"
+    code, out, error = run(*ask, "--why-not", "foo=3")
+    assert code == 2 and not out
+    for word in ("--why-not foo=3: there is no such option", "pp, dp, cp, ep, tp", "one of zero,"):
+        assert word in error
 
 
 def test_a_pinned_degree_is_named_and_what_would_be_without_it(run: Run, file: str, tmp_path: Path) -> None:

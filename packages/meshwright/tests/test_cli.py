@@ -205,6 +205,25 @@ def test_explain_pictures(run: Callable[..., tuple[int, str, str]], tmp_path: Pa
     assert code == 2 and "give --model" in err
 
 
+@pytest.mark.parametrize(("name", "end"), [("plan.foo", "'.foo'"), ("plan", "nothing")])
+@pytest.mark.parametrize("more", [[], ["--schedule"]])
+def test_a_picture_is_of_a_kind_that_can_be_drawn(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, name: str, end: str, more: list[str]
+) -> None:
+    picture = tmp_path / name
+    code, _, error = run("explain", str(plan_file(tmp_path, dp=2)), "--png", str(picture), *more)
+    assert code == 2 and f"--png {picture}: a name that ends in {end} says no kind of picture" in error
+    assert "end it in .png, .svg, .pdf or .jpg" in error and not picture.exists()
+
+
+def test_tables_are_whole_where_there_is_no_terminal(run: Callable[..., tuple[int, str, str]]) -> None:
+    rows = json.loads(run("plugins", "--json")[1])["plugins"]
+    lines = run("plugins")[1].splitlines()
+    assert max(len(row["summary"]) for row in rows) > 80
+    for row in rows:
+        assert any(row["name"] in line and line.rstrip().endswith(row["summary"]) for line in lines), row
+
+
 MODEL = """
 import torch
 
@@ -233,6 +252,34 @@ def test_plan_compare(run: Callable[..., tuple[int, str, str]], tmp_path: Path) 
     assert all(entry["seconds"] > 0 and entry["plan"]["degrees"] for entry in found)
     code, _, error = run(*asked, "-o", str(tmp_path / "plan.json"))
     assert code == 2 and "--output does nothing beside --compare" in error
+
+
+@pytest.mark.parametrize("command", [[], ["--compare", "manual"]])
+def test_data_is_data_where_nothing_fits(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    asked = (
+        "plan",
+        "--model",
+        f"{tmp_path / 'model.py'}:make",
+        "--world-size",
+        "2",
+        "--memory-limit",
+        "1KiB",
+    )
+    code, out, error = run(*asked, *command, "--json")
+    found = json.loads(out)
+    told = [entry["failure"] for entry in found["planners"]] if command else [found["reason"]]
+    assert code == 3 and all(
+        "fits the 1.0 KiB that each has" in text and "Would fit:" in text for text in told
+    )
+    if not command:
+        assert found["error"] == "InfeasibleError" and found["exit_code"] == 3
+        assert error.startswith("Error: no plan for 2 rank(s)")
+        assert run(*asked)[:2] == (3, "")
+        code, out, _ = run(*asked[:-1], "1 KiBs", "--json")
+        assert code == json.loads(out)["exit_code"] == 2 and "did you mean 'KiB'" in json.loads(out)["reason"]
 
 
 def test_plan_recompute(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

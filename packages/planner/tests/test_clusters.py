@@ -11,7 +11,7 @@ import pytest
 from planner_models import HOST, Transformer, eager, manual, tokens
 
 from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork, SlowNode
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.links import MeasuredCollective
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
@@ -63,6 +63,11 @@ def test_a_measured_machine_survives_a_round_trip_and_is_found_by_its_path(tmp_p
             {"links": [NVLINK, {**INFINIBAND, "size": 12}, {**INFINIBAND, "name": "spine"}]},
             "begins at rank 12",
         ),
+        ({"reserved_bytes": 10**12}, "reserved_bytes is 1000000000000, and memory_bytes .*: nothing is left"),
+        (
+            {"links": [{n: v for n, v in NVLINK.items() if n != "size"}, INFINIBAND]},
+            "'nvlink' says neither size nor sizes",
+        ),
         ({"work": [{"kind": "matmul", "dtype": "float32", "forward": [[2, 1], [1, 1]]}]}, "ascend"),
     ],
 )
@@ -73,6 +78,52 @@ def test_a_wrong_file_is_refused_by_field(tmp_path: Path, change: dict[str, obje
         cluster_of(str(tmp_path / "wrong.json"), HOST)
     with pytest.raises(UsageError, match=r"none\.json.*meshwright calibrate"):
         cluster_of("none.json", HOST)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "wrong.json").write_bytes(b"\xff\xfe{\0")
+    with pytest.raises(
+        UsageError, match=r"wrong\.json' is no text in UTF-8 \(byte 0 is 0xff\); give a JSON file"
+    ):
+        cluster_of(str(tmp_path / "wrong.json"), HOST)
+
+
+def test_a_path_is_a_path_and_a_number_no_cluster(tmp_path: Path) -> None:
+    write(DGX_H100, tmp_path / "own.json")
+    assert cluster_of(tmp_path / "own.json", HOST) == DGX_H100
+    (planned,) = eager().plan(
+        Transformer(layers=1), tokens(), PlanRequest(cluster=tmp_path / "own.json", world_size=1)
+    )
+    assert planned.provenance.cluster == "dgx-h100"
+    with pytest.raises(
+        UsageError, match=r"cluster=8 is of type int; give the name .* the path .* a Cluster, or None"
+    ):
+        eager().plan(Transformer(layers=1), tokens(), PlanRequest(cluster=8))  # type: ignore[arg-type]
+
+
+def test_sizes_of_a_level_need_no_size_beside_them(tmp_path: Path) -> None:
+    uneven = {n: v for n, v in NVLINK.items() if n != "size"} | {"sizes": [8, 4]}
+    data = json.loads((FOLDER / "dgx-h100.json").read_text()) | {"links": [uneven, INFINIBAND]}
+    (tmp_path / "uneven.json").write_text(json.dumps(data))
+    found = cluster_of(str(tmp_path / "uneven.json"), HOST)
+    assert found.links[0].groups(16) == [0, 8, 12, 16] and found.links[0].size == 8
+    write(found, tmp_path / "again.json")
+    assert cluster_of(str(tmp_path / "again.json"), HOST) == found
+
+
+@pytest.mark.parametrize("outer", [{"size": 8}, {"size": 8, "sizes": (8, 4)}])
+def test_no_more_ranks_than_the_links_join(outer: dict[str, Any]) -> None:
+    alone = replace(DGX_H100, links=(replace(DGX_H100.links[0], **outer),))
+    assert alone.most_ranks == 8 and alone.running(8).link(1, 8).name == "nvlink"
+    assert DGX_H100.most_ranks is None
+    told = r"world_size=12, and the links of cluster 'dgx-h100' join 8 ranks at most \(level 'nvlink'\)"
+    with pytest.raises(UsageError, match=told):
+        eager().plan(Transformer(layers=1), tokens(rows=12), PlanRequest(cluster=alone, world_size=12))
+    with pytest.raises(InfeasibleError) as caught:  # nor are more named as what would fit
+        eager().plan(
+            Transformer(layers=1), tokens(), PlanRequest(cluster=alone, world_size=8, memory_limit=1000)
+        )
+    assert "world_size=16" not in str(caught.value)
 
 
 def test_a_small_collective_takes_the_tree_and_a_large_one_over_nodes_the_hierarchy() -> None:

@@ -121,6 +121,23 @@ def test_infeasible_names_a_memory_that_is_enough(world_size: int) -> None:
         best(model, tokens(rows=2), world_size=world_size, memory_limit=enough * 9 // 10)
 
 
+@pytest.mark.parametrize(("limit", "said"), [("70GiB", False), ("500GiB", True), (None, False)])
+def test_more_memory_than_there_is_is_named(limit: str | None, said: bool) -> None:
+    plan = best(Transformer(layers=1), tokens(), cluster=DGX_H100, world_size=1, memory_limit=limit)
+    note = "the memory limit of 500.0 GiB is more than the 73.1 GiB that a model may take of a device of dgx-h100"
+    assert (note in plan.provenance.notes) == said
+    assert said == any("memory limit" in text for text in plan.provenance.notes)
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_says_so() -> None:
+    small = replace(DGX_H100, memory_bytes=DGX_H100.reserved_bytes + 2**20)
+    plan = best(Transformer(layers=2), tokens(), cluster=small, world_size=1, memory_limit="1GiB")
+    assert any(
+        text.endswith("and so is what this plan needs: it runs on devices with more")
+        for text in plan.provenance.notes
+    )
+
+
 def test_memory_limit_changes_the_winner() -> None:
     model, batch = Transformer(layers=2, hidden=128), tokens(rows=4)
     fast, *others = eager().plan(model, batch, PlanRequest(cluster=DGX_H100, world_size=4, top_k=9))

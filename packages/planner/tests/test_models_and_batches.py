@@ -22,6 +22,8 @@ def test_a_batch_that_the_model_does_not_take() -> None:
     for bad in ({}, 3, {"ids": [1, 2]}):
         with pytest.raises(UsageError, match="batch"):
             best(Transformer(layers=1), bad)
+    with pytest.raises(UsageError, match=r"batch has no rows: 'ids' is of shape \(0, 32\); give an example"):
+        best(Transformer(layers=1), tokens(rows=0))
     with pytest.raises(UsageError, match="Mlp raised"):
         best(Mlp(), torch.randn(2, 63))
 

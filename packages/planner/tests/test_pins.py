@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from planner_models import (
+    DGX_H100,
     LAPTOP_CPU,
     DataLike,
     Mlp,
@@ -19,6 +21,7 @@ from planner_models import (
     manual,
     tokens,
 )
+from torch import nn
 
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
@@ -69,6 +72,8 @@ def test_manual_takes_the_degrees_as_given() -> None:
     assert dict(plan(world_size=4, tp=2).degrees) == {"dp": 2, "tp": 2}
     assert plan(world_size=4, tp=2).provenance.planner == "manual"
     assert dict(plan(world_size=4).degrees) == {"dp": 4, "tp": 1}
+    predicted = plan(world_size=4, tp=2).predicted  # which proves nothing
+    assert predicted is not None and predicted.gap is None and "no others compared" in str(predicted.proof)
     with pytest.raises(UsageError, match="dp=2 x tp=1 is 2 ranks, but world_size is 4"):
         plan(world_size=4, dp=2)
 
@@ -106,6 +111,24 @@ def test_an_axis_of_a_plugin_is_pinned() -> None:
             plan(degrees=degrees)
 
 
+@pytest.mark.parametrize(
+    ("model", "tp", "told"),
+    [
+        (Mlp(), 3, "nothing that is computed is divided along tp 3: all its ranks do the same, since none of its sizes"),
+        (Transformer(hidden=4096, layers=2, vocab=8192), 7, r"\d+% of products and attention \(layers\.0\.attention.*, and copies"),
+        (Transformer(layers=2), 2, None),
+    ],
+)  # fmt: skip
+def test_work_that_all_ranks_of_an_axis_do_alike_is_named(
+    model: nn.Module, tp: int, told: str | None
+) -> None:
+    batch = torch.randn(2, 64) if isinstance(model, Mlp) else tokens(rows=2)
+    notes = best(model, batch, cluster=DGX_H100, world_size=tp, tp=tp).provenance.notes
+    said = [note for note in notes if "cut into" in note or "do the same" in note or "done alike" in note]
+    assert [bool(re.match(told or "", note)) for note in said] == ([] if told is None else [True])
+    assert all("give tp another degree" in note for note in said)
+
+
 def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
     def plan(length: int = 32, **options: Any) -> ParallelPlan:
         batch = tokens(rows=4, length=length)
@@ -114,11 +137,18 @@ def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
     assert plan().sequence_parallel and plan().degree("tp") > 1  # never only data ranks
     assert dict(plan(30).degrees) == {"dp": 2, "tp": 2}  # 4 does not divide 30
     assert not best(Transformer(), tokens(), sequence_parallel=True).sequence_parallel  # one rank
-    for options in ({"tp": 1, "dp": 4}, {"length": 31}, {"tp": 4, "length": 30}):
-        with pytest.raises(
-            UsageError, match="sequence_parallel=True needs a tensor axis of a degree above 1"
-        ):
-            plan(**options)
+    needs = "^sequence_parallel=True needs a tensor axis of a degree above 1"
+    for options, told in (
+        ({"tp": 1}, ", and tp=1 leaves it none: change that, or leave sequence_parallel out"),
+        ({"dp": 4}, ", and dp=4 leaves it none: change that, or leave sequence_parallel out"),
+        ({"length": 31}, r" that divides the sequence \(31 tokens\) on each rank: pad the batch"),
+        (
+            {"tp": 4, "length": 30},
+            r" that divides the sequence \(30 tokens\) on each rank; tp=4 does not: pad",
+        ),
+    ):
+        with pytest.raises(UsageError, match=needs + told):
+            plan(**options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no value that flows between repeated blocks of this Mlp"):
         best(Mlp(), torch.randn(4, 64), world_size=2, tp=2, sequence_parallel=True)
 
@@ -128,6 +158,7 @@ def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
     [{"pp": 2}, {"cp": 2}, {"ep": 4}, {"zero": 1}, {"microbatches": 4}, {"schedule": "1f1b"},
      {"recompute": True}, {"compile": True}, {"precision": "int3"}, {"zero": 4},
      {"zero_degree": 2}, {"tp": 0},
+     {"time_budget": "3s"}, {"time_budget": float("inf")}, {"keep_user_sharding": "no"}, {"sequence_parallel": "no"},
      {"world_size": -1}, {"tp": 3, "world_size": 4}, {"optimizer": "adamx"}, {"tp": True}],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_by_name(option: dict[str, Any]) -> None:

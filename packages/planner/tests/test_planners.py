@@ -114,6 +114,18 @@ def test_latency_is_equation_2() -> None:
     assert latency(candidate) == pytest.approx(sum(whole * p for p in parts) + (count - 1) * busiest)
 
 
+def test_alpas_choice_is_first_and_the_others_follow_best_first() -> None:
+    """Its measure leaves out the optimizer, so that what it picks need not be what is predicted fastest."""
+    large = Transformer(layers=1, hidden=1024, vocab=8192)
+    found = Alpa().plan(large, tokens(rows=8), request(top_k=5))
+    chosen, *others = map(step, found)
+    assert others == sorted(others) and others[0] < chosen
+    notes = [note for note in found[0].provenance.notes if note.startswith("chosen before ")]
+    assert [note.rpartition("which is predicted ")[2] for note in notes] == [
+        f"{100 * (1 - others[0] / chosen):.1f}% faster"
+    ]
+
+
 def test_metropolis() -> None:
     """Better is always taken; worse as often as the formula says, and never into what does not fit by much."""
     generator = random.Random(1)
@@ -137,5 +149,10 @@ def test_a_time_budget_ends_the_search(model: Transformer, planner: type[EagerPl
     assert counts[0] == counts[2] and int(counts[1][0]) < int(counts[0][0])
     assert "; the time budget of 1e-06 s ended the search" in notes[1]
     assert "budget" not in notes[0] and "budget" not in notes[2]
+    assert not any(
+        "the only combination" in text for text in notes
+    )  # one was looked at, and there are others
+    (pinned,) = planner().plan(model, batch, request(dp=1, tp=8, time_budget=1e-6))
+    assert "the only combination of degrees that the request allows" in pinned.provenance.notes
     with pytest.raises(UsageError, match=r"time_budget=0 .*greater than 0"):
         planner().plan(model, batch, request(time_budget=0))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from planner_models import HOST, Transformer, eager, tokens
 
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.sizes import human_bytes
 from meshwright_planner import explain
+from meshwright_planner.machines.file import write
 from meshwright_planner.machines.known import DGX_H100
 from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.reports.buying import memory_limit, upgrades
@@ -50,7 +53,7 @@ def test_data_equals_text(plans: list[ParallelPlan]) -> None:
     report = explain(plans, cluster=DGX_H100, host=HOST)
     data = json.loads(json.dumps(report.to_dict()))
     assert [p["degrees"] for p in data["plans"]] == [dict(p.degrees) for p in plans]
-    text = str(report)
+    text = " ".join(str(report).split())
     for entry in data["plans"]:
         assert entry["name"] in text and entry["next_to_buy"] in text
 
@@ -70,6 +73,56 @@ def test_what_was_measured_stands_beside_what_is_predicted(plans: list[ParallelP
         0.0123,
     ]
     assert "measured" not in str(explain(plans))
+
+
+def test_rows_that_degrees_do_not_tell_apart(plans: list[ParallelPlan]) -> None:
+    def head(*shown: ParallelPlan) -> str:
+        return " ".join(str(explain(shown)).partition("──")[0].split())
+
+    def piped(schedule: str, microbatches: int) -> ParallelPlan:
+        rule = {"stages": [["a"], ["b"]], "schedule": schedule, "microbatches": microbatches}
+        return ParallelPlan.from_dict(
+            {
+                **json.loads(first.to_json()),
+                "world_size": 2,
+                "degrees": {"pp": 2},
+                "strategies": {"pp": "pipeline"},
+                "pipeline": rule,
+            }
+        )
+
+    first = plans[0].replace(parameters=(), activations=(), collectives=(), sequence_parallel=False)
+    full = first.replace(recompute=({"pattern": "layers.*", "policy": "full"},))
+    split = first.replace(sequence_parallel=True)
+    for title in ("recompute", "schedule", "batches", "stage", "sequence", "context"):
+        assert title not in head(first), title
+    assert "recompute" in head(first, full) and "recompute" in head(full)
+    assert "sequence" in head(first, split) and "sequence" not in head(split, split)
+    several = str(explain([piped("1f1b", 2), piped("gpipe", 4)]))
+    assert "schedule" in several and "micro-" in several and "batches" in several
+    rows = [line.split() for line in several.splitlines() if line.startswith((" 1 ", " 2 "))]
+    assert [row[2:4] for row in rows] == [["1f1b", "2"], ["gpipe", "4"]]
+
+
+def test_nothing_of_a_table_is_cut_off(plans: list[ParallelPlan]) -> None:
+    for width in (20, 80, 110):
+        text = str(explain(plans, width=width))
+        table = text[: text.index("1. ")]
+        assert "…" not in table and human_bytes(plans[0].predicted.total_bytes) in table  # type: ignore[union-attr]
+        assert table == str(explain(plans, width=300)).partition("1. ")[0]
+
+
+def test_a_report_takes_a_cluster_as_plan_does(plans: list[ParallelPlan], tmp_path: Path) -> None:
+    write(DGX_H100, tmp_path / "own.json")
+    wanted = explain(plans, cluster=DGX_H100.running(4), host=HOST).to_dict()
+    assert wanted["plans"][0]["upgrades"]
+    for cluster in ("dgx-h100", tmp_path / "own.json", str(tmp_path / "own.json"), DGX_H100):
+        host = HOST if isinstance(cluster, Path) or cluster == str(tmp_path / "own.json") else None
+        assert explain(plans, cluster=cluster, host=host).to_dict() == wanted
+    with pytest.raises(PluginError, match="did you mean 'dgx-h100'"):
+        explain(plans, cluster="dgx-h10")
+    with pytest.raises(UsageError, match="cluster=8 is of type int"):
+        explain(plans, cluster=8)  # type: ignore[arg-type]
 
 
 def by_hand(compute: float, tp: float) -> ParallelPlan:
@@ -116,6 +169,30 @@ def test_what_to_buy() -> None:
     best = upgrades(talks, DGX_H100, HOST)
     assert best[0].what.startswith(DGX_H100.links[0].name) and best[0].seconds == pytest.approx(6.0, rel=1e-2)
     assert [u.saved for u in best if u.what.startswith("infiniband")] == [pytest.approx(0.0)]
+    assert [u.today for u in best] == [pytest.approx(11.0, rel=1e-2)] * len(best)
+    assert best[0].saved == pytest.approx(1 - best[0].seconds / best[0].today)
+
+
+@pytest.mark.parametrize(("predicted", "said"), [(11.0, False), (10.0, True)])
+def test_what_a_replay_is_compared_with_is_said(predicted: float, said: bool) -> None:
+    plan = by_hand(10.0, 1.0)
+    assert plan.predicted is not None
+    other = plan.replace(predicted=plan.predicted.model_copy(update={"step_seconds": predicted}))
+    (explained,) = explain(other, cluster=DGX_H100, host=HOST).plans
+    assert explained.next_to_buy is not None
+    assert "% less than the 11 s of today" in explained.next_to_buy
+    assert ("(replayed too; 10 s are predicted)" in explained.next_to_buy) == said
+
+
+def test_a_report_for_another_cluster_says_what_it_does_not_know() -> None:
+    plan = by_hand(10.0, 1.0)
+    plan = plan.replace(provenance=plan.provenance.model_copy(update={"cluster": "dgx-a100"}))
+    told = "the plan was made for dgx-a100: compute, the optimizer and communication inside of layers"
+    other, own = (
+        explain(plan, cluster=replace(DGX_H100, name=name), host=HOST) for name in ("dgx-h100", "dgx-a100")
+    )
+    assert told in " ".join(str(other).split()) and told not in " ".join(str(own).split())
+    assert any(told in note for note in other.to_dict()["plans"][0]["notes"])
 
 
 class Planning(EagerPlanner):
@@ -150,8 +227,9 @@ def test_why_not(model: Transformer, plans: list[ParallelPlan]) -> None:
     illegal = ask("tp=3")
     assert illegal.verdict == "illegal" and "allows 1, 2, 4" in illegal.reason
     assert ask(f"tp={other}", memory_limit=2**10).verdict == "infeasible"
-    with pytest.raises(UsageError, match="no such option"):
-        ask("flavour=sweet")
+    for text in ("flavour=sweet", "foo=3", "tp=2,foo=3"):
+        with pytest.raises(UsageError, match=r"no such option; ask about a degree \(pp, .* or one of zero, "):
+            ask(text)
     with pytest.raises(UsageError, match="NAME=VALUE"):
         parse_pins("tp")
 

@@ -136,6 +136,20 @@ def test_a_replay_says_what_it_does_not_know() -> None:
     assert len(apart.notes) == 1 and "runtime" in apart.notes[0]
 
 
+@pytest.mark.parametrize(("made_for", "told"), [(None, False), ("dgx-h100", False), ("dgx-a100", True)])
+def test_a_replay_on_another_cluster_says_what_is_not_its(made_for: str | None, told: bool) -> None:
+    plan = pipelined(2, 2, [(1.0, 2.0)] * 2, provenance={"cluster": made_for})
+    notes = simulate(plan, DGX_H100).notes
+    assert (
+        any(
+            note.startswith("the plan was made for dgx-a100: compute, the optimizer")
+            and note.endswith("plan for dgx-h100 to know what a step takes on it")
+            for note in notes
+        )
+        == told
+    )
+
+
 def test_messages_delay_the_next_stage() -> None:
     """One microbatch through p stages: every cut is crossed twice."""
     nbytes = 10**9

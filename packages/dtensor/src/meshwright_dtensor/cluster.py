@@ -235,6 +235,12 @@ class Cluster:
         return int((self.memory_bytes - self.reserved_bytes) * (1.0 - self.fragmentation))
 
     @property
+    def most_ranks(self) -> int | None:
+        """Ranks that the outermost level of links joins; None for as many as there are."""
+        outer = self.links[-1] if self.links else None
+        return None if outer is None else outer.sizes[0] if outer.sizes else outer.size or None
+
+    @property
     def accelerated(self) -> bool:
         """Whether devices are accelerators: those have attention in one kernel, and optimizers that step on all at once."""
         return self.fused_attention
@@ -270,7 +276,17 @@ class Cluster:
         return next((m for m in self.work if m.kind == kind and m.dtype == dtype), None)
 
     def running(self, ranks: int) -> Cluster:
-        """The same cluster with `ranks` ranks in all: where ranks share the cores of a machine, each is slower."""
+        """The same cluster with `ranks` ranks in all: where ranks share the cores of a machine, each is slower.
+
+        Raises:
+            UsageError: its links do not join so many.
+        """
+        most = self.most_ranks
+        if most is not None and ranks > most:
+            raise UsageError(
+                f"world_size={ranks}, and the links of cluster {self.name!r} join {most} ranks at most (level "
+                f"{self.links[-1].name!r}); give fewer ranks, or the cluster an outer level (size 0 for as many ranks as there are)"
+            )
         here = min(ranks, self.devices_per_node)
         slower = self._slower(here) / self._slower(min(max(self.ranks, 1), self.devices_per_node))
         slower *= self._slowest(ranks) / self._slowest(self.ranks)

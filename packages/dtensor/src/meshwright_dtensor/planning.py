@@ -6,6 +6,8 @@ hand it to the planner that the plugin host knows by `request.planner`.
 
 from __future__ import annotations
 
+import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -45,7 +47,8 @@ class PlanRequest:
     """The keywords of `plan`, checked.
 
     Args:
-        cluster: name of a registered cluster, a Cluster, or None for the machine at hand.
+        cluster: name of a registered cluster, path of a `.json` file of one (kept as text), a Cluster, or None for the machine at
+            hand.
         world_size: number of ranks, or None for that of the running job (1 when there is none).
         planner: name of a registered planner.
         cost_model: name of a registered cost model; None takes what was measured of the cluster, else its datasheet.
@@ -74,7 +77,7 @@ class PlanRequest:
         the rest: options for which see DESIGN; whatever nothing executes yet is refused by `check`.
     """
 
-    cluster: str | Cluster | None = None
+    cluster: str | os.PathLike[str] | Cluster | None = None
     world_size: int | None = None
     planner: str = "eager"
     cost_model: str | None = None
@@ -102,6 +105,8 @@ class PlanRequest:
     keep_user_sharding: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.cluster, os.PathLike):
+            object.__setattr__(self, "cluster", os.fspath(self.cluster))
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", parse_size(self.memory_limit, "memory_limit"))
 
@@ -162,10 +167,15 @@ class PlanRequest:
         for name in (*numbers, *DEGREES):
             _check_count(name, getattr(self, name))
         budget = self.time_budget
-        if budget is not None and (isinstance(budget, bool) or not budget > 0):
+        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+        if budget is not None and not (number and 0 < budget < math.inf):
             raise UsageError(
-                f"time_budget={budget!r} is no time; give seconds greater than 0, or leave it out"
+                f"time_budget={budget!r} is no time; give seconds as a number greater than 0, or leave it out"
             )
+        for name, nothing in (("keep_user_sharding", ""), ("sequence_parallel", ", or leave it out")):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and nothing):  # any text is true
+                raise UsageError(f"{name}={value!r} is neither True nor False; give one of them{nothing}")
         self._check_degrees(axes)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

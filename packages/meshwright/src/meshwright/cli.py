@@ -1,10 +1,12 @@
 """The `meshwright` command: its subcommands are whatever plugins register as `CommandSpec`, ours included.
 
-Exit codes: 0 done, 1 a bug, 2 usage, 3 infeasible, 4 a check failed. A user's error is one line on stderr.
+Exit codes: 0 done, 1 a bug, 2 usage, 3 infeasible, 4 a check failed. A user's error is one line on stderr; with --json what
+went wrong is on stdout too, as {"error", "reason", "exit_code"}.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.Abort:
         fail("interrupted", 130)
     except MeshwrightError as error:
-        fail(_text(error), error.exit_code)
+        fail(_text(error), error.exit_code, _data(error) if "--json" in given else None)
     else:
         leave(result if isinstance(result, int) else 0)
 
@@ -104,6 +106,12 @@ def _text(error: MeshwrightError) -> str:
     if isinstance(error, InfeasibleError) and error.listed:
         return str(error)
     return " ".join(str(error).split())
+
+
+def _data(error: MeshwrightError) -> str:
+    """An error as JSON, for who asked for data and would find none on stdout."""
+    kind = type(error).__name__
+    return json.dumps({"error": kind, "reason": str(error), "exit_code": error.exit_code}, indent=2)
 
 
 def _help_hint(error: click.ClickException) -> str:

@@ -79,11 +79,16 @@ def launch(size: int, arguments: Sequence[str], module: str = "meshwright") -> i
     return 0
 
 
-def fail(message: str, code: int) -> NoReturn:
-    """Print one line once for the whole job and end this process with `code`, without waiting for anyone."""
+def fail(message: str, code: int, data: str | None = None) -> NoReturn:
+    """Print one line once for the whole job and end this process with `code`, without waiting for anyone.
+
+    data: also printed, on stdout, for whoever asked for data.
+    """
     if _first_to_fail():
         prefix = f"rank {rank()}: " if rank() else ""
         print(f"Error: {prefix}{message}", file=sys.stderr, flush=True)
+        if data is not None:
+            print(data, flush=True)
     if not is_rank():
         sys.exit(code)
     _end(code)  # without the destructors, which wait for collectives that will never finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +24,7 @@ def auto_parallelize(
     model: nn.Module,
     batch: Any,
     *,
-    cluster: str | Cluster | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
     world_size: int | None = None,
     planner: str = "eager",
     cost_model: str | None = None,

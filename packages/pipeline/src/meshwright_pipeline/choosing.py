@@ -133,17 +133,19 @@ def microbatches(request: SearchRequest, degree: int) -> int:
     if said is not None and int(said) > 1 and rowless is not None:
         raise PlanError("pipeline.microbatches", int(said), str(rowless), "1")
     if said is not None:
-        return _checked(int(said), request.batch_size)
+        return _checked(int(said), request)
     if rowless is not None:
         return 1
     return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
 
 
-def _checked(count: int, rows: int) -> int:
+def _checked(count: int, request: SearchRequest) -> int:
+    rows = request.batch_size
     if count < 1 or rows % count:
-        rule = (
-            f"the {rows} rows that one pipeline takes in a step cannot be cut into {count} equal microbatches"
-        )
+        others = [f"{axis} {n}" for axis, n in request.degrees.items() if n > 1 and axis != "pp"]
+        beside = f" beside {' x '.join(others)}" if others else ""
+        many = f"{rows} row{'s' if rows != 1 else ''}"
+        rule = f"the {many} that one pipeline takes in a step{beside} cannot be cut into {count} equal microbatches"
         nearest = min(divisors(rows), key=lambda d: (abs(d - count), d))
         raise PlanError("pipeline.microbatches", count, rule, str(nearest))
     return count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ def plan(
     model: nn.Module,
     batch: Any,
     *,
-    cluster: str | Cluster | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
     world_size: int | None = None,
     planner: str = "eager",
     cost_model: str | None = None,
@@ -50,7 +51,7 @@ def plan(
     Args:
         model: any module; its parameters may be on the meta device.
         batch: one example of the GLOBAL batch: a dict of keyword arguments, a tuple of arguments, or a tensor.
-        cluster: name of a registered cluster, a Cluster, or None for the machine at hand.
+        cluster: name of a registered cluster, path of a `.json` file of one, a Cluster, or None for the machine at hand.
         world_size: number of ranks; None takes that of the running job, 1 where there is none.
         planner: name of a registered planner.
         cost_model: name of a registered cost model ("roofline", "measured", or of a plugin); None takes what was measured of

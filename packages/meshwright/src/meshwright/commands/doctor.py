@@ -14,11 +14,11 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from meshwright import ranks
 from meshwright.cli import State
+from meshwright.commands import tables
 from meshwright.commands.options import (
     ModelChoice,
     apply_request,
@@ -85,8 +85,7 @@ def show(facts: dict[str, Any]) -> None:
     for name, value in facts.items():
         if name != "programs":
             table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
-    console = Console()
-    console.print(table)
+    console = tables.show(table)
     if "programs" not in facts:
         return
     found = facts["programs"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -14,6 +14,7 @@ from meshwright.commands.options import (
     batch_options,
     check_alone,
     check_folder,
+    check_image,
     check_needs,
 )
 from meshwright_dtensor.cluster import Cluster
@@ -41,9 +42,9 @@ NOT_CHECKED = "not checked against a model: give --model to check names, shapes 
 @click.option("--report", is_flag=True, help="Only where time and memory go, and what to buy next.")
 @click.option(
     "--why-not",
-    default=None,
+    multiple=True,
     metavar="NAME=VALUE",
-    help="Say why the plan does not use a degree or an option, as tp=4; needs --model.",
+    help="Say why the plan does not use a degree or an option, as tp=4; needs --model. Given again, each is answered.",
 )
 @click.option(
     "--model", default=None, metavar="MODEL", help="Check the plan against this model, as for `plan`."
@@ -68,7 +69,7 @@ def command(
     png: Path | None,
     html: Path | None,
     report: bool,
-    why_not: str | None,
+    why_not: tuple[str, ...],
     model: str | None,
     batch_size: int | None,
     sequence_length: int | None,
@@ -85,7 +86,7 @@ def command(
     check_needs("--model", model is not None, beside)
     again = {"optimizer": optimizer, "memory_limit": memory_limit, "cost_model": cost_model}
     options = {f"--{name.replace('_', '-')}": value for name, value in again.items()}
-    check_needs("--why-not", why_not is not None, options)
+    check_needs("--why-not", bool(why_not), options)
     files: dict[str, object] = {"--html": html, "--report": report}
     check_alone(
         "--diff",
@@ -94,15 +95,16 @@ def command(
             **files,
             "--png": png,
             "--schedule": schedule,
-            "--why-not": why_not,
+            "--why-not": why_not or None,
             "--model": model,
             "--cluster": cluster,
         },
     )
-    check_alone("--why-not", why_not is not None, {**files, "--png": png, "--schedule": schedule})
+    check_alone("--why-not", bool(why_not), {**files, "--png": png, "--schedule": schedule})
     check_alone("--schedule", schedule, {**files, "--model": model, "--cluster": cluster})
     check_folder("--html", html)
     check_folder("--png", png)
+    check_image("--png", png)
     loaded = ParallelPlan.load(plan)
     loaded.validate_for(world_size, axes={found.record.axis for found in state.host.strategies().values()})
     for name in loaded.strategies.values():
@@ -115,10 +117,10 @@ def command(
     names = {"batch_size": "rows", "sequence_length": "tokens"}
     usual = {argument: made_for[name] for argument, name in names.items() if name in made_for}
     chosen = None if model is None else ModelChoice(model, batch_size, sequence_length, usual=usual)
-    if why_not is not None:
+    if why_not:
         if chosen is None:
             raise UsageError(
-                f"--why-not {why_not} plans again, and a plan does not hold its model; give --model, and the batch"
+                f"--why-not {why_not[0]} plans again, and a plan does not hold its model; give --model, and the batch"
             )
         _why_not(state, loaded, why_not, chosen, {"cluster": cluster, **again}, as_json)
         return
@@ -182,17 +184,19 @@ def _check(state: State, plan: ParallelPlan, chosen: ModelChoice) -> str:
 def _why_not(
     state: State,
     plan: ParallelPlan,
-    pins: str,
+    questions: Sequence[str],
     chosen: ModelChoice,
     changes: Mapping[str, str | None],
     as_json: bool,
 ) -> None:
     from meshwright_planner.machines.known import cluster_of
     from meshwright_planner.profile.batch import Batch
-    from meshwright_planner.reports.whynot import parse_pins, request_of, why_not
+    from meshwright_planner.reports.whynot import check_names, parse_pins, request_of, why_not
 
-    wanted = parse_pins(pins)
+    wanted = [parse_pins(pins) for pins in questions]
     request = request_of(plan, **changes)
+    for pins in wanted:
+        check_names(pins, request, state.host)
     try:
         cluster_of(request.cluster, state.host)
     except PluginError as error:
@@ -212,8 +216,12 @@ def _why_not(
             f"the plan was made for {dict(made_for)}, and this batch has {rows} rows of {sizes.sequence_length} tokens; "
             "give the same batch, or plan for this one"
         )
-    answer = why_not(plan, model, batch, request, wanted, state.host)
-    click.echo(json.dumps(answer.to_dict()) if as_json else answer, nl=as_json)
+    answers = [why_not(plan, model, batch, request, pins, state.host) for pins in wanted]
+    if as_json:
+        data = [answer.to_dict() for answer in answers]
+        click.echo(json.dumps(data if len(data) > 1 else data[0]))
+    else:
+        click.echo("".join(map(str, answers)), nl=False)
 
 
 def _timeline(plan: ParallelPlan, png: Path | None, as_json: bool) -> None:

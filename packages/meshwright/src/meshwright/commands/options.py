@@ -39,6 +39,24 @@ def check_folder(option: str, path: Path | None) -> None:
         raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it, or write elsewhere")
 
 
+IMAGES = (".png", ".svg", ".pdf", ".jpg")
+"""Ends of names of pictures that are drawn."""
+
+
+def check_image(option: str, path: Path | None) -> None:
+    """That a picture can be written into a file of this name.
+
+    Raises:
+        UsageError: its end is that of none.
+    """
+    if path is not None and path.suffix.lower() not in IMAGES:
+        end = repr(path.suffix) if path.suffix else "nothing"
+        raise UsageError(
+            f"{option} {path}: a name that ends in {end} says no kind of picture that can be drawn; end it in "
+            f"{', '.join(IMAGES[:-1])} or {IMAGES[-1]}"
+        )
+
+
 def check_alone(option: str, given: bool, others: Mapping[str, object]) -> None:
     """That nothing was asked for beside `option` that it would not do.
 

@@ -20,6 +20,7 @@ from meshwright.commands.options import (
     model_options,
     plan_options,
 )
+from meshwright_dtensor.errors import InfeasibleError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +65,7 @@ def command(
     trial: int | None,
     compare: str | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Plan the parallelism of a model from one run on fake tensors; no accelerator is needed."""
     check_folder("--output", output)
     single = {"--output": output, "--trial": trial, "--top-k": top_k if top_k != 1 else None}
@@ -78,11 +79,10 @@ def command(
     planners = [request.planner, *(name.strip() for name in (compare or "").split(","))]
     instance, batch = chosen.source().to_plan(values=RUNS in planners)
     if compare is not None:
-        _compare(state, instance, batch, request, planners, as_json)
-        return
+        return _compare(state, instance, batch, request, planners, as_json)
     plans = make_plans(state.host, instance, batch, request)
     if ranks.rank():
-        return
+        return 0
     if trial is not None:
         from meshwright.trial import tried
 
@@ -95,7 +95,7 @@ def command(
     if as_json:
         data = [json.loads(plan.to_json()) for plan in plans[:top_k]]
         click.echo(json.dumps(data if top_k > 1 else data[0], indent=2))
-        return
+        return 0
     from meshwright_planner import explain
     from meshwright_planner.machines.known import cluster_of
 
@@ -106,15 +106,18 @@ def command(
         click.echo(f"=== plan {number} ===\n{plan.explain()}")
     if output is not None:
         click.echo(f"saved to {output}")
+    return 0
 
 
 def _compare(
     state: State, model: nn.Module, batch: Any, request: PlanRequest, planners: list[str], as_json: bool
-) -> None:
+) -> int:
+    """Print what each planner found; the exit code, that of InfeasibleError where nobody found anything."""
     from meshwright_planner.reports.comparing import compare
 
     if ranks.rank():
-        return
+        return 0
     names = [name for name in dict.fromkeys(planners) if name]
     found = compare(model, batch, request, names, state.host)
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found, nl=as_json)
+    return 0 if found.plans else InfeasibleError.exit_code

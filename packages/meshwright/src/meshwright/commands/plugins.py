@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli import State
+from meshwright.commands.tables import show
 
 
 @click.command("plugins")
@@ -43,13 +43,12 @@ def command(state: State, as_json: bool) -> None:
             json.dumps({"plugins": rows, "problems": problems, "disabled": list(host.disabled)}, indent=2)
         )
         return
-    console = Console()
     table = Table(box=None, pad_edge=False)
     for title in ("kind", "name", "distribution", "version", "summary"):
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(*(row[key] for key in ("kind", "name", "distribution", "version", "summary")))
-    console.print(table)
+    console = show(table)
     for name in host.disabled:
         console.print(f"turned off: {name}", highlight=False)
     for problem in host.problems:

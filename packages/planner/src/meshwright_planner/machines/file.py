@@ -42,10 +42,23 @@ class _Part(BaseModel):
 
 class _Level(_Part):
     name: str
-    size: Annotated[int, Field(ge=0)]
+    size: Annotated[int, Field(ge=0)] | None = None
     latency_s: NotNegative
     bandwidth_Bps: Positive
     sizes: tuple[Count, ...] = ()
+
+    @model_validator(mode="after")
+    def _sized(self) -> _Level:
+        if self.size is None and not self.sizes:
+            raise ValueError(
+                f"{self.name!r} says neither size nor sizes; give the ranks that it joins, or size 0 for as many as there are"
+            )
+        return self
+
+    def level(self) -> LinkLevel:
+        """What it describes; of one with `sizes` alone the largest is its size."""
+        size = max(self.sizes) if self.size is None else self.size
+        return LinkLevel(self.name, size, self.latency_s, self.bandwidth_Bps, self.sizes)
 
 
 class _Work(_Part):
@@ -127,19 +140,24 @@ class ClusterFile(_Part):
                 f"links: the nodes of {inner.name!r} have up to {max(inner.sizes)} ranks (sizes), and devices_per_node is "
                 f"{self.devices_per_node}; make that the largest"
             )
-        ends = [level.size for level in self.links]
+        ends = [level.level().size for level in self.links]
         if inner.size and not inner.sizes and self.devices_per_node not in ends:
             raise ValueError(
                 f"links: no level ends where nodes do: devices_per_node is {self.devices_per_node}, and {inner.name!r} joins "
                 f"{inner.size} ranks; give that level, or one around it, the size {self.devices_per_node}"
             )
-        _check_nested([LinkLevel(**level.model_dump()) for level in self.links])
+        if self.reserved_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"reserved_bytes is {self.reserved_bytes}, and memory_bytes {self.memory_bytes}: nothing is left for a model; "
+                "what is reserved is a part of the memory"
+            )
+        _check_nested([level.level() for level in self.links])
         return self
 
     def cluster(self) -> Cluster:
         """The cluster that it describes."""
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "format"}
-        own["links"] = tuple(LinkLevel(**level.model_dump()) for level in self.links)
+        own["links"] = tuple(level.level() for level in self.links)
         own["work"] = tuple(MeasuredWork(**m.model_dump()) for m in self.work)
         own["slow_nodes"] = tuple(SlowNode(**slow.model_dump()) for slow in self.slow_nodes)
         own["collectives"] = tuple(MeasuredCollective(**m.model_dump()) for m in self.collectives)
@@ -178,6 +196,11 @@ def read(path: str | Path) -> Cluster:
         raise UsageError(
             f"cluster file {str(path)!r} cannot be read ({error.strerror}); give a file that `meshwright calibrate` "
             f"wrote, or the name of a registered cluster"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"cluster file {str(path)!r} is no text in UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); give a "
+            "JSON file saved as UTF-8"
         ) from None
     try:
         found = ClusterFile.model_validate_json(text, strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.errors import UsageError
 from meshwright_planner.machines.file import read
 from meshwright_planner.machines.here import PREFIX, at_hand
 
@@ -50,17 +52,24 @@ def named(name: str) -> Cluster:
     return read(FOLDER / f"{name}.json")
 
 
-def cluster_of(choice: str | Cluster | None, host: PluginHost, ranks: int = 1) -> Cluster:
+def cluster_of(choice: str | os.PathLike[str] | Cluster | None, host: PluginHost, ranks: int = 1) -> Cluster:
     """The cluster a request means: a Cluster is itself, a path is read, a name is looked up, None is the machine at hand.
 
     `ranks`: how many there are in all; those that are at hand share what this machine has.
 
     Raises:
         PluginError: no cluster of that name, with what was probably meant.
-        UsageError: no such file, or it is wrong; the machine at hand has devices that are not known.
+        UsageError: no such file, or it is wrong; the machine at hand has devices that are not known; it is none of these.
     """
     if isinstance(choice, Cluster):
         return choice
+    if isinstance(choice, os.PathLike):
+        return read(os.fspath(choice))
+    if choice is not None and not isinstance(choice, str):
+        raise UsageError(
+            f"cluster={choice!r} is of type {type(choice).__name__}; give the name of a registered cluster (`meshwright plugins` "
+            "lists them), the path of a .json file, a Cluster, or None for the machine at hand"
+        )
     if choice is not None and choice.endswith(".json"):
         return read(choice)
     if choice is None or choice.startswith(PREFIX):

@@ -61,8 +61,9 @@ class AlpaPlanner(ChoosingPlanner):
                 "planner='alpa' knows stages, data and operators only, and no combination of pp, dp and tp is legal; "
                 "change the pins, the batch size or world_size"
             )
-        found.sort(key=lambda c: (c.excess_bytes, round(latency(c), 12), *rank(c)))
-        return found, (
+        chosen = min(found, key=lambda c: (c.excess_bytes, round(latency(c), 12), *rank(c)))
+        others = sorted((c for c in found if c is not chosen), key=rank)
+        return [chosen, *others], (
             f"alpa: {len(found)} stage counts and logical meshes, {len(costs.exact)} integer programs; "
             f"chosen by sum t + (B - 1) max t{costs.ending}"
         )

@@ -42,9 +42,16 @@ class ChoosingPlanner(EagerPlanner):
         fitting = [(place, c) for place, c in enumerate(found) if not c.excess_bytes]
         if not fitting:
             raise infeasible(search, sorted(found, key=rank))
-        proof = prove(search, found, search.combinations())
+        every = search.combinations()
+        proof = prove(search, found, every)
         return [
-            plan_of(setting, candidate, self.name, [*reasons(setting, found, place), note], proof)
+            plan_of(
+                setting,
+                candidate,
+                self.name,
+                [*reasons(setting, found, place, only=len(every) == 1), note],
+                proof,
+            )
             for place, candidate in fitting[: request.top_k]
         ]
 

@@ -23,7 +23,7 @@ from meshwright_planner.profile.borrow import uninterrupted
 from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.exploring import explore
-from meshwright_planner.search.proving import settle
+from meshwright_planner.search.proving import Proof, settle
 from meshwright_planner.search.setting import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.writing.result import plan_of, reasons
 
@@ -63,13 +63,14 @@ class EagerPlanner(Planner):
         if not fitting:
             raise infeasible(search, ranked)
         ranked, proof = settle(search, ranked, explored.every, explored.known)
+        proof, only = self.claimed(proof), len(explored.every) == 1
         fitting = [c for c in ranked if not c.excess_bytes]
         return [
             plan_of(
                 setting,
                 candidate,
                 self.name,
-                [*reasons(setting, ranked, place), explored.note, *_passed_over(setting, host)],
+                [*reasons(setting, ranked, place, only=only), explored.note, *_passed_over(setting, host)],
                 proof,
             )
             for place, candidate in enumerate(fitting[: request.top_k])
@@ -81,6 +82,10 @@ class EagerPlanner(Planner):
         if request.dp is not None and SHARED in strategies:
             pins.setdefault(SHARED, 1)
         return pins
+
+    def claimed(self, proof: Proof) -> Proof:
+        """What a plan says of how good it is."""
+        return proof
 
     def setting(self, model: nn.Module, batch: Any, request: PlanRequest, host: PluginHost) -> Setting:
         """What a request asks a search for."""

@@ -33,7 +33,7 @@ class Batch:
         """From what a user hands over: a mapping (keywords), a tuple or list (positions), or one tensor.
 
         Raises:
-            UsageError: when it is none of these, or holds no tensor.
+            UsageError: when it is none of these, holds no tensor, or has no rows.
         """
         if isinstance(batch, Mapping):
             bad = [key for key in batch if not isinstance(key, str)]
@@ -52,6 +52,11 @@ class Batch:
             )
         if not any(True for _ in result.tensors()):
             raise UsageError("batch holds no tensor; give one example of what model(...) is called with")
+        if not result.size:
+            name, tensor = next((name, t) for name, t in result.tensors() if t.dim())
+            raise UsageError(
+                f"batch has no rows: {name!r} is of shape {tuple(tensor.shape)}; give an example with one row at least"
+            )
         return result
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,15 +25,17 @@ class Upgrade:
         what: the change, in words.
         seconds: of a step.
         saved: part of the step of today that it saves.
+        today: seconds of a step, replayed like `seconds` on the cluster as it is.
     """
 
     what: str
     seconds: float
     saved: float
+    today: float
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return {"what": self.what, "seconds": self.seconds, "saved": self.saved}
+        return {"what": self.what, "seconds": self.seconds, "saved": self.saved, "today_seconds": self.today}
 
 
 def upgrades(plan: ParallelPlan, cluster: Cluster, host: PluginHost | None = None) -> list[Upgrade]:
@@ -50,7 +52,7 @@ def upgrades(plan: ParallelPlan, cluster: Cluster, host: PluginHost | None = Non
     found = []
     for what, faults in _changes(cluster):
         seconds = run(Workload(plan, cluster, faults, host).programs()).seconds
-        found.append(Upgrade(what, seconds, 1.0 - seconds / today))
+        found.append(Upgrade(what, seconds, 1.0 - seconds / today, today))
     return sorted(found, key=lambda u: (u.seconds, u.what))
 
 

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.plan import ParallelPlan, Prediction
-from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.sizes import human_bytes
+from meshwright_planner.machines.known import cluster_of
 from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.reports.buying import Upgrade, memory_is_full, upgrades
+from meshwright_planner.reports.table import NO_ACTIVATIONS, full_width, table_of
 from meshwright_planner.search.candidate import human_seconds
+from meshwright_planner.simulation.workload import elsewhere
 
 WIDTH = 110
+
+CLOSE = 0.002
+"""Part of a step by which a replay and the prediction may differ with nothing said of it: three digits are shown."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Explained:
         bound: what bounds it, as the planner says.
         upgrades: what a better cluster would save, best first; empty where the cluster is not known.
         memory_full: more memory may allow a faster plan.
+        elsewhere: what a replay on a cluster other than the plan's does not know; None on its own.
         links: mesh axes that communicate -> names of the links that they cross, innermost first; empty where the cluster is not
             known.
     """
@@ -48,6 +54,7 @@ class Explained:
     bound: str
     upgrades: tuple[Upgrade, ...] = ()
     memory_full: bool = False
+    elsewhere: str | None = None
     links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -57,7 +64,11 @@ class Explained:
         more = "memory is nearly full: more of it may allow a faster plan"
         if best is None:
             return more if self.memory_full else None
-        text = f"{best.what}: replayed, a step takes {human_seconds(best.seconds)}, {100 * best.saved:.0f}% less than today's"
+        text = f"{best.what}: replayed, a step takes {human_seconds(best.seconds)}, {100 * best.saved:.0f}% less than "
+        text += f"the {human_seconds(best.today)} of today"
+        predicted = self.plan.predicted
+        if predicted is not None and abs(best.today / predicted.step_seconds - 1.0) > CLOSE:
+            text += f" (replayed too; {human_seconds(predicted.step_seconds)} are predicted)"
         return f"{text}; {more}" if self.memory_full else text
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,7 +89,7 @@ class Explained:
             "links": {axes: list(names) for axes, names in self.links.items()},
             "upgrades": [u.to_dict() for u in self.upgrades],
             "next_to_buy": self.next_to_buy,
-            "notes": list(self.plan.provenance.notes),
+            "notes": [*self.plan.provenance.notes, *([] if self.elsewhere is None else [self.elsewhere])],
         }
 
 
@@ -103,7 +114,12 @@ class Report:
         console = Console(
             file=io.StringIO(), width=self.width, color_system=None, force_terminal=False, _environ={}
         )
-        console.print(_table(self.plans))
+        table = table_of(self.plans)
+        console.width = max(
+            self.width, full_width(table, console)
+        )  # numbers are not cut off, whatever it is printed into
+        console.print(table)
+        console.width = self.width
         for number, explained in enumerate(self.plans, 1):
             console.print(Text(f"{number}. {explained.name}"))
             for line in _details(explained, alone=len(self.plans) == 1):
@@ -117,22 +133,30 @@ def explain(
     plans: ParallelPlan | Sequence[ParallelPlan],
     width: int = WIDTH,
     *,
-    cluster: Cluster | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
     host: PluginHost | None = None,
 ) -> Report:
     """Plans side by side, best first: degrees, where time and memory go, what bounds each; then why the first won.
 
     Args:
         plans: one plan, or what `plan(..., top_k=k)` returned.
-        width: columns of the text.
-        cluster: to say what would make it faster; None leaves that out.
-        host: where schedules are found; None discovers what is installed.
+        width: columns of the text; a table that needs more has them.
+        cluster: to say what would make it faster: a name, a file or a Cluster, as for `plan`; None leaves that out.
+        host: where schedules and clusters are found; None discovers what is installed.
 
     Returns:
         A report: `print` it, or take its `to_dict()`.
+
+    Raises:
+        PluginError: there is no cluster of that name.
+        UsageError: what is given is no cluster, or joins fewer ranks than the plans have.
     """
     shown = [plans] if isinstance(plans, ParallelPlan) else list(plans)
-    return Report(tuple(_explained(plan, cluster, host) for plan in shown), width)
+    machine = None
+    if cluster is not None and shown:
+        size = shown[0].world_size
+        machine = cluster_of(cluster, host or discover(), size).running(size)
+    return Report(tuple(_explained(plan, machine, host) for plan in shown), width)
 
 
 def _explained(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | None) -> Explained:
@@ -152,6 +176,7 @@ def _explained(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | N
         bound=bound.removeprefix("bound by ").partition(";")[0],
         upgrades=better,
         memory_full=full,
+        elsewhere=None if cluster is None else elsewhere(plan, cluster),
         links={} if cluster is None else {c.axis: crossed(plan, c.axis, cluster) for c in plan.collectives},
     )
 
@@ -199,62 +224,6 @@ def name_of(plan: ParallelPlan) -> str:
     return (" x ".join(parts) or "one rank") + again
 
 
-def _table(shown: Sequence[Explained]) -> Table:
-    plans = [explained.plan for explained in shown]
-    every = dict.fromkeys(axis for plan in plans for axis in plan.degrees)
-    axes = [axis for axis in every if any(plan.degree(axis) > 1 for plan in plans)] or list(every)
-    planners = [plan.provenance.planner or "?" for plan in plans]
-    piped = any("bubble" in e.seconds and e.seconds["bubble"] for e in shown)
-    where = plans[0].provenance.cluster or "?"
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{plans[0].world_size} rank(s) of {where}, one step per rank (comm: what is exposed of it)",
-        title_justify="left",
-        title_style="",
-        pad_edge=False,
-    )
-    several = len(set(planners)) > 1
-    tried = any(plan.provenance.measured_seconds is not None for plan in plans)
-    measured = ["measured"] if tried else []
-    columns = ["", *(["planner"] if several else []), *axes, *measured, "step", "compute", "comm"]
-    for column in (*columns, *(["bubble"] if piped else []), "optimizer", "memory", "activations", "gap"):
-        table.add_column(Text(column), justify="right", no_wrap=True)
-    table.add_column(Text("bound by"))
-    for number, (explained, planner) in enumerate(zip(shown, planners, strict=True), 1):
-        plan, predicted, seconds = explained.plan, explained.plan.predicted, explained.seconds
-        head = [str(number), *([planner] if several else []), *(str(plan.degree(axis)) for axis in axes)]
-        if tried:
-            taken = plan.provenance.measured_seconds
-            head.append("-" if taken is None else human_seconds(taken))
-        if predicted is None:
-            table.add_row(*head, *["-"] * (8 + piped))
-            continue
-        table.add_row(
-            *head,
-            human_seconds(predicted.step_seconds),
-            human_seconds(predicted.compute_seconds),
-            human_seconds(predicted.communication_seconds),
-            *([human_seconds(seconds.get("bubble", 0.0))] if piped else []),
-            human_seconds(seconds["optimizer"]),
-            human_bytes(predicted.total_bytes),
-            _activations(predicted),
-            "-" if predicted.gap is None else f"{100 * predicted.gap:.1f}%",
-            explained.bound.partition(",")[0],
-        )
-    return table
-
-
-NO_ACTIVATIONS = "*none: memory is fullest when no activations are kept, as while the optimizer steps"
-
-
-def _activations(predicted: Prediction) -> str:
-    """Bytes of them at the peak; "-" where nothing is said of them."""
-    size = predicted.memory_bytes.get("activations")
-    if size is None:
-        return "-"
-    return human_bytes(size) if size else "none*"
-
-
 def _details(explained: Explained, alone: bool) -> list[str]:
     plan = explained.plan
     lines = [n for n in plan.provenance.notes if alone or not n.startswith("also considered")]
@@ -280,6 +249,8 @@ def _details(explained: Explained, alone: bool) -> list[str]:
             lines.append(NO_ACTIVATIONS)
     lines += _by_stage(plan)
     lines += _communication(plan, explained.links)
+    if explained.elsewhere is not None:
+        lines.append(f"note: {explained.elsewhere}")
     if explained.next_to_buy is not None:
         lines.append(f"next to buy: {explained.next_to_buy}")
     return lines

@@ -67,8 +67,8 @@ def _largest(candidate: Candidate) -> str:
 def _changes(search: Search) -> list[str]:
     setting = search.setting
     found = _unpinned(search)
-    factor = 2
-    while factor <= MOST_RANKS:
+    factor, most = 2, setting.cluster.most_ranks or math.inf
+    while factor <= MOST_RANKS and setting.world_size * factor <= most:
         ranks = setting.world_size * factor
         # a degree that grows with the cluster must not be held down by its pin
         fit = _first_fit(search.variant(world_size=ranks, pins={}, data=None))

@@ -99,6 +99,22 @@ def parse_pins(text: str) -> dict[str, Any]:
     return pins
 
 
+def check_names(pins: Mapping[str, Any], request: PlanRequest, host: PluginHost) -> None:
+    """That what is asked about is a degree or an option that there is.
+
+    Raises:
+        UsageError: it is not.
+    """
+    axes = {*request.degrees, *(found.record.axis for found in host.strategies().values())}
+    degrees = (*DEGREES, *sorted(axes - {*DEGREES, *OPTIONS}))
+    for name, value in pins.items():
+        if name not in (*degrees, *OPTIONS):
+            raise UsageError(
+                f"--why-not {name}={value}: there is no such option; ask about a degree ({', '.join(degrees)}), or one of "
+                f"{', '.join(OPTIONS)}{suggestion(name, (*degrees, *OPTIONS))}"
+            )
+
+
 def why_not(
     winner: ParallelPlan,
     model: nn.Module,
@@ -119,7 +135,8 @@ def why_not(
     Raises:
         UsageError: there is no such option, or the model does not take the batch.
     """
-    asked = _listed(pins)
+    asked, found = _listed(pins), host or discover()
+    check_names(pins, request, found)
     dropped = _in_the_way(request, pins)
     given = _without(request, dropped)
     pinned = _pinned(given, pins)
@@ -131,9 +148,9 @@ def why_not(
     kept |= {axis: degree for axis, degree in request.degrees.items() if axis not in pins}
     blocking = _blocking(given, pins)
     if not blocking or all(_has(winner, name, value) for name, value in pins.items()):
-        answer = _answer(winner, model, batch, request, pinned, pins, asked, host)
+        answer = _answer(winner, model, batch, request, pinned, pins, asked, found)
         return replace(answer, kept=kept, dropped=dropped)
-    free = why_not(winner, model, batch, _without(request, blocking), pins, host)
+    free = why_not(winner, model, batch, _without(request, blocking), pins, found)
     free = replace(free, dropped={**blocking, **free.dropped})
     reason = (
         f"the plan was asked for with {_listed(blocking)}, and {_product(pinned)}, or a multiple of them, where there are "
@@ -190,7 +207,7 @@ def _answer(
     pinned: PlanRequest,
     pins: Mapping[str, Any],
     asked: str,
-    host: PluginHost | None,
+    host: PluginHost,
 ) -> WhyNot:
     if all(_has(winner, name, value) for name, value in pins.items()):
         return WhyNot(asked, "chosen", f"the plan has it: {name_of(winner)}", winner)
@@ -200,7 +217,7 @@ def _answer(
     except UsageError as error:  # known without a search
         request.check(axes)
         return WhyNot(asked, "illegal", str(error))
-    planner = (host or discover()).get(PlannerSpec, request.planner).load()()
+    planner = host.get(PlannerSpec, request.planner).load()()
     try:
         best: ParallelPlan = planner.plan(model, batch, pinned)[0]
     except InfeasibleError as error:
@@ -280,13 +297,6 @@ def _parts(ranks: object, degree: object) -> bool:
 def _pinned(request: PlanRequest, pins: Mapping[str, Any]) -> PlanRequest:
     own = {name: value for name, value in pins.items() if name in DEGREES or name in OPTIONS}
     others = {name: value for name, value in pins.items() if name not in own}
-    known = ", ".join((*DEGREES, *OPTIONS))
-    for name, value in others.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            hint = suggestion(name, (*DEGREES, *OPTIONS))
-            raise UsageError(
-                f"--why-not {name}={value}: there is no such option; give a degree, or one of {known}{hint}"
-            )
     return replace(request, top_k=1, **own, degrees={**request.degrees, **others})
 
 

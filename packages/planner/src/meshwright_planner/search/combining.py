@@ -36,18 +36,19 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
                 f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
                 f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}; the nearest is {axis}={nearest}"
             )
-    found = [
-        c
-        for c in _products(legal, setting.world_size)
-        if _one_search(basis, c) and _rows_divide(basis, c) and _sequence_divides(basis, c)
+    whole = [
+        c for c in _products(legal, setting.world_size) if _one_search(basis, c) and _rows_divide(basis, c)
     ]
+    found = [c for c in whole if _sequence_divides(basis, c)]
     if setting.stage:  # who asks for a stage means ranks to share something
         found = [c for c in found if c.get(SHARED, 1) > 1] or found
+    if whole and not found:
+        raise UsageError(sequence.refusal(setting, whole))
     if not found:
         shown = "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
         raise UsageError(
             f"no combination of degrees multiplies to world_size {setting.world_size} (legal degrees: {shown}); "
-            f"{_pin(unasked(basis))}change the batch size, the pinned degrees or world_size{sequence.needs(setting)}"
+            f"{_pin(unasked(basis))}change the batch size, the pinned degrees or world_size"
         )
     return found
 

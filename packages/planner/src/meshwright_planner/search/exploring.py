@@ -221,7 +221,7 @@ class _Explorer:
             self.estimates += 1
             found = self.search.estimate(point, self.bound)
         except PlanError as refused:
-            self.refused = refused
+            self.refused = self.refused or refused
             if self.keeps and not isinstance(refused, Unsolved):  # of that nothing is known
                 self.known[point] = None
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from meshwright_planner.placing.legal import balanced
@@ -19,12 +19,23 @@ def divides(setting: Setting, degree: int, lengths: Iterable[int]) -> bool:
 
 
 def needs(setting: Setting) -> str:
-    """What to add to an error when it is asked for; else nothing."""
+    """What to add to an error of placements when it is asked for; else nothing."""
     if not setting.sequence_parallel:
         return ""
-    length = setting.batch.sequence_length
-    shown = "the sequence, and the batch has none" if length is None else f"the sequence ({length} tokens)"
+    return "; sequence_parallel=True needs placements that split the sequence between blocks: leave it out to do without them"
+
+
+def refusal(setting: Setting, legal: Iterable[Mapping[str, int]]) -> str:
+    """What to say where it is asked for, and is all that forbids these combinations of degrees."""
+    searched = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
+    needs = "sequence_parallel=True needs a tensor axis of a degree above 1"
+    if all(degrees[axis] == 1 for degrees in legal for axis in searched):
+        given = {a: d for a, d in setting.pins.items() if a in searched} or dict(setting.pins)
+        asked = ", ".join(f"{axis}={degree}" for axis, degree in given.items())
+        return f"{needs}, and {asked or 'nothing that is legal'} leaves it none: change that, or leave sequence_parallel out"
+    pinned = ", ".join(f"{axis}={setting.pins[axis]}" for axis in searched if axis in setting.pins)
+    beside = f"; {pinned} does not" if pinned else ""
     return (
-        f"; sequence_parallel=True needs a tensor axis of a degree above 1 that divides {shown}: "
-        "do not pin that axis to 1, pad the batch, or leave sequence_parallel out"
+        f"{needs} that divides the sequence ({setting.batch.sequence_length} tokens) on each rank{beside}: pad the batch, change "
+        "the degrees, or leave sequence_parallel out"
     )

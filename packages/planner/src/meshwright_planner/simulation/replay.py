@@ -15,7 +15,7 @@ from meshwright_planner.search.candidate import human_seconds
 from meshwright_planner.simulation.events import Outcome, Span, run
 from meshwright_planner.simulation.faults import LinkFault, Straggler
 from meshwright_planner.simulation.mesh import Place
-from meshwright_planner.simulation.workload import Faults, Workload
+from meshwright_planner.simulation.workload import Faults, Workload, elsewhere
 
 NOTICEABLE = 1e-3
 """Part of a step below which waiting is not worth a line."""
@@ -212,6 +212,9 @@ def simulate(
 def _unknown(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
     """What of the prediction its replay does not know."""
     stages, priced = plan.degree("pp"), plan.provenance.cost_model
+    other = elsewhere(plan, cluster)
+    if other is not None:
+        yield other
     if priced is not None:
         yield f"predicted by the cost model {priced!r}; in a replay collectives take what the cluster's own figures say"
     if stages == 1:

@@ -51,6 +51,18 @@ class Faults:
         return self.everywhere | {(f.level, f.share) for f in self.links if f.rank in ranks}
 
 
+def elsewhere(plan: ParallelPlan, cluster: Cluster) -> str | None:
+    """What to say of a replay on a cluster that the plan was not made for: a plan does not hold what work costs there."""
+    made_for = plan.provenance.cluster
+    if made_for is None or made_for == cluster.name:
+        return None
+    return (
+        f"the plan was made for {made_for}: compute, the optimizer and communication inside of layers take what is predicted "
+        f"there, and only messages between stages and collectives between replicas what the links of {cluster.name} say; plan for "
+        f"{cluster.name} to know what a step takes on it"
+    )
+
+
 @dataclass
 class Workload:
     """A plan taken apart for a replay.

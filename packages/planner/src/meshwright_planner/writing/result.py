@@ -27,6 +27,7 @@ from meshwright_planner.recomputation.effect import communicated
 from meshwright_planner.search.candidate import Candidate, human_seconds
 from meshwright_planner.search.proving import Proof
 from meshwright_planner.search.setting import Setting
+from meshwright_planner.writing.idle import idle_axes
 from meshwright_planner.writing.writer import Writer
 
 DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
@@ -110,8 +111,11 @@ def _split(candidate: Candidate) -> StepSplit:
     )
 
 
-def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[str]:
-    """Why the candidate at `place` of `ranked` (best first) is what it is, and how it compares, a line each."""
+def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: bool) -> list[str]:
+    """Why the candidate at `place` of `ranked` (best first) is what it is, and how it compares, a line each.
+
+    `only`: the request allows no other combination of degrees.
+    """
     own = ranked[place]
     notes = [
         f"bound by {own.bound}; {human_bytes(own.total_bytes)} of {human_bytes(own.allowed)} per rank with "
@@ -121,7 +125,7 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
         notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
     if setting.cluster.name.startswith(PREFIX):
         notes.append(f"planned for the machine at hand: {setting.cluster.source}")
-    notes += _marked(own)
+    notes += [*_beyond(setting, own), *idle_axes(own), *_marked(own)]
     for slow in setting.cluster.slow_among(setting.world_size):
         notes.append(_slow(slow))
     if own.placement.status == "in turns":
@@ -136,12 +140,26 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int) -> list[s
     after = ranked[place + 1] if place + 1 < len(ranked) else None
     if after is not None:
         notes.append(comparison(own, after))
-    elif len(ranked) == 1:
+    elif only and len(ranked) == 1:
         notes.append("the only combination of degrees that the request allows")
     for other in ranked:
         if other is not own:
             notes.append(f"also considered: {summary(other)}")
     return notes
+
+
+def _beyond(setting: Setting, own: Candidate) -> list[str]:
+    """That the user allows more memory than there is."""
+    has, asked = setting.cluster.usable_bytes, setting.allowed
+    if asked <= has:
+        return []
+    needed = (
+        "" if own.total_bytes <= has else ", and so is what this plan needs: it runs on devices with more"
+    )
+    return [
+        f"the memory limit of {human_bytes(asked)} is more than the {human_bytes(has)} that a model may take of a device of "
+        f"{setting.cluster.name}{needed}"
+    ]
 
 
 def _marked(own: Candidate) -> list[str]:
@@ -186,6 +204,10 @@ def comparison(better: Candidate, other: Candidate) -> str:
         "bubble": other.bubble_seconds - better.bubble_seconds,
         "optimizer": other.optimizer_seconds - better.optimizer_seconds,
     }
+    if gain < -1e-9 * better.step_seconds:  # of a planner that chooses by a measure of its own
+        return (
+            f"chosen before {other.name}, which is predicted {-100 * gain / better.step_seconds:.1f}% faster"
+        )
     if gain <= 0:
         saved = other.total_bytes - better.total_bytes
         return f"as fast as {other.name}; " + (
