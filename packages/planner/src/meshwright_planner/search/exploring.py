@@ -24,14 +24,12 @@ from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.climbing import neighbours, starts
 from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.narrowing import EXACT, LONG, narrowed
 from meshwright_planner.search.points import BY_STAGE, Point
 from meshwright_planner.search.setting import SHARED, ended_by
 
 FEW = 64
 """Combinations of degrees up to which each is looked at."""
-
-EXACT = 16
-"""Combinations up to which each is evaluated exactly."""
 
 SPARE = 2
 """Configurations beyond those asked for that are evaluated exactly, since estimates are not exact."""
@@ -39,11 +37,11 @@ SPARE = 2
 CLOSE = 0.02
 """Part of the best predicted step within which configurations are evaluated exactly too, as many as there are asked for."""
 
-LONG = 16384
-"""Tokens of a row from which sharing the sequence is tried along with everything else."""
-
 SLACK = 1.1
 """How much slower than the best so far a configuration may be that does not fit and is not given up: other ways are faster."""
+
+FEW_WAYS = 12
+"""Ways of a strategy up to which each is tried."""
 
 REFINED = 6
 """Combinations of degrees for which every way of a strategy is tried."""
@@ -100,6 +98,7 @@ class _Explorer:
     known: dict[Point, Candidate | None] = field(default_factory=dict)
     keeps: bool = True
     free: dict[tuple[object, ...], dict[int, tuple[float, float]]] = field(default_factory=dict)
+    tried: dict[tuple[Degrees, Any], Candidate | None] = field(default_factory=dict)
     ended: bool = False
 
     @property
@@ -123,27 +122,47 @@ class _Explorer:
         return min(self.found[key], key=estimated, default=None)
 
     def refine(self, key: Degrees) -> None:
-        """Try other ways of strategies for these degrees: all where they are few, else one choice after the other."""
-        degrees = dict(key)
-        ways = self.search.ways(degrees)
-        known = {c.point.way for c in self.found[key]}
-        if len(ways) <= 12:
-            self._try(key, ways, known)
+        """Try other ways of strategies for these degrees: all where they are few, else one choice after the other, numbers first
+        (which schedule is the fastest depends on the number of microbatches more than that does on it)."""
+        ways = self.search.ways(dict(key), thorough=True)
+        if len(ways) <= FEW_WAYS:
+            for way in ways:
+                self._try(key, way)
             return
-        for name in [*ways[0], *ways[0]]:
+        for name in 2 * sorted(ways[0], key=lambda n: not isinstance(ways[0][n], int)):
             best = min(self.found[key], key=estimated, default=None)
             now = dict(best.point.way) if best is not None else ways[0]
             others = {k: v for k, v in now.items() if k != name}
-            self._try(key, [w for w in ways if {k: v for k, v in w.items() if k != name} == others], known)
+            alike = [w for w in ways if {k: v for k, v in w.items() if k != name} == others]
+            if isinstance(now[name], int):
+                self._follow(key, sorted(alike, key=lambda w: int(str(w[name]))), now)
+            else:
+                for way in alike:
+                    self._try(key, way)
 
-    def _try(self, key: Degrees, ways: Iterable[Mapping[str, Any]], known: set[Any]) -> None:
-        for way in ways:
-            chosen = tuple(sorted(way.items()))
-            if chosen not in known and not self.late:
-                known.add(chosen)
-                candidate = self.relieved(dict(key), way)
-                if candidate is not None:
-                    self.found[key].append(candidate)
+    def _follow(self, key: Degrees, ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
+        """From one way to its neighbour, and on as long as that is better: down, or where that is not, up."""
+        best = here = self._try(key, now)
+        for direction in (range(ways.index(now) - 1, -1, -1), range(ways.index(now) + 1, len(ways))):
+            for place in direction:
+                found = self._try(key, ways[place])
+                if found is not None and best is not None and estimated(found) >= estimated(best):
+                    break
+                best = found or best
+            if best is not here:
+                return
+
+    def _try(self, key: Degrees, way: Mapping[str, Any]) -> Candidate | None:
+        """The best estimate for a way, asked for once; None where a strategy refuses it, or there is no time."""
+        chosen = key, tuple(sorted(way.items()))
+        if chosen not in self.tried:
+            own = next((c for c in self.found[key] if c.point.way == chosen[1]), None)
+            if own is None and not self.late:
+                own = self.relieved(dict(key), way)
+                if own is not None:
+                    self.found[key].append(own)
+            self.tried[chosen] = own
+        return self.tried[chosen]
 
     def relieved(self, degrees: Mapping[str, int], way: Mapping[str, Any]) -> Candidate | None:
         """The fastest that fits of the ways to save memory, else the one that needs least."""
@@ -274,7 +293,7 @@ def explore(search: Search, wanted: int = 1) -> Explored:
     """
     every = search.combinations()
     explorer = _Explorer(search, wanted)
-    narrow = _narrow(search, every)
+    narrow = narrowed(search, every)
     explorer.keeps = len(narrow) == len(every) <= FEW
     found = _explored(explorer, every, narrow)
     possible = floor_bytes(search.basis) <= search.setting.limit
@@ -361,28 +380,6 @@ def _first_of_each(estimates: Iterable[Candidate]) -> Iterator[Candidate]:
 def estimated(candidate: Candidate) -> tuple[Any, ...]:
     """As `rank`, but of those that do not fit the nearest to fitting comes first."""
     return (candidate.excess_bytes, *rank(candidate)[1:])
-
-
-def _narrow(search: Search, every: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Without combinations whose searched axis is wider than the innermost links, where there are others."""
-    setting = search.setting
-    level = setting.cluster.links[0]
-    inner = min(level.sizes) if level.sizes else level.size or setting.world_size
-    axes = [a for a, s in setting.strategies.items() if s.placement_search and a not in setting.pins]
-    kept = [d for d in every if all(d[a] <= inner for a in axes)] or list(every)
-    if (setting.batch.sequence_length or 0) >= LONG or len(kept) <= EXACT:
-        return kept
-    late = [a for a in _of_the_sequence(search) if a not in setting.pins]
-    return [d for d in kept if all(d[a] == 1 for a in late)] or kept
-
-
-def _of_the_sequence(search: Search) -> list[str]:
-    """Axes that share neither rows nor modules nor parameters: what they take apart is the sequence."""
-    return [
-        a
-        for a, s in search.setting.strategies.items()
-        if s.batch_factor(2) == 1 and not s.placement_search and not s.divides and a not in search.surveys
-    ]
 
 
 def _middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
