@@ -1,7 +1,8 @@
 """Units of a pipeline: the modules that are given to stages whole.
 
-Members of the outermost repeated lists, every other module with parameters that holds no such list, and dropouts. The
-code between units (masks, positions, residual sums) belongs to no stage and runs on all of them.
+Members of the outermost repeated lists, every other module with parameters that holds no such list, and dropouts. A module
+without a forward (a layer that is a ModuleDict) is never called: its parts are units in its place. The code between units
+(masks, positions, residual sums) belongs to no stage and runs on all of them.
 """
 
 from __future__ import annotations
@@ -39,18 +40,24 @@ def find_units(model: nn.Module) -> Units:
     names: list[str] = []
     free: list[str] = []
 
-    def walk(name: str, module: nn.Module) -> None:
-        if name in containers or (not name and _repeats(module)):
-            names.extend(_join(name, key) for key, _ in module.named_children())
-        elif not name or any(c.startswith(f"{name}.") for c in containers):
+    def walk(name: str, module: nn.Module, member: bool = False) -> None:
+        """`member`: of a list, and as it is, whatever lists it holds itself."""
+        listed = not member and (name in containers or (not name and _repeats(module)))
+        holds = not member and (not name or any(c.startswith(f"{name}.") for c in containers))
+        if listed or holds or not _has_forward(module):
             free.extend(_join(name, key) for key, _ in module.named_parameters(recurse=False))
             for key, child in module.named_children():
-                walk(_join(name, key), child)
+                walk(_join(name, key), child, member or listed)
         elif isinstance(module, DROPOUTS) or next(module.parameters(), None) is not None:
             names.append(name)
 
     walk("", model)
     return Units(tuple(names), tuple(free))
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called; what torch's containers have in the place of a forward raises."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -63,13 +70,13 @@ def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """A list of at least two modules of one class, or of kin (layers of several kinds), all with parameters."""
+    """A list, or dict, of at least two modules of one class, or of kin (layers of several kinds), all with parameters."""
     children = list(module.children())
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(children) < 2:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(children) < 2:
         return False
     kin = set.intersection(*(set(type(child).__mro__) for child in children)) - set(nn.Module.__mro__)
     alike = len({type(child) for child in children}) == 1
-    return (alike or (isinstance(module, nn.ModuleList) and bool(kin))) and all(
+    return (alike or (not isinstance(module, nn.Sequential) and bool(kin))) and all(
         next(child.parameters(), None) is not None for child in children
     )
 
