@@ -161,6 +161,7 @@ class SearchRequest:
         again: for the same strategy, policy of plan.RecomputeRule -> `work` where all that can run again does, one for one.
         relief: bytes that the fullest rank must hold less than if nothing ran again; the strategy chooses among `again` what does.
         numbers: for the same strategy, (module that made it, module that takes it) of tensors without dims made of inputs.
+        calls: for the same strategy, (module that calls, module that is called) in one forward; None where that is not known.
         example: for the same strategy, positional and keyword arguments of the batch that is planned for; its tensors need
             have no values. None where it is not known.
         rough: the answer is an estimate, one of many: where it takes a trial of the model, what is known of a similar one will do.
@@ -198,6 +199,7 @@ class SearchRequest:
     again: Mapping[str, tuple[ModuleWork, ...]] = field(default_factory=dict)
     relief: int = 0
     numbers: frozenset[tuple[str, str]] = frozenset()
+    calls: frozenset[tuple[str, str]] | None = None
     example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
     rough: bool = False
     thorough: bool = False

@@ -25,7 +25,7 @@ from meshwright_pipeline.holding import Fullest
 from meshwright_pipeline.predicting import Prediction, StageCosts, predict
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
-from meshwright_pipeline.surveying import Surveyed
+from meshwright_pipeline.surveying import Surveyed, surveyed
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
 """What the runtime costs the host, in operations: of each forward, of each unit in it, and of each parameter whose gradient a
@@ -47,10 +47,10 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     Raises:
         PlanError: there are not enough modules, rows cannot be shared equally, or the schedule does not fit.
     """
-    if request.survey is None:
+    known = surveyed(request)
+    if known is None:
         rule = "a model is cut by what Pipeline.survey finds in it, and the request holds no survey; give it that"
         raise PlanError("degrees.pp", degree, rule)
-    known: Surveyed = request.survey.details
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * known.stages_each(schedule, degree), microbatches(request, degree))
     found = known.read(request.work)
@@ -108,7 +108,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
                 "stages": parts.stages,
                 "microbatches": shape.microbatches,
                 "schedule": schedule.name,
-                "shared": found.shared,
+                "shared": [*found.shared, *known.unnamed((*parts.stages, found.shared))],
                 **({} if foreseen is None else {"loss": "batch" if late else "microbatches"}),
             }
         },

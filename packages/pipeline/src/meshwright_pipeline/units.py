@@ -1,13 +1,14 @@
 """Units of a pipeline: the modules that are given to stages whole.
 
 Members of the outermost repeated lists, every other module with parameters that holds no such list, and dropouts. A module
-without a forward (a layer that is a ModuleDict) is never called: its parts are units in its place. The code between units
-(masks, positions, residual sums) belongs to no stage and runs on all of them.
+that is never called itself (a layer that is a ModuleDict), or only calls its parts one after the other (Sequential), is opened:
+its parts are units in its place. So is one that a plan names parts of. The code between units (masks, positions, residual sums)
+belongs to no stage and runs on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -34,8 +35,8 @@ class Units:
     free: tuple[str, ...]
 
 
-def find_units(model: nn.Module) -> Units:
-    """The units of `model`, and the parameters outside of them."""
+def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
+    """The units of `model`, and the parameters outside of them; `opened`: modules that are none, their parts may be."""
     containers = set(_containers(model))
     names: list[str] = []
     free: list[str] = []
@@ -44,7 +45,8 @@ def find_units(model: nn.Module) -> Units:
         """`member`: of a list, and as it is, whatever lists it holds itself."""
         listed = not member and (name in containers or (not name and _repeats(module)))
         holds = not member and (not name or any(c.startswith(f"{name}.") for c in containers))
-        if listed or holds or not _has_forward(module):
+        loose = not _is_called(module) or (not member and _only_calls(module))
+        if listed or holds or loose or name in opened:
             free.extend(_join(name, key) for key, _ in module.named_parameters(recurse=False))
             for key, child in module.named_children():
                 walk(_join(name, key), child, member or listed)
@@ -55,9 +57,30 @@ def find_units(model: nn.Module) -> Units:
     return Units(tuple(names), tuple(free))
 
 
-def _has_forward(module: nn.Module) -> bool:
-    """Whether it can be called; what torch's containers have in the place of a forward raises."""
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward; what torch's containers have in the place of one raises."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def _only_calls(module: nn.Module) -> bool:
+    """Whether all that its forward does is to call its parts, so that they may be called by others as well."""
+    return "forward" not in module.__dict__ and type(module).forward is nn.Sequential.forward
+
+
+def called_in_parts(units: Iterable[str], calls: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Those of `units` of which others call parts, beside them or in their place.
+
+    Args:
+        calls: (module that calls, module that is called).
+    """
+    known, found = frozenset(units), set[str]()
+    for caller, called in calls:
+        parts = called.split(".")
+        for end in range(1, len(parts)):
+            unit = ".".join(parts[:end])
+            if unit in known and not f"{caller}.".startswith(f"{unit}."):
+                found.add(unit)
+    return frozenset(found)
 
 
 def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -121,7 +144,7 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
     Raises:
         PlanError: a pattern matches nothing, a unit with parameters is named by no stage, or a stage has none.
     """
-    units = find_units(model)
+    units = find_units(model, _named_in_parts(model, rule))
     names = [*units.names, *units.free]
     shared = [unit for unit in units.names if any(_matches(p, unit) for p in rule.shared)]
     for place, pattern in enumerate(rule.shared):
@@ -142,6 +165,24 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
             raise PlanError("pipeline.stages", [list(stage) for stage in rule.stages], text)
     left = [unit for unit in units.names if unit not in placed]
     return Ownership(tuple(stages), (*shared, *left), units.free)
+
+
+def _named_in_parts(model: nn.Module, rule: PipelineRule) -> frozenset[str]:
+    """Modules that would be units, and of which `rule` names parts instead."""
+    patterns = [pattern for own in (*rule.stages, rule.shared) for pattern in own]
+    opened: set[str] = set()
+    while True:
+        units = find_units(model, opened)
+        names = (*units.names, *units.free)
+        finer = [p for p in patterns if not any(_matches(p, name) for name in names)]
+        if not finer:
+            return frozenset(opened)
+        inside = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+        named = [name for name in inside if any(fnmatchcase(name, pattern) for pattern in finer)]
+        more = {unit for unit in units.names if any(name.startswith(f"{unit}.") for name in named)}
+        if not more:
+            return frozenset(opened)
+        opened |= more
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,9 +197,10 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
     for name, tensor in batch.tensors():
         watcher.mark(tensor, f"input:{name}")
 
+    calls: set[tuple[str, str]] = set()
     marks: list[tuple[str, dict[str, State]]] = []
     noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
-    with torch.enable_grad(), _module_frames(model, watcher), noted:
+    with torch.enable_grad(), _module_frames(model, watcher, calls), noted:
         with torch.autograd.graph.saved_tensors_hooks(watcher.pack, lambda tensor: tensor), watcher:
             try:
                 out = model(*batch.args, **batch.kwargs)
@@ -228,6 +230,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         copied=watcher.copied,
         tied=tied_names(model),
         marks=tuple(marks),
+        calls=_with_copies(calls, watcher.copied),
     )
     kept = finish(tape)
     tape.saved = list(_saved(watcher, kept, tape))
@@ -235,18 +238,39 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
 
 
 @contextlib.contextmanager
-def _module_frames(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, str]]) -> Iterator[None]:
+    """Inside, the recorder knows whose forward runs; `calls`: gets (module that calls, module that is called)."""
     names = {id(module): name for name, module in model.named_modules()}
-    # modules made during the forward belong to whoever runs them
-    enter = register_module_forward_pre_hook(
-        lambda module, args: recorder.enter_module(names.get(id(module), recorder.frames[-1].module))
-    )
+
+    def enters(module: nn.Module, args: Any) -> None:
+        caller = recorder.frames[-1].module
+        name = names.get(id(module), caller)  # modules made during the forward belong to whoever runs them
+        if name != caller:
+            calls.add((caller, name))
+        recorder.enter_module(name)
+
+    enter = register_module_forward_pre_hook(enters)
     leave = register_module_forward_hook(lambda module, args, out: recorder.exit_module(), always_call=True)
     try:
         yield
     finally:
         enter.remove()
         leave.remove()
+
+
+def _with_copies(calls: Collection[tuple[str, str]], copied: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """The calls, with those inside of modules that were not run since they do what another does."""
+    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for caller, called in calls:
+        parts = called.split(".")
+        for end in range(1, len(parts)):
+            inside[".".join(parts[:end])].append((caller, called))
+    found = set(calls)
+    for name, like in copied.items():
+        for caller, called in inside[like]:
+            if caller == like or caller.startswith(f"{like}."):
+                found.add((name + caller[len(like) :], name + called[len(like) :]))
+    return frozenset(found)
 
 
 def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:

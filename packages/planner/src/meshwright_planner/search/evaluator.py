@@ -91,13 +91,15 @@ class Search:
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] > 1:
                 rows = max(1, self.setting.batch.size // self.basis.batch_factor(degrees))
+                tape = self._any_tape(degrees) if strategy.divides else None
                 asked = replace(
                     self.basis.request(axis),
                     batch_size=rows,
                     degrees=dict(degrees),
                     thorough=thorough,
                     company=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
-                    numbers=self._numbers(degrees) if strategy.divides else frozenset(),
+                    numbers=frozenset() if tape is None else tape.numbers,
+                    calls=None if tape is None else tape.calls,
                     example=(self.setting.batch.args, self.setting.batch.kwargs)
                     if strategy.divides
                     else None,
@@ -106,11 +108,11 @@ class Search:
                 found = [{**a, **b} for a in found for b in own]
         return found
 
-    def _numbers(self, degrees: Mapping[str, int]) -> frozenset[tuple[str, str]]:
-        """See SearchRequest; the same whatever the degrees."""
-        if self.shared.numbers is None:
-            self.shared.numbers = self.shared.tapes.of(self.basis, self.rules, degrees).numbers
-        return self.shared.numbers
+    def _any_tape(self, degrees: Mapping[str, int]) -> Tape:
+        """One of those of the model, for what is the same whatever the degrees."""
+        if self.shared.tape is None:
+            self.shared.tape = self.shared.tapes.of(self.basis, self.rules, degrees)
+        return self.shared.tape
 
     # ---- exact
     def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:
