@@ -94,7 +94,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         gradients=fullest.share,
         optimizer=fullest.share,
         activations=fullest.peak.kept / (found.kept * shape.microbatches),
-        collectives=tuple(_messages(parts.messages, shape.microbatches)),
+        collectives=tuple(_messages(parts, schedule, shape)),
         compute=(step.silent + around) / whole,
         idle=max(0.0, step.silent - max(step.busy)) / whole,
         stages=tuple(one.seconds / found.whole for one in loads),
@@ -257,8 +257,11 @@ def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts, company: tup
         raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
 
 
-def _messages(sizes: Sequence[int], count: int) -> Iterator[CollectiveUse]:
-    """What crosses the cuts in a step: what units behind one take from units before it, in every microbatch."""
-    for index, nbytes in enumerate(sizes):
-        yield CollectiveUse("send_recv", nbytes, count, "forward", f"from stage {index} to {index + 1}")
-        yield CollectiveUse("send_recv", nbytes, count, "backward", f"gradients to stage {index}")
+def _messages(parts: Divided, schedule: Schedule, shape: Shape) -> Iterator[CollectiveUse]:
+    """What goes from rank to rank in a step: what is behind a cut takes results of units before it, in every microbatch."""
+    for cut, (sent, returned) in enumerate(zip(parts.messages, parts.returned, strict=True)):
+        if schedule.owner(cut, shape) == schedule.owner(cut + 1, shape):
+            continue
+        count = shape.microbatches
+        yield CollectiveUse("send_recv", sent, count, "forward", f"from stage {cut} to {cut + 1}")
+        yield CollectiveUse("send_recv", returned, count, "backward", f"gradients to stage {cut}")

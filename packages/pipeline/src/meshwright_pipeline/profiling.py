@@ -32,6 +32,7 @@ from meshwright_pipeline.batching import Call, rows_of
 from meshwright_pipeline.drawing import BETWEEN, Draw, Draws, check_generator
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
 from meshwright_pipeline.keeping import Kept, Writes
+from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
 from meshwright_pipeline.trees import leaves_of, map_leaves, nothing, repeats, tensors_of
 from meshwright_pipeline.watching import Functions, Watch
@@ -275,7 +276,8 @@ class Profiler:
             output = self.model(*args, **kwargs)
         # one that is made once, and of no batch, each rank makes itself
         buffers = {at: b for at, b in writes.buffers().items() if at not in writes.empty or taint.of([b])}
-        final = taint.of((output, list(buffers.values()))) - {_BATCH}
+        # the loss may be in an object that is no tree of tensors
+        final = taint.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
         read = {unit for labels in (*consumes.values(), final) for unit, call, _, _ in labels if call == READ}
         if not order:
             raise UnsupportedError(

@@ -25,7 +25,7 @@ from meshwright_dtensor.marks import watched_marks
 from meshwright_dtensor.precision import cast_buffers
 from meshwright_dtensor.states import State
 from meshwright_dtensor.tied import tied_names
-from meshwright_dtensor.trace import Recorder
+from meshwright_dtensor.trace import Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner.profile.batch import Batch, check_signature
 from meshwright_planner.profile.borrow import borrowed
@@ -230,6 +230,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         copied=watcher.copied,
         tied=tied_names(model),
         marks=tuple(marks),
+        returned=tuple(dict.fromkeys(watcher.ref(t).i for t in (*leaves(out, torch.Tensor), *results))),
         calls=_with_copies(calls, watcher.copied),
     )
     kept = finish(tape)

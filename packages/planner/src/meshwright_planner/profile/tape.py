@@ -65,6 +65,7 @@ class Tape:
         recompute: rules by which what is saved has been changed.
         tied: first name -> other names of every parameter that has several.
         marks: (module, mesh axis -> state) of each activation that the model marks, where it was run.
+        returned: every value that the model returns, in whatever it does.
         calls: (module that calls, module that is called) of every call of a module.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
     """
@@ -86,6 +87,7 @@ class Tape:
     recompute: Hashable = ()
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     marks: tuple[tuple[str, Mapping[str, State]], ...] = ()
+    returned: tuple[int, ...] = ()
     calls: frozenset[tuple[str, str]] = frozenset()
 
     @cached_property
