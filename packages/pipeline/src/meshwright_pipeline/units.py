@@ -17,6 +17,7 @@ from torch import nn
 from meshwright_dtensor._names import did_you_mean, listing
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import PipelineRule
+from meshwright_dtensor.units import has_forward
 from meshwright_pipeline._torch import by_the_batch
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -45,7 +46,7 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
         """`member`: of a list, and as it is, whatever lists it holds itself."""
         listed = not member and (name in containers or (not name and _repeats(module)))
         holds = not member and (not name or any(c.startswith(f"{name}.") for c in containers))
-        loose = not _is_called(module) or (not member and _only_calls(module))
+        loose = not has_forward(module) or (not member and _only_calls(module))
         if listed or holds or loose or name in opened:
             free.extend(_join(name, key) for key, _ in module.named_parameters(recurse=False))
             for key, child in module.named_children():
@@ -55,11 +56,6 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
 
     walk("", model)
     return Units(tuple(names), tuple(free))
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward; what torch's containers have in the place of one raises."""
-    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _only_calls(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from meshwright_dtensor.precision import cast_buffers
 from meshwright_dtensor.states import State
 from meshwright_dtensor.tied import tied_names
 from meshwright_dtensor.trace import Recorder, leaves
+from meshwright_dtensor.units import has_forward
 from meshwright_planner import _torch
 from meshwright_planner.profile.batch import Batch, check_signature
 from meshwright_planner.profile.borrow import borrowed
@@ -259,18 +260,24 @@ def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, s
         leave.remove()
 
 
-def _with_copies(calls: Collection[tuple[str, str]], copied: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """The calls, with those inside of modules that were not run since they do what another does."""
-    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for caller, called in calls:
-        parts = called.split(".")
-        for end in range(1, len(parts)):
-            inside[".".join(parts[:end])].append((caller, called))
-    found = set(calls)
-    for name, like in copied.items():
-        for caller, called in inside[like]:
-            if caller == like or caller.startswith(f"{like}."):
-                found.add((name + caller[len(like) :], name + called[len(like) :]))
+    found = set[tuple[str, str]]()
+    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)  # module -> calls by it, and in it
+
+    def add(caller: str, called: str) -> None:
+        if (caller, called) not in found:
+            found.add((caller, called))
+            parts = caller.split(".")
+            for end in range(1, len(parts) + 1):
+                inside[".".join(parts[:end])].append((caller, called))
+
+    for call in calls:
+        add(*call)
+    for name, like in copied.items():  # in the order in which they were met: what is copied may hold copies
+        for caller, called in list(inside[like]):
+            if called.startswith(f"{like}."):
+                add(name + caller[len(like) :], name + called[len(like) :])
     return frozenset(found)
 
 
@@ -281,6 +288,7 @@ def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
             type(module).__name__,
             len(_parameters_in(module, inside)),
             next(module.children(), None) is None,
+            has_forward(module),
         )
         for name, module in model.named_modules()
     }

@@ -37,11 +37,12 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module of the model: class name, number of distinct parameters in it, and whether it has no children."""
+    """A module of the model: class name, number of distinct parameters in it, whether it has no children, and has a forward."""
 
     kind: str
     parameters: int
     leaf: bool
+    runs: bool = True
 
 
 @dataclass

@@ -181,18 +181,18 @@ class Search:
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
         """The modules that a configuration runs twice."""
         wanted = point.recompute
-        return () if wanted is None or wanted is BY_STAGE else self._named(wanted)
+        return () if wanted is None or wanted is BY_STAGE else self._named(wanted, dict(point.degrees))
 
-    def _named(self, wanted: str) -> tuple[RecomputeRule, ...]:
+    def _named(self, wanted: str, degrees: Mapping[str, int]) -> tuple[RecomputeRule, ...]:
         rules = self.shared.rules
         if wanted not in rules:
-            rules[wanted] = recompute_rules(self.setting.model, wanted)
+            rules[wanted] = recompute_rules(self.setting.model, wanted, self._any_tape(degrees).calls)
         return rules[wanted]
 
     def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
         """The policies that the model can have with these degrees, the cheapest in time first."""
         if self.shared.blocks is None:
-            self.shared.blocks = repeated_blocks(self.setting.model)
+            self.shared.blocks = repeated_blocks(self.setting.model, self._any_tape(degrees).calls)
         if not self.shared.blocks:
             return ()
         return tuple(reversed(POLICIES))
@@ -263,7 +263,8 @@ class Search:
     def _again(self, point: Point, placed: Placed) -> Again:
         """What may run again of a placement, found once."""
         if id(placed) not in self._eased:
-            policies = {policy: self._named(policy) for policy in self.can_recompute(dict(point.degrees))}
+            degrees = dict(point.degrees)
+            policies = {policy: self._named(policy, degrees) for policy in self.can_recompute(degrees)}
             tape = placed.problem.tape
             if self.shared.named is None:
                 self.shared.named = tuple(recomputed_blocks(tape, next(iter(policies.values()), ())))
