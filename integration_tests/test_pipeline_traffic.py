@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from containers import MODELS, batch
+from side_models import RUN
+from side_models import numbers as narrow
 from torch import Tensor, nn
 from zoo import CASES
 
@@ -82,6 +84,7 @@ KINDS: Mapping[str, Made] = MappingProxyType(
         "residual-mlp": Made(lambda: Mlp(True), numbers),
         "chosen": Made(Chosen, numbers),
         **{name: Made(model, batch) for name, model in MODELS.items()},
+        **{name: Made(model, narrow) for name, model in RUN.items()},
         **{name: Made(case.model, case.batch) for name, case in CASES.items() if "-" not in name},
     }
 )

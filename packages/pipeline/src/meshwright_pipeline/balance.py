@@ -22,6 +22,7 @@ from meshwright_pipeline.choosing import microbatches, note
 from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.foreseeing import Foreseen
 from meshwright_pipeline.holding import Fullest
+from meshwright_pipeline.leaving import CannotBeCut
 from meshwright_pipeline.predicting import Prediction, StageCosts, predict
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
@@ -55,10 +56,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     shape = Shape(degree, degree * known.stages_each(schedule, degree), microbatches(request, degree))
     found = known.read(request.work)
     tail: Run | None = None
-    single = shape.microbatches == request.batch_size
-    foreseen = None
-    if shape.microbatches > 1:
-        foreseen = known.foreseen(request.example, single, request.rough)
+    foreseen = _foreseen(request, known, degree, shape)
     late = foreseen is not None and not foreseen.adds
     if late:  # what runs then, see behind
         schedule, found, tail = Behind(schedule), without_tail(found), tail_of(found)
@@ -113,6 +111,21 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
             }
         },
     )
+
+
+def _foreseen(request: SearchRequest, known: Surveyed, degree: int, shape: Shape) -> Foreseen | None:
+    """What there is to know of the loss; None of one microbatch, of which only that it can be cut.
+
+    Raises:
+        PlanError: the runtime cannot run the model as a pipeline.
+    """
+    several = shape.microbatches > 1
+    single = several and shape.microbatches == request.batch_size
+    try:
+        found = known.foreseen(request.example, single, request.rough or not several)
+    except CannotBeCut as error:
+        raise PlanError("degrees.pp", degree, str(error), "1") from None
+    return found if several else None
 
 
 def _notes(request: SearchRequest, shape: Shape, foreseen: Foreseen | None) -> tuple[str, ...]:

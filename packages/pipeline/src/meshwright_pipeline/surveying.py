@@ -14,6 +14,7 @@ from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_dtensor.tied import all_names
 from meshwright_pipeline.actions import Schedule
 from meshwright_pipeline.foreseeing import Foreseen, Lookout
+from meshwright_pipeline.leaving import CannotBeCut
 from meshwright_pipeline.mixing import Rowless, look
 from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
@@ -155,14 +156,27 @@ class Surveyed:
         """What there is to know of the loss, found once; None without an example batch.
 
         `single`: see Lookout; `rough`: what is known of microbatches of one row will do for those of more, or the other way.
+
+        Raises:
+            CannotBeCut: no first step could run the model as a pipeline.
         """
         if example is None or self.model is None:
             return None
         if rough and self._foreseen:
             return self._foreseen.get(single, next(iter(self._foreseen.values())))
+        if self._cannot:
+            raise CannotBeCut(self._cannot[0])
         if single not in self._foreseen:
-            self._foreseen[single] = self._lookout.look(example, single)
+            try:
+                self._foreseen[single] = self._lookout.look(example, single)
+            except CannotBeCut as error:
+                self._cannot.append(str(error))
+                raise
         return self._foreseen[single]
+
+    @cached_property
+    def _cannot(self) -> list[str]:
+        return []
 
     @cached_property
     def normalising(self) -> str | None:
