@@ -67,7 +67,8 @@ def check_objects(unit: str, output: Any, given: Any) -> None:
         if id(leaf) not in own and held_in(leaf):
             raise CannotBeCut(
                 f"module {unit!r} returns a {type(leaf).__name__} that holds tensors, which cannot be sent to another stage; "
-                "return tensors in tuples, lists, dicts or dataclasses, or register the class with torch.utils._pytree, or plan without pp"
+                "return tensors in tuples, lists, dicts or dataclasses, register the class with torch.utils._pytree, or plan "
+                "without pp"
             )
 
 
