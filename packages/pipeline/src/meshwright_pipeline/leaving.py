@@ -6,9 +6,12 @@ path alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
@@ -40,8 +43,15 @@ def attributes(unit: nn.Module) -> Attributes:
         f"{path}:{name}": (value, tuple(map(id, leaves_of(value))))
         for path, part in unit.named_modules()
         for name, value in part.__dict__.items()
-        if name not in OWN_PARTS and name != "forward"
+        if name not in OWN_PARTS and _may_hold(type(value))
     }
+
+
+def _may_hold(kind: type) -> bool:
+    """Whether tensors are looked for in attributes of this type."""
+    return issubclass(kind, (torch.Tensor, list, tuple, dict, SimpleNamespace)) or dataclasses.is_dataclass(
+        kind
+    )
 
 
 def left(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any], frozenset[str]]:

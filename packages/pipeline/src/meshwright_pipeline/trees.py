@@ -58,9 +58,10 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def _fields(leaf: Any) -> dict[str, Any] | None:
     """The fields of an object that is nothing but those and has tensors in one; None of any other."""
-    if isinstance(leaf, SimpleNamespace):
+    kind = type(leaf)  # not isinstance: a stand-in for a number (see copies) would take that for a look at it
+    if issubclass(kind, SimpleNamespace):
         fields = vars(leaf)
-    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, torch.nn.Module)):
+    elif dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module):
         fields = {one.name: getattr(leaf, one.name) for one in dataclasses.fields(leaf)}
     else:
         return None
@@ -75,7 +76,7 @@ def _has_tensors(tree: Any) -> bool:
 
 def held_in(leaf: Any) -> list[torch.Tensor]:
     """The tensors in the attributes of an object of any other class (a cache, say)."""
-    if isinstance(leaf, (torch.Tensor, torch.nn.Module, type)):
+    if issubclass(type(leaf), (torch.Tensor, torch.nn.Module, type)):
         return []
     return tensors_of(dict(getattr(leaf, "__dict__", {})))
 
