@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
-from pipe_models import Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
+from pipe_models import WIDTH, Chain, Crossed, chain_batch, chain_plan, crossed_batch, crossed_plan
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError
@@ -43,6 +45,44 @@ def test_what_crosses_is_what_is_used_behind_the_cut() -> None:
         ["encoder.1", "start", "decoder.0"],
         ["encoder.1", "start", "decoder.1"],
     ]
+
+
+class Residual(nn.Module):
+    """Its loss, in an object that is no tree of tensors, takes what the first layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return SimpleNamespace(loss=x.square().mean() + first.square().mean())
+
+
+def test_what_a_loss_in_an_object_takes_crosses() -> None:
+    model, rule = Residual(), PipelineRule(stages=[["layers.[01]"], ["layers.[23]"]], microbatches=2)
+    owned = ownership(model, rule)
+    made = cut(
+        Profiler(skeleton(model, owned.units), owned.units).run((), {"x": torch.randn(2, WIDTH)}), owned
+    )
+    assert [label[0] for label in made.crossing[0]] == ["layers.0", "layers.1"]
+
+
+def residual(rank: int, size: int) -> tuple[float, float]:
+    """The loss of a step, and that of one device."""
+    torch.manual_seed(1)
+    one, x = Residual(), torch.randn(8, WIDTH)
+    many = copy.deepcopy(one)
+    rule = PipelineRule(stages=[["layers.[01]"], ["layers.[23]"]], microbatches=2)
+    pipeline(many, ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule))
+    return many(x).loss.item(), one(x).loss.item()
+
+
+def test_a_loss_in_an_object_is_that_of_one_device(rank_pool: RankPool) -> None:
+    for many, one in rank_pool.run(2, residual):
+        assert many == pytest.approx(one, rel=1e-6)
 
 
 class Twice(nn.Module):

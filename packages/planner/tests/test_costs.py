@@ -157,4 +157,4 @@ def test_copies_of_a_block_have_the_work_that_their_own_operations_have() -> Non
     merged = work(merge=True)
     assert len(quotient(tape).nodes) < len(tape.nodes)
     assert merged == work(merge=False)
-    assert len(merged) > 20 and all(part[1] for part in merged[1:])
+    assert len(merged) > 20 and all(part[1] for part in merged[1:-1])  # in the last, nothing is done

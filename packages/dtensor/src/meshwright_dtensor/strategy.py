@@ -83,13 +83,15 @@ class ModuleWork:
         seconds: predicted.
         saved_bytes: what autograd keeps of them alone, on one rank.
         parameters: names of the parameters that they read, the first name of tied ones.
-        entering: (number of a value, module that made it, bytes on one rank) of the floating-point tensors that other
-            modules made.
+        entering: (number of a value, module that made it, bytes on one rank) of the tensors that were made before, whatever
+            they hold; not those that come from outside of the model.
         shared: (number of a tensor, bytes) of what autograd keeps of them and of other modules too, once.
         beside: the most bytes that are alive at once while they run, beside what is kept (backward gradients of values, and
             of the parameter that gets one).
         waiting: bytes of the gradients that lie between the two halves of a backward pass: of what parameters were used for.
         forward: the part of the seconds that is the forward pass.
+        leaving: (number of a value, numbers of those entering that it is made of, whether it gets a gradient) of the tensors
+            that are made here and enter elsewhere.
     """
 
     module: str
@@ -101,6 +103,7 @@ class ModuleWork:
     beside: float = 0.0
     waiting: float = 0.0
     forward: float = 1 / 3
+    leaving: tuple[tuple[int, frozenset[int], bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ class SearchRequest:
         own_bytes, own_gradient_bytes: those of the parameters that its survey names, which the others include.
         entering: module of the survey -> (shape, bytes) of every floating-point tensor that goes into it.
         degrees: of every axis, where they are decided.
-        work: what modules do in one microbatch, in the order of execution; for strategies that divide a model by modules.
+        work: what modules do in one microbatch, in the order of execution; for strategies that divide a model by modules. What the
+            model returns enters the last of it, that of the model itself ("").
         microbatches: how often a step runs the model, forward and backward, before gradients are handed over.
         resident_bytes: bytes of parameters, gradients and optimizer states that a rank would hold of the whole model; for
             strategies that divide one, to tell which rank holds most.
@@ -161,6 +165,7 @@ class SearchRequest:
         again: for the same strategy, policy of plan.RecomputeRule -> `work` where all that can run again does, one for one.
         relief: bytes that the fullest rank must hold less than if nothing ran again; the strategy chooses among `again` what does.
         numbers: for the same strategy, (module that made it, module that takes it) of tensors without dims made of inputs.
+        calls: for the same strategy, (module that calls, module that is called) in one forward; None where that is not known.
         example: for the same strategy, positional and keyword arguments of the batch that is planned for; its tensors need
             have no values. None where it is not known.
         rough: the answer is an estimate, one of many: where it takes a trial of the model, what is known of a similar one will do.
@@ -199,6 +204,7 @@ class SearchRequest:
     again: Mapping[str, tuple[ModuleWork, ...]] = field(default_factory=dict)
     relief: int = 0
     numbers: frozenset[tuple[str, str]] = frozenset()
+    calls: frozenset[tuple[str, str]] | None = None
     example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
     rough: bool = False
     beyond: float = math.inf

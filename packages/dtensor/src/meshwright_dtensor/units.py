@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from torch import nn
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: torch's containers (ModuleDict, ModuleList), and others that only hold, have no forward."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
 def parameter_units(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[tuple[str, nn.Parameter]]]]:
     """(name, module, its named parameters) of every block that has any, then of the rest; each parameter once.
 

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase as NORMS
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
 from meshwright_dtensor.runtime import FRAMES, Frame
+from meshwright_dtensor.units import has_forward
 from meshwright_parallel._torch_checkpoint import Region, recomputed_region
 from meshwright_parallel.argument_copies import ArgumentCopies, version_of
 
@@ -26,17 +27,19 @@ _ATTRIBUTE = "_meshwright_recompute"
 def recomputed_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, RecomputeRule]:
     """Name -> rule of the modules that are recomputed: of nested ones the outermost, and never the model itself.
 
+    A module without a forward never runs, so it is none of them; its parts may be.
+
     Raises:
         PlanError: a rule matches no module.
     """
     chosen: dict[str, RecomputeRule] = {}
     used: set[RecomputeRule] = set()
-    for name, _ in model.named_modules():
+    for name, module in model.named_modules():
         rule = next((r for r in plan.recompute if name and r.matches(name)), None)
         if rule is None:
             continue
         used.add(rule)
-        if not any(name.startswith(f"{outer}.") for outer in chosen):
+        if has_forward(module) and not any(name.startswith(f"{outer}.") for outer in chosen):
             chosen[name] = rule
     for index, rule in enumerate(plan.recompute):
         if rule not in used and not any(rule.matches(name) for name in chosen):

@@ -22,10 +22,11 @@ from meshwright_pipeline.choosing import microbatches, note
 from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.foreseeing import Foreseen
 from meshwright_pipeline.holding import Fullest
+from meshwright_pipeline.leaving import CannotBeCut
 from meshwright_pipeline.predicting import Prediction, StageCosts, predict
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
-from meshwright_pipeline.surveying import Surveyed
+from meshwright_pipeline.surveying import Surveyed, surveyed
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
 """What the runtime costs the host, in operations: of each forward, of each unit in it, and of each parameter whose gradient a
@@ -47,22 +48,20 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     Raises:
         PlanError: there are not enough modules, rows cannot be shared equally, or the schedule does not fit.
     """
-    if request.survey is None:
+    known = surveyed(request)
+    if known is None:
         rule = "a model is cut by what Pipeline.survey finds in it, and the request holds no survey; give it that"
         raise PlanError("degrees.pp", degree, rule)
-    known: Surveyed = request.survey.details
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * known.stages_each(schedule, degree), microbatches(request, degree))
     found = known.read(request.work)
     tail: Run | None = None
-    single = shape.microbatches == request.batch_size
     foreseen = now = None
     case = _Case(request, link, found, known, schedule, shape)
-    if shape.microbatches > 1:
-        if request.rough and not known.looked:  # the first look takes longer than all estimates together
-            now = case.run(case.even(), not request.recompute)
-        if now is None or now.step.seconds < request.beyond:
-            foreseen = known.foreseen(request.example, single, request.rough)
+    if request.rough and not known.looked:  # the first look takes longer than all estimates together
+        now = case.run(case.even(), not request.recompute)
+    if now is None or now.step.seconds < request.beyond:
+        foreseen = _foreseen(request, known, degree, shape)
     late = foreseen is not None and not foreseen.adds
     if late:  # what runs then, see behind
         schedule, found, tail, now = Behind(schedule), without_tail(found), tail_of(found), None
@@ -95,7 +94,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         gradients=fullest.share,
         optimizer=fullest.share,
         activations=fullest.peak.kept / (found.kept * shape.microbatches),
-        collectives=tuple(_messages(parts.messages, shape.microbatches)),
+        collectives=tuple(_messages(parts, schedule, shape)),
         compute=(step.silent + around) / whole,
         idle=max(0.0, step.silent - max(step.busy)) / whole,
         stages=tuple(one.seconds / found.whole for one in loads),
@@ -109,11 +108,26 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
                 "stages": parts.stages,
                 "microbatches": shape.microbatches,
                 "schedule": schedule.name,
-                "shared": found.shared,
+                "shared": [*found.shared, *known.unnamed((*parts.stages, found.shared))],
                 **({} if foreseen is None else {"loss": "batch" if late else "microbatches"}),
             }
         },
     )
+
+
+def _foreseen(request: SearchRequest, known: Surveyed, degree: int, shape: Shape) -> Foreseen | None:
+    """What there is to know of the loss; None of one microbatch, of which only that it can be cut.
+
+    Raises:
+        PlanError: the runtime cannot run the model as a pipeline.
+    """
+    several = shape.microbatches > 1
+    single = several and shape.microbatches == request.batch_size
+    try:
+        found = known.foreseen(request.example, single, request.rough or not several)
+    except CannotBeCut as error:
+        raise PlanError("degrees.pp", degree, str(error), "1") from None
+    return found if several else None
 
 
 def _notes(request: SearchRequest, shape: Shape, foreseen: Foreseen | None) -> tuple[str, ...]:
@@ -266,8 +280,11 @@ def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts, company: tup
         raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
 
 
-def _messages(sizes: Sequence[int], count: int) -> Iterator[CollectiveUse]:
-    """What crosses the cuts in a step: what units behind one take from units before it, in every microbatch."""
-    for index, nbytes in enumerate(sizes):
-        yield CollectiveUse("send_recv", nbytes, count, "forward", f"from stage {index} to {index + 1}")
-        yield CollectiveUse("send_recv", nbytes, count, "backward", f"gradients to stage {index}")
+def _messages(parts: Divided, schedule: Schedule, shape: Shape) -> Iterator[CollectiveUse]:
+    """What goes from rank to rank in a step: what is behind a cut takes results of units before it, in every microbatch."""
+    for cut, (sent, returned) in enumerate(zip(parts.messages, parts.returned, strict=True)):
+        if schedule.owner(cut, shape) == schedule.owner(cut + 1, shape):
+            continue
+        count = shape.microbatches
+        yield CollectiveUse("send_recv", sent, count, "forward", f"from stage {cut} to {cut + 1}")
+        yield CollectiveUse("send_recv", returned, count, "backward", f"gradients to stage {cut}")

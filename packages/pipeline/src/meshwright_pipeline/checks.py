@@ -6,6 +6,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.units import has_forward
 from meshwright_pipeline.actions import Shape
 from meshwright_pipeline.division import checked_timetable
 from meshwright_pipeline.schedules.named import schedule_named
@@ -34,8 +35,8 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
         text = f"module {norm!r} normalises by the whole batch, which microbatches would change; {fix}"
         raise PlanError("pipeline.microbatches", rule.microbatches, text, "1")
     for index, recomputed in enumerate(plan.recompute):
-        for name, _ in model.named_modules():
+        for name, module in model.named_modules():
             inside = any(unit.startswith(f"{name}.") for unit in owned.units)
-            if name and inside and recomputed.matches(name):
+            if name and inside and has_forward(module) and recomputed.matches(name):
                 text = f"module {name!r} holds modules of several stages; recompute those instead"
                 raise PlanError(f"recompute[{index}].pattern", recomputed.pattern, text)

@@ -12,7 +12,7 @@ from meshwright_dtensor.strategy import SearchRequest, divisors
 from meshwright_pipeline.actions import Shape
 from meshwright_pipeline.mixing import Rowless
 from meshwright_pipeline.schedules.named import schedule_named
-from meshwright_pipeline.surveying import Surveyed
+from meshwright_pipeline.surveying import surveyed
 
 PER_STAGE = 4
 """Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
@@ -24,7 +24,7 @@ def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
     What the user named is kept. Schedules that cannot be loaded are left out, unless they are named.
     """
     said = request.options
-    known: Surveyed | None = None if request.survey is None else request.survey.details
+    known = surveyed(request)
     installed = discover().all(ScheduleSpec) if known is None else known.installed
     names = [said["schedule"]] if "schedule" in said else list(installed)
     for name in names:
@@ -67,9 +67,9 @@ def _counts(request: SearchRequest, degree: int) -> list[int]:
 
 def _rowless(request: SearchRequest) -> Rowless | None:
     """What keeps a batch from being cut: a module that makes something of all rows; None for nothing."""
-    if request.survey is None:
+    known = surveyed(request)
+    if known is None:
         return None
-    known: Surveyed = request.survey.details
     found = (made for made, taken in request.numbers if known.unit(made) and not known.unit(taken))
     first = min(found, default=None)
     if first is not None:
@@ -97,14 +97,14 @@ def note(request: SearchRequest) -> str | None:
 
 def possible(request: SearchRequest) -> list[int]:
     """Degrees for which there are ranks, rows and modules enough."""
-    known: Surveyed | None = None if request.survey is None else request.survey.details
+    known = surveyed(request)
     most = request.batch_size if known is None else min(request.batch_size, len(known.holding))
     return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
 
 
 def refusal(request: SearchRequest, degree: int) -> str | None:
     """Why a degree that divides the ranks is not among those that are possible."""
-    known: Surveyed | None = None if request.survey is None else request.survey.details
+    known = surveyed(request)
     if request.world_size % degree:
         return None
     if known is not None and degree > len(known.holding):

@@ -151,20 +151,25 @@ class Number:
 
 
 def _counting(units: Mapping[str, Mapping[Place, Hashable]]) -> dict[str, list[Place]]:
-    """Unit -> its integers that are its place in its list, or off by the same in all members that have them."""
-    values: dict[tuple[str, Place], dict[int, int | None]] = {}
+    """Unit -> its integers that are its place in its list, or off by the same in all members that have them.
+
+    A unit may be a member of a list, or the same part of all its members ("layers.0.attention").
+    """
+    values: dict[tuple[str, Place], dict[int, tuple[str, int | None]]] = {}
     for unit, own in units.items():
-        members, _, key = unit.rpartition(".")
-        if key.isdecimal():
+        parts = unit.split(".")
+        at_key = max((place for place, part in enumerate(parts) if part.isdecimal()), default=None)
+        if at_key is not None:
+            like = ".".join([*parts[:at_key], "*", *parts[at_key + 1 :]])
             for at, found in own.items():
                 number = found[1] if isinstance(found, tuple) and found[0] is int else None
-                values.setdefault((members, at), {})[int(key)] = number
+                values.setdefault((like, at), {})[int(parts[at_key])] = unit, number
     counting: dict[str, list[Place]] = {unit: [] for unit in units}
-    for (members, at), known in values.items():
-        offsets = {None if value is None else value - place for place, value in known.items()}
+    for (_, at), known in values.items():
+        offsets = {None if value is None else value - place for place, (_, value) in known.items()}
         if len(known) > 1 and len(offsets) == 1 and None not in offsets:
-            for place in known:
-                counting[f"{members}.{place}" if members else str(place)].append(at)
+            for unit, _ in known.values():
+                counting[unit].append(at)
     return counting
 
 

@@ -51,6 +51,7 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
         owned.stages
     ):  # units that several stages hold have all run on the first of these
         stage = _evenly(profile.order, owned) or stage
+    called = {unit for unit, _ in profile.order}
     last: list[Key] = []
     for index in range(len(owned.stages)):
         own = [key for key in profile.order if stage[key] == index]
@@ -71,6 +72,11 @@ def cut(profile: Profile, owned: Ownership) -> Cut:
     for unit in profile.read:
         if unit not in everywhere:
             text = f"code outside of module {unit!r} computes with its parameters; add it to pipeline.shared"
+            if unit not in called:
+                text = (
+                    f"module {unit!r} is never called itself, code outside calls its parts or computes with its parameters; name "
+                    f"those parts in its place ({unit}.*), or add it to pipeline.shared"
+                )
             raise PlanError("pipeline.shared", listing(owned.everywhere), text, unit)
     count = len(owned.stages)
     *between, final = crossing(profile, stage, count + 1)

@@ -23,6 +23,7 @@ class Divided:
         shares: their part of all bytes of parameters.
         sizes: how many units and parameters it has.
         messages: bytes that cross the cut behind each but the last.
+        returned: bytes of the gradients that come back over it.
     """
 
     cuts: tuple[int, ...]
@@ -32,6 +33,7 @@ class Divided:
     shares: list[float]
     sizes: list[tuple[int, int]]
     messages: list[int]
+    returned: list[int]
 
 
 def even_cuts(found: Read, known: Surveyed, ranks: int, stages: int) -> tuple[int, ...]:
@@ -64,6 +66,7 @@ def divided(found: Read, known: Surveyed, cuts: Sequence[int]) -> Divided:
         [known.share(names) for names in held],
         [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)],
         [found.crossing[place] for place in cuts],
+        [found.returning[place] for place in cuts],
     )
 
 

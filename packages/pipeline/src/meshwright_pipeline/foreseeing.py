@@ -19,6 +19,7 @@ from meshwright_pipeline._torch import pytree, tensors_in
 from meshwright_pipeline.adding import ASKED, Unproven, prove
 from meshwright_pipeline.batching import Call
 from meshwright_pipeline.copies import Copies
+from meshwright_pipeline.leaving import CannotBeCut
 from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.profiling import Profile, Profiler
 from meshwright_pipeline.skeleton import skeleton
@@ -67,6 +68,9 @@ class Lookout:
 
         `single`: microbatches have one row, of which models make what they make of none other (they leave out what repeats
         rows).
+
+        Raises:
+            CannotBeCut: no first step could run it as a pipeline.
         """
         args, kwargs = example
         size = BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((args, dict(kwargs))))
@@ -81,6 +85,8 @@ class Lookout:
                 profiler = self._profiler or Copies(hollow(self._model, self._units), self._units)
                 self._profiler = None  # another one, should this fail half-way
                 entire = profiler.run(*call)
+            except CannotBeCut:  # nor will it be in a first step
+                raise
             except Exception as raised:  # whatever a model does with so few tokens, or tensors without values
                 error = raised
                 continue

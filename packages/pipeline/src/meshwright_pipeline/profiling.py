@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ from meshwright_pipeline.batching import Call, rows_of
 from meshwright_pipeline.drawing import BETWEEN, Draw, Draws, check_generator
 from meshwright_pipeline.interception import Calls, Key, Label, intercepted
 from meshwright_pipeline.keeping import Kept, Writes
+from meshwright_pipeline.leaving import attributes, check_grown, check_objects, is_attribute, left, part_of
+from meshwright_pipeline.losses import loss_of
 from meshwright_pipeline.skeleton import filled, stand_in, stood_in, taken_back
-from meshwright_pipeline.trees import leaves_of, map_leaves, nothing, repeats, tensors_of
+from meshwright_pipeline.trees import held_in, leaves_of, map_leaves, nothing, repeats, tensors_of
 from meshwright_pipeline.watching import Functions, Watch
 
 Labels = frozenset[Label]
@@ -41,6 +44,7 @@ NOTHING: Labels = frozenset()
 NOTHING_KEPT = Kept()
 READ = -1
 """The call of a label that stands for the parameters of a unit."""
+_MISSING = object()
 _BATCH: Label = ("", READ - 1, "", 0)
 """Stands for the rows of the batch."""
 
@@ -59,10 +63,13 @@ _SHAPE_ONLY = frozenset(
 
 @dataclass(frozen=True)
 class Result:
-    """What a call of a unit returned: its tree, with zeros, and by path what hooks inside of it saw of its parts."""
+    """What a call of a unit returned: its tree, with zeros; by path what hooks inside of it saw of its parts, and by place what
+    it left in attributes (see leaving), of which some have only `grown`.
+    """
 
     output: Any
     side: dict[str, Any] = field(default_factory=dict)
+    grown: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,12 @@ class Profile:
     of_batch: frozenset[Key] = frozenset()
     written: Labels = NOTHING
     kept: Kept = NOTHING_KEPT
+
+    @cached_property
+    def attributes(self) -> frozenset[tuple[str, int, str]]:
+        """(unit, call, place) of the attributes that code between units takes."""
+        taken = self.final.union(*self.consumes.values())
+        return frozenset(label[:3] for label in taken if is_attribute(label[2]))
 
     def leaf(self, label: Label) -> Any:
         """The leaf of a result that a label stands for."""
@@ -198,13 +211,13 @@ class Profiler:
         """What a call of a unit returns, with zeros; `drawn`: where its random operations are noted."""
         module, kind = self.model.get_submodule(unit), self.kind(unit)
         if kind in self._no_meta:
-            return _shape_run(module, forward, call, device, drawn, numbers=True)
+            return _shape_run(unit, module, forward, call, device, drawn, numbers=True)
         before, unchanged = drawn.mark(), snapshot(*call)
         try:
-            return _shape_run(module, forward, call, device, drawn)
+            return _shape_run(unit, module, forward, call, device, drawn)
         except Exception:  # no meta kernel, a look at values: any error says to try with numbers
             drawn.back_to(before)
-        result = _shape_run(module, forward, unchanged, device, drawn, numbers=True)
+        result = _shape_run(unit, module, forward, unchanged, device, drawn, numbers=True)
         self._no_meta.add(kind)
         return result
 
@@ -224,6 +237,7 @@ class Profiler:
         consumes: dict[Key, Labels] = {}
         results: dict[Key, Result] = {}
         of_batch: set[Key] = set()
+        kept: list[tuple[nn.Module, str, Any]] = []  # attributes of units, as they were
         rows = rows_of(args, kwargs)
         for tensor in tensors_of((args, kwargs)):
             if tensor.dim() and tensor.shape[0] == rows:
@@ -233,7 +247,9 @@ class Profiler:
 
         def one(key: Key, forward: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
             order.append(key)
-            found = taint.of((a, k))
+            # what is in an object counts too: a stage that has it may look there
+            held = [tensor for leaf in leaves_of((a, k)) for tensor in held_in(leaf)]
+            found = taint.of((a, k, held))
             consumes[key] = found - {_BATCH}
             if _BATCH in found or any(label[:2] in of_batch for label in found):
                 of_batch.add(key)
@@ -258,6 +274,11 @@ class Profiler:
 
             unit = self.model.get_submodule(key[0])
             for path, value in result.side.items():
+                if is_attribute(path):
+                    part, name = part_of(unit, path)
+                    kept.append((part, name, part.__dict__.get(name, _MISSING)))
+                    part.__dict__[name] = map_leaves(labelled(path), value)
+                    continue
                 show(
                     unit.get_submodule(path),
                     hooks_of(unit.get_submodule(path)),
@@ -271,11 +292,19 @@ class Profiler:
                     taint.labels[tensor] = frozenset({(unit, READ, "", 0)})
         writes = Writes(self.model, self.units)
         glue = contextlib.nullcontext() if watch is None else Functions(watch)
-        with intercepted(self.model, self.units, one), glue, taint:
-            output = self.model(*args, **kwargs)
+        try:
+            with intercepted(self.model, self.units, one), glue, taint:
+                output = self.model(*args, **kwargs)
+        finally:
+            for part, name, value in reversed(kept):
+                part.__dict__.pop(name, None)
+                if value is not _MISSING:
+                    part.__dict__[name] = value
         # one that is made once, and of no batch, each rank makes itself
         buffers = {at: b for at, b in writes.buffers().items() if at not in writes.empty or taint.of([b])}
-        final = taint.of((output, list(buffers.values()))) - {_BATCH}
+        # the loss may be in an object that is no tree of tensors
+        final = taint.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
+        check_grown({key: result.grown for key, result in results.items()}, final.union(*consumes.values()))
         read = {unit for labels in (*consumes.values(), final) for unit, call, _, _ in labels if call == READ}
         if not order:
             raise UnsupportedError(
@@ -303,7 +332,13 @@ def show(module: nn.Module, hooks: Any, output: Any) -> None:
 
 
 def _shape_run(
-    unit: nn.Module, forward: Calls, call: Call, device: torch.device, drawn: Draws, numbers: bool = False
+    name: str,
+    unit: nn.Module,
+    forward: Calls,
+    call: Call,
+    device: torch.device,
+    drawn: Draws,
+    numbers: bool = False,
 ) -> Result:
     """Run a unit for its shapes only: on the meta device, or with zeros for `numbers`."""
     seen: dict[str, Any] = {}
@@ -324,8 +359,12 @@ def _shape_run(
         if numbers:
             stack.enter_context(filled(unit, device))
         args, kwargs = map_leaves(given, call)
+        before = attributes(unit)
         output = forward(*args, **kwargs)
-    return Result(_zeros(output, device), {path: _zeros(value, device) for path, value in seen.items()})
+        check_objects(name, output, (args, kwargs))
+        found, grown = left(before, unit)
+    side = {path: _zeros(value, device) for path, value in (seen | found).items()}
+    return Result(_zeros(output, device), side, grown)
 
 
 def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from meshwright_dtensor.strategy import ModuleWork
+from meshwright_pipeline.flowing import flow_of
 
 T = TypeVar("T")
 Shared = frozenset[tuple[int, float]]
@@ -109,6 +110,7 @@ class Read:
         whole: seconds in all.
         kept: bytes that autograd keeps in all.
         crossing: bytes that cross a cut, by the run that it is before.
+        returning: bytes of the gradients that come back.
         found: what was asked of it before, and the answer.
     """
 
@@ -121,6 +123,7 @@ class Read:
     whole: float
     kept: float
     crossing: list[int]
+    returning: list[int]
     found: dict[object, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -156,7 +159,20 @@ def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) ->
     kept = sum(run.saved_bytes for run in every) + shared_bytes(*(run.shared for run in every))
     whole = sum(part.seconds for part in work) or 1.0
     blocks = _blocks(runs, holding)
-    return Read(work, shared, runs, between, tail, blocks, whole, kept or 1.0, _crossing(runs, known))
+    flow = flow_of(work, known, shared)
+    tail = replace(tail, entering=flow.final)
+    return Read(
+        work,
+        shared,
+        runs,
+        between,
+        tail,
+        blocks,
+        whole,
+        kept or 1.0,
+        flow.crossing(False),
+        flow.crossing(True),
+    )
 
 
 def in_runs(
@@ -191,21 +207,6 @@ def read_outside(work: Sequence[ModuleWork], known: Units) -> list[str]:
             if here not in owners:
                 found |= owners - {""}
     return [unit for unit in known.units if unit in found]
-
-
-def _crossing(runs: Sequence[Run], known: Units) -> list[int]:
-    first: dict[str, int] = {}
-    last: dict[tuple[int, str, int], int] = {}
-    for place, run in enumerate(runs):
-        first.setdefault(run.unit, place)
-        last.update(dict.fromkeys(run.entering, place))
-    change = [0] * (len(runs) + 1)
-    for item, taken in last.items():
-        made = first.get(known.unit(item[1]))
-        if made is not None and made < taken:
-            change[made + 1] += item[2]
-            change[taken + 1] -= item[2]
-    return list(itertools.accumulate(change))
 
 
 def shared_bytes(*shared: Shared) -> float:

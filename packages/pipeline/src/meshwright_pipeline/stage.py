@@ -21,6 +21,7 @@ from meshwright_pipeline.counting import Counting, Glue, Numbers, Place
 from meshwright_pipeline.cutting import Cut
 from meshwright_pipeline.drawing import Streams
 from meshwright_pipeline.interception import Key, Label, intercepted
+from meshwright_pipeline.leaving import is_attribute, part_of
 from meshwright_pipeline.profiling import Profile, show
 from meshwright_pipeline.sameness import mark
 from meshwright_pipeline.trees import leaves_of, map_leaves
@@ -117,6 +118,10 @@ class Stage:
                 if (*key, "", place) in wanted:
                     values[(*key, "", place)] = leaf
             for label in wanted:
+                if label[:2] == key and is_attribute(label[2]):
+                    part, name = part_of(self.model.get_submodule(key[0]), label[2])
+                    values[label] = leaves_of(getattr(part, name))[label[3]]
+            for label in wanted:
                 if label[:2] == key:
                     versions[label] = _version(values[label])
             if stop and key == self.cut.last[-1]:
@@ -167,6 +172,11 @@ class Stage:
             return leaf
 
         for path, value in result.side.items():
+            if is_attribute(path):
+                part, name = part_of(unit, path)
+                if (*key, path) in self.profile.attributes or not hasattr(part, name):
+                    part.__dict__[name] = map_leaves(given(path), value)
+                continue
             part = unit.get_submodule(path)
             own = self.ours.get(part, frozenset())
             theirs = {number: hook for number, hook in hooks_of(part).items() if number not in own}
@@ -192,7 +202,9 @@ class Stage:
     ) -> Iterator[None]:
         """Inside, results of parts of a unit that have to be sent are taken down."""
         handles = []
-        for path in {path for unit, call, path, _ in wanted if (unit, call) == key and path}:
+        for path in {
+            path for unit, call, path, _ in wanted if (unit, call) == key and path and not is_attribute(path)
+        }:
             part = self.model.get_submodule(key[0]).get_submodule(path)
 
             def take(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:

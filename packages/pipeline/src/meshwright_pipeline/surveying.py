@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
-from meshwright_dtensor.strategy import ModuleWork, Survey
+from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_dtensor.tied import all_names
 from meshwright_pipeline.actions import Schedule
 from meshwright_pipeline.foreseeing import Foreseen, Lookout
+from meshwright_pipeline.leaving import CannotBeCut
 from meshwright_pipeline.mixing import Rowless, look
 from meshwright_pipeline.reading import Read, read
 from meshwright_pipeline.schedules.named import schedule_named
-from meshwright_pipeline.units import find_units, normalising
+from meshwright_pipeline.units import called_in_parts, find_units, normalising
 
 TRIED = 1 << 30
 """Parameters up to which rows are looked at when planning: of larger models that takes as long as the search, and waits for a
@@ -34,17 +34,45 @@ class Surveyed:
         names: first name of a parameter -> all its names.
         sizes: first name of a parameter -> its bytes.
         model: whose they are.
+        opened: modules of which others call parts: they are no units (see units.find_units).
     """
 
     units: tuple[str, ...]
     names: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
     model: nn.Module | None = field(default=None, repr=False, compare=False)
+    opened: frozenset[str] = frozenset()
+
+    def at(self, calls: frozenset[tuple[str, str]] | None) -> Surveyed:
+        """The same with the units of a model that calls its modules like this; see SearchRequest.calls."""
+        if calls is None or self.model is None:
+            return self
+        found = self._at.get(id(calls))
+        if found is None or found[0] is not calls:
+            found = self._at[id(calls)] = calls, self._opened(calls)
+        return found[1]
+
+    def _opened(self, calls: frozenset[tuple[str, str]]) -> Surveyed:
+        assert self.model is not None
+        known = self
+        while more := called_in_parts(known.units, calls):
+            opened = known.opened | more
+            known = replace(known, units=find_units(self.model, opened).names, opened=opened)
+        return next((one for _, one in self._at.values() if one == known), known)
+
+    @cached_property
+    def _at(self) -> dict[int, tuple[frozenset[tuple[str, str]], Surveyed]]:
+        return {}
 
     @cached_property
     def holding(self) -> frozenset[str]:
         """The units with parameters: a stage needs one of them."""
         return frozenset(self.unit(alias) for aliases in self.names.values() for alias in aliases) - {""}
+
+    def unnamed(self, named: Iterable[Sequence[str]]) -> list[str]:
+        """Opened modules of which no part is `named`: a plan says of them that every stage holds what they hold themselves."""
+        names = [unit for own in named for unit in own]
+        return [at for at in sorted(self.opened) if not any(unit.startswith(f"{at}.") for unit in names)]
 
     def unit(self, module: str) -> str:
         """The unit that a module, or a parameter, lies in; "" where there is none."""
@@ -93,11 +121,14 @@ class Surveyed:
 
     @cached_property
     def layers(self) -> int:
-        """How many units the longest list of them has; 0 where there is none."""
-        lists = Counter(
-            name for name, _, own in (unit.rpartition(".") for unit in self.units) if own.isdigit()
-        )
-        return max(lists.values(), default=0)
+        """How many members the longest list of units has, or of what holds some; 0 where there is none."""
+        lists: dict[str, set[str]] = {}
+        for unit in self.units:
+            parts = unit.split(".")
+            at = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+            if at is not None:
+                lists.setdefault(".".join(parts[:at]), set()).add(parts[at])
+        return max(map(len, lists.values()), default=0)
 
     def schedule(self, name: str) -> Schedule:
         """The installed schedule of this name, looked for once."""
@@ -125,19 +156,32 @@ class Surveyed:
         """What there is to know of the loss, found once; None without an example batch.
 
         `single`: see Lookout; `rough`: what is known of microbatches of one row will do for those of more, or the other way.
+
+        Raises:
+            CannotBeCut: no first step could run the model as a pipeline.
         """
         if example is None or self.model is None:
             return None
         if rough and self._foreseen:
             return self._foreseen.get(single, next(iter(self._foreseen.values())))
+        if self._cannot:
+            raise CannotBeCut(self._cannot[0])
         if single not in self._foreseen:
-            self._foreseen[single] = self._lookout.look(example, single)
+            try:
+                self._foreseen[single] = self._lookout.look(example, single)
+            except CannotBeCut as error:
+                self._cannot.append(str(error))
+                raise
         return self._foreseen[single]
 
     @property
     def looked(self) -> bool:
-        """Whether something is foreseen of the loss already."""
-        return bool(self._foreseen)
+        """Whether the model has been looked at: asking what is foreseen of its loss costs nothing then."""
+        return bool(self._foreseen or self._cannot)
+
+    @cached_property
+    def _cannot(self) -> list[str]:
+        return []
 
     @cached_property
     def normalising(self) -> str | None:
@@ -176,6 +220,14 @@ class Surveyed:
     @cached_property
     def _read(self) -> dict[int, Read]:
         return {}
+
+
+def surveyed(request: SearchRequest) -> Surveyed | None:
+    """What is known of the model that a request is about; None where it holds no survey."""
+    if request.survey is None:
+        return None
+    found: Surveyed = request.survey.details
+    return found.at(request.calls)
 
 
 def survey(model: nn.Module) -> Survey:

@@ -1,8 +1,13 @@
-"""What modules return: trees of tensors (tuples, dicts, dataclasses that torch's pytree knows), leaf by leaf."""
+"""What modules return: trees of tensors, leaf by leaf: tuples, dicts and whatever torch's pytree knows, and in those, or by
+themselves, objects that are nothing but fields (dataclasses, SimpleNamespace).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,20 +17,68 @@ from meshwright_pipeline._torch import pytree
 
 def map_leaves(change: Callable[[int, torch.Tensor], Any], tree: Any) -> Any:
     """The same tree with every tensor replaced by `change(index of the leaf, tensor)`."""
-    leaves, spec = pytree.tree_flatten(tree)
-    return pytree.tree_unflatten(
-        [change(i, x) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)], spec
-    )
+    count = 0
+
+    def mapped(tree: Any) -> Any:
+        nonlocal count
+        leaves, spec = pytree.tree_flatten(tree)
+        found = []
+        for leaf in leaves:
+            fields = _fields(leaf)
+            if fields is None:
+                found.append(change(count, leaf) if isinstance(leaf, torch.Tensor) else leaf)
+                count += 1
+            else:
+                found.append(made := copy.copy(leaf))
+                for name, value in fields.items():
+                    object.__setattr__(made, name, mapped(value))  # it may be frozen
+        return pytree.tree_unflatten(found, spec)
+
+    return mapped(tree)
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a tree in order; what is no container is one leaf."""
-    return pytree.tree_leaves(tree)
+    return list(_leaves(tree))
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree in order."""
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x for x in _leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(tree):
+        fields = _fields(leaf)
+        if fields is None:
+            yield leaf
+        else:
+            yield from _leaves(fields)
+
+
+def _fields(leaf: Any) -> dict[str, Any] | None:
+    """The fields of an object that is nothing but those and has tensors in one; None of any other."""
+    kind = type(leaf)  # not isinstance: a stand-in for a number (see copies) would take that for a look at it
+    if issubclass(kind, SimpleNamespace):
+        fields = vars(leaf)
+    elif dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module):
+        fields = {one.name: getattr(leaf, one.name) for one in dataclasses.fields(leaf)}
+    else:
+        return None
+    return dict(fields) if _has_tensors(fields) else None
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(
+        isinstance(leaf, torch.Tensor) or _fields(leaf) is not None for leaf in pytree.tree_leaves(tree)
+    )
+
+
+def held_in(leaf: Any) -> list[torch.Tensor]:
+    """The tensors in the attributes of an object of any other class (a cache, say)."""
+    if issubclass(type(leaf), (torch.Tensor, torch.nn.Module, type)):
+        return []
+    return tensors_of(dict(getattr(leaf, "__dict__", {})))
 
 
 def unlike_dims(one: torch.Tensor, other: torch.Tensor) -> list[int]:

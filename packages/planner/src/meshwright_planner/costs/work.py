@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
+from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.operations import FORWARD
 from meshwright_planner.costs.owing import Keepers
 from meshwright_planner.costs.peak import Replay
@@ -27,12 +28,14 @@ class ModuleRun:
         kinds: the representatives of its operations.
         parameters: names of the parameters that they read.
         entering: (value, its representative, module that made it).
+        leaving: see ModuleWork.
     """
 
     module: str
     kinds: tuple[int, ...]
     parameters: frozenset[str]
     entering: tuple[tuple[int, int, str], ...]
+    leaving: tuple[tuple[int, frozenset[int], bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,28 +54,63 @@ class ModuleRuns:
 
 
 def module_runs(problem: PlacementProblem) -> ModuleRuns:
-    """Those of the tape of a problem."""
+    """Those of the tape of a problem; what the model returns enters a last one of its own."""
     tape, quotient = problem.tape, problem.quotient
-    maker: dict[int, str] = {}
+    makers: dict[int, str] = {}
     found: list[ModuleRun] = []
     run_of: list[int] = []
+    made_of: list[dict[int, frozenset[int]]] = []  # per run, value -> those entering that it is made of
     for module, nodes in itertools.groupby(enumerate(tape.nodes), lambda entry: entry[1].module):
         own: list[int] = []
         read: set[str] = set()
-        entering: dict[tuple[int, int, str], None] = {}
+        entering: dict[int, None] = {}
+        made: dict[int, frozenset[int]] = {}
         for index, node in nodes:
             own.append(quotient.node(index))
             run_of.append(len(found))
+            sources: set[int] = set()
             for ref in node.ins:
-                value = tape.values[ref.i]
-                if value.name is not None and value.name.startswith("param:"):
-                    read.add(value.name.removeprefix("param:"))
-                made = maker.get(ref.i)
-                if made is not None and made != module and value.dtype.is_floating_point:
-                    entering[ref.i, quotient.value(ref.i), made] = None
-            maker.update((ref.i, module) for ref in node.outs)
-        found.append(ModuleRun(module, tuple(own), frozenset(read), tuple(entering)))
-    return ModuleRuns(tuple(found), tuple(run_of), {})
+                name = tape.values[ref.i].name
+                if name is not None and name.startswith("param:"):
+                    read.add(name.removeprefix("param:"))
+                if ref.i in made:
+                    sources |= made[ref.i]
+                elif ref.i in makers:
+                    entering[ref.i] = None
+                    sources.add(ref.i)
+            of = _NOTHING if _takes_a_shape(node) else frozenset(sources)
+            made.update((ref.i, of) for ref in node.outs)
+        found.append(_run(problem, module, own, read, entering, makers))
+        makers.update(dict.fromkeys(made, module))
+        made_of.append(made)
+    returned = dict.fromkeys(i for i in tape.returned if i in makers)
+    found.append(_run(problem, "", (), (), returned, makers))
+    taken = {value for run in found for value, _, _ in run.entering}
+    runs = [
+        replace(run, leaving=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in taken))
+        for run, made in zip(found, [*made_of, {}], strict=True)
+    ]
+    return ModuleRuns(tuple(runs), tuple(run_of), {})
+
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+def _run(
+    problem: PlacementProblem,
+    module: str,
+    kinds: Iterable[int],
+    read: Iterable[str],
+    entering: Iterable[int],
+    makers: Mapping[int, str],
+) -> ModuleRun:
+    entered = tuple((i, problem.quotient.value(i), makers[i]) for i in entering)
+    return ModuleRun(module, tuple(kinds), frozenset(read), entered)
+
+
+def _takes_a_shape(node: Node) -> bool:
+    """Whether an operation makes nothing of the values that it is given."""
+    return "_like." in node.name or node.name.startswith("aten.new_")
 
 
 def module_work(
@@ -107,7 +145,7 @@ def module_work(
             whole = sum(seconds[k] for k in run.kinds)
             same = alike[run.kinds] = (
                 whole,
-                max(beside[k] for k in run.kinds),
+                max((beside[k] for k in run.kinds), default=0.0),
                 sum(waiting[k] for k in run.kinds),
                 sum(ahead[k] for k in run.kinds) / whole if whole else FORWARD,
             )
@@ -123,6 +161,7 @@ def module_work(
                 ),
                 frozenset(common[number].items()),
                 *same[1:],
+                run.leaving,
             )
         )
     return tuple(found)

@@ -70,7 +70,12 @@ class EagerPlanner(Planner):
                 setting,
                 candidate,
                 self.name,
-                [*reasons(setting, ranked, place, only=only), explored.note, *_passed_over(setting, host)],
+                [
+                    *reasons(setting, ranked, place, only=only),
+                    explored.note,
+                    *explored.refused,
+                    *_passed_over(setting, host),
+                ],
                 proof,
             )
             for place, candidate in enumerate(fitting[: request.top_k])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.units import has_forward
 from meshwright_planner import _torch
 
 LEAST = 3
@@ -26,7 +27,8 @@ def families(model: nn.Module) -> dict[str, tuple[str, bool]]:
             continue
         members: dict[Any, list[str]] = {}
         for key, child in module.named_children():
-            if next(child.children(), None) is not None and next(child.parameters(), None) is not None:
+            held = next(child.children(), None) is not None and next(child.parameters(), None) is not None
+            if held and has_forward(child):  # others are never called
                 marks = _marks(child)
                 if marks is not None:
                     members.setdefault(marks, []).append(f"{name}.{key}" if name else key)

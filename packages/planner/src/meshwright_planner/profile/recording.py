@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ from meshwright_dtensor.marks import watched_marks
 from meshwright_dtensor.precision import cast_buffers
 from meshwright_dtensor.states import State
 from meshwright_dtensor.tied import tied_names
-from meshwright_dtensor.trace import Recorder
+from meshwright_dtensor.trace import Recorder, leaves
+from meshwright_dtensor.units import has_forward
 from meshwright_planner import _torch
 from meshwright_planner.profile.batch import Batch, check_signature
 from meshwright_planner.profile.borrow import borrowed
@@ -196,9 +198,10 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
     for name, tensor in batch.tensors():
         watcher.mark(tensor, f"input:{name}")
 
+    calls: set[tuple[str, str]] = set()
     marks: list[tuple[str, dict[str, State]]] = []
     noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
-    with torch.enable_grad(), _module_frames(model, watcher), noted:
+    with torch.enable_grad(), _module_frames(model, watcher, calls), noted:
         with torch.autograd.graph.saved_tensors_hooks(watcher.pack, lambda tensor: tensor), watcher:
             try:
                 out = model(*batch.args, **batch.kwargs)
@@ -228,6 +231,8 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         copied=watcher.copied,
         tied=tied_names(model),
         marks=tuple(marks),
+        returned=tuple(dict.fromkeys(watcher.ref(t).i for t in (*leaves(out, torch.Tensor), *results))),
+        calls=_with_copies(calls, watcher.copied),
     )
     kept = finish(tape)
     tape.saved = list(_saved(watcher, kept, tape))
@@ -235,18 +240,45 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
 
 
 @contextlib.contextmanager
-def _module_frames(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, str]]) -> Iterator[None]:
+    """Inside, the recorder knows whose forward runs; `calls`: gets (module that calls, module that is called)."""
     names = {id(module): name for name, module in model.named_modules()}
-    # modules made during the forward belong to whoever runs them
-    enter = register_module_forward_pre_hook(
-        lambda module, args: recorder.enter_module(names.get(id(module), recorder.frames[-1].module))
-    )
+
+    def enters(module: nn.Module, args: Any) -> None:
+        caller = recorder.frames[-1].module
+        name = names.get(id(module), caller)  # modules made during the forward belong to whoever runs them
+        if name != caller:
+            calls.add((caller, name))
+        recorder.enter_module(name)
+
+    enter = register_module_forward_pre_hook(enters)
     leave = register_module_forward_hook(lambda module, args, out: recorder.exit_module(), always_call=True)
     try:
         yield
     finally:
         enter.remove()
         leave.remove()
+
+
+def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """The calls, with those inside of modules that were not run since they do what another does."""
+    found = set[tuple[str, str]]()
+    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)  # module -> calls by it, and in it
+
+    def add(caller: str, called: str) -> None:
+        if (caller, called) not in found:
+            found.add((caller, called))
+            parts = caller.split(".")
+            for end in range(1, len(parts) + 1):
+                inside[".".join(parts[:end])].append((caller, called))
+
+    for call in calls:
+        add(*call)
+    for name, like in copied.items():  # in the order in which they were met: what is copied may hold copies
+        for caller, called in list(inside[like]):
+            if called.startswith(f"{like}."):
+                add(name + caller[len(like) :], name + called[len(like) :])
+    return frozenset(found)
 
 
 def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
@@ -256,6 +288,7 @@ def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
             type(module).__name__,
             len(_parameters_in(module, inside)),
             next(module.children(), None) is None,
+            has_forward(module),
         )
         for name, module in model.named_modules()
     }

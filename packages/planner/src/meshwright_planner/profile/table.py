@@ -125,6 +125,7 @@ def profile_model(
             model, example, book.composites, None if precision in (None, "fp32") else DTYPES[str(precision)]
         )
         merged = quotient(tape)
+    rules = recompute_rules(model, recompute, tape.calls)
     composites = by_name(book.composites)
     ahead = [forward_flops(node, tape.values, composites) for node in tape.nodes]
     region = Region(tape, merged, ahead.__getitem__, rules)

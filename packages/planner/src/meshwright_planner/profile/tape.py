@@ -37,11 +37,12 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module of the model: class name, number of distinct parameters in it, and whether it has no children."""
+    """A module of the model: class name, number of distinct parameters in it, whether it has no children, and has a forward."""
 
     kind: str
     parameters: int
     leaf: bool
+    runs: bool = True
 
 
 @dataclass
@@ -65,6 +66,8 @@ class Tape:
         recompute: rules by which what is saved has been changed.
         tied: first name -> other names of every parameter that has several.
         marks: (module, mesh axis -> state) of each activation that the model marks, where it was run.
+        returned: every value that the model returns, in whatever it does.
+        calls: (module that calls, module that is called) of every call of a module.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
     """
 
@@ -85,6 +88,8 @@ class Tape:
     recompute: Hashable = ()
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     marks: tuple[tuple[str, Mapping[str, State]], ...] = ()
+    returned: tuple[int, ...] = ()
+    calls: frozenset[tuple[str, str]] = frozenset()
 
     @cached_property
     def _inside(self) -> dict[str, list[int]]:

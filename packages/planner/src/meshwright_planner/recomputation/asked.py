@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from meshwright_dtensor._names import suggestion
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.units import has_forward
 
 POLICIES = ("full", "alternate", "selective")
 
 
-def recompute_rules(model: nn.Module, wanted: str | None) -> tuple[RecomputeRule, ...]:
+Calls = Collection[tuple[str, str]]
+"""(module that calls, module that is called)."""
+
+
+def recompute_rules(
+    model: nn.Module, wanted: str | None, calls: Calls | None = None
+) -> tuple[RecomputeRule, ...]:
     """The rules for `wanted`: a policy for every repeated block, or a pattern of module names.
+
+    `calls`: see `repeated_blocks`.
 
     Raises:
         UsageError: the model has no repeated block, or no module that matches the pattern.
@@ -23,7 +32,7 @@ def recompute_rules(model: nn.Module, wanted: str | None) -> tuple[RecomputeRule
     if wanted is None:
         return ()
     if wanted in POLICIES:
-        patterns = repeated_blocks(model)
+        patterns = repeated_blocks(model, calls)
         if not patterns:
             names = [name for name, _ in model.named_children()]
             raise UsageError(
@@ -48,18 +57,27 @@ def in_words(rules: Iterable[RecomputeRule]) -> str:
     return " and ".join(policies) + ("" if all(rule.pattern.endswith("*") for rule in every) else " in part")
 
 
-def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Patterns of the blocks that repeat: the children of outermost lists in which one class of module occurs again."""
-    found: list[str] = []
+def repeated_blocks(model: nn.Module, calls: Calls | None = None) -> tuple[str, ...]:
+    """Patterns of the blocks that repeat: the children of outermost lists, or dicts, in which one class of module occurs again.
+
+    Blocks that are not called themselves (a ModuleDict) never run, their parts do. `calls`: which modules call which, where
+    that is known; else what has a forward is taken to be called.
+    """
+    called = None if calls is None else {name for _, name in calls}
+    found: dict[str, str] = {}  # list -> pattern
     for name, module in model.named_modules():
-        if not name or any(name.startswith(pattern[:-1]) for pattern in found):
+        if not name or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
-        kinds = [type(child) for child in module if any(True for _ in child.children())]
+        kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
         if len(kinds) > len(set(kinds)):
-            found.append(f"{name}.*")
-    return tuple(found)
+            whole = any(
+                has_forward(child) if called is None else f"{name}.{key}" in called
+                for key, child in module.named_children()
+            )
+            found[name] = f"{name}.*" if whole else f"{name}.*.*"
+    return tuple(found.values())
 
 
 def rules_of(

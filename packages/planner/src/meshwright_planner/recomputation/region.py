@@ -108,14 +108,20 @@ class Region:
 
 
 def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, RecomputeRule]:
-    """Name -> rule of the modules that run twice: of nested ones the outermost, and never the model itself."""
+    """Name -> rule of the modules that run twice: of nested ones the outermost, and never the model itself.
+
+    What is not called itself does not run, nor does what lies in it: code outside calls parts that no rule speaks of.
+    """
     chosen: dict[str, RecomputeRule] = {}
     ordered = list(rules)
-    for name in tape.modules:
+    called = {name for _, name in tape.calls}
+    for name, info in tape.modules.items():
+        if not info.runs:
+            continue
         parts = name.split(".")
         if any(".".join(parts[:n]) in chosen for n in range(1, len(parts))):
             continue
         rule = next((r for r in ordered if name and r.matches(name)), None)
         if rule is not None:
             chosen[name] = rule
-    return chosen
+    return {name: rule for name, rule in chosen.items() if name in called}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from meshwright_dtensor.errors import PlanError
 from meshwright_planner.search.setting import Setting
 
 
@@ -33,6 +34,16 @@ def left_out(
     if ended:
         said.append("the time was over")
     return "; ".join(said)
+
+
+def refusals(refused: Iterable[PlanError], possible: Sequence[Sequence[tuple[str, int]]]) -> Iterator[str]:
+    """Why a degree that is legal cannot be had, a line each, where none of the `possible` configurations has it."""
+    said: dict[str, None] = {}
+    for error in refused:
+        kind, _, axis = error.field.partition(".")
+        if kind == "degrees" and not any((axis, error.value) in degrees for degrees in possible):
+            said[f"no {axis}: {error.rule}"] = None
+    yield from said
 
 
 def _axes(

@@ -91,6 +91,7 @@ def cost(
             work=placed.work,
             company=company,
             numbers=problem.quotient.once("numbers", lambda: tape.numbers),
+            calls=tape.calls,
             example=(setting.batch.args, setting.batch.kwargs),
         )
         if easing is not None:

@@ -90,6 +90,7 @@ def _work(placed: Placed, other: Placed, inside: Sequence[bool]) -> tuple[Module
                 work.beside,
                 work.waiting,
                 base.forward * base.seconds / seconds if seconds else base.forward,
+                work.leaving,
             )
         found.append(work)
     return tuple(found)

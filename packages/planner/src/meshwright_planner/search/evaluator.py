@@ -94,13 +94,15 @@ class Search:
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] > 1:
                 rows = max(1, self.setting.batch.size // self.basis.batch_factor(degrees))
+                tape = self._any_tape(degrees) if strategy.divides else None
                 asked = replace(
                     self.basis.request(axis),
                     batch_size=rows,
                     degrees=dict(degrees),
                     thorough=thorough,
                     company=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
-                    numbers=self._numbers(degrees) if strategy.divides else frozenset(),
+                    numbers=frozenset() if tape is None else tape.numbers,
+                    calls=None if tape is None else tape.calls,
                     example=(self.setting.batch.args, self.setting.batch.kwargs)
                     if strategy.divides
                     else None,
@@ -109,11 +111,11 @@ class Search:
                 found = [{**a, **b} for a in found for b in own]
         return found
 
-    def _numbers(self, degrees: Mapping[str, int]) -> frozenset[tuple[str, str]]:
-        """See SearchRequest; the same whatever the degrees."""
-        if self.shared.numbers is None:
-            self.shared.numbers = self.shared.tapes.of(self.basis, self.rules, degrees).numbers
-        return self.shared.numbers
+    def _any_tape(self, degrees: Mapping[str, int]) -> Tape:
+        """One of those of the model, for what is the same whatever the degrees."""
+        if self.shared.tape is None:
+            self.shared.tape = self.shared.tapes.of(self.basis, self.rules, degrees)
+        return self.shared.tape
 
     # ---- exact
     def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:
@@ -200,18 +202,18 @@ class Search:
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
         """The modules that a configuration runs twice."""
         wanted = point.recompute
-        return () if wanted is None or wanted is BY_STAGE else self._named(wanted)
+        return () if wanted is None or wanted is BY_STAGE else self._named(wanted, dict(point.degrees))
 
-    def _named(self, wanted: str) -> tuple[RecomputeRule, ...]:
+    def _named(self, wanted: str, degrees: Mapping[str, int]) -> tuple[RecomputeRule, ...]:
         rules = self.shared.rules
         if wanted not in rules:
-            rules[wanted] = recompute_rules(self.setting.model, wanted)
+            rules[wanted] = recompute_rules(self.setting.model, wanted, self._any_tape(degrees).calls)
         return rules[wanted]
 
     def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
         """The policies that the model can have with these degrees, the cheapest in time first."""
         if self.shared.blocks is None:
-            self.shared.blocks = repeated_blocks(self.setting.model)
+            self.shared.blocks = repeated_blocks(self.setting.model, self._any_tape(degrees).calls)
         if not self.shared.blocks:
             return ()
         return tuple(reversed(POLICIES))
@@ -284,7 +286,8 @@ class Search:
     def _again(self, point: Point, placed: Placed) -> Again:
         """What may run again of a placement, found once."""
         if id(placed) not in self._eased:
-            policies = {policy: self._named(policy) for policy in self.can_recompute(dict(point.degrees))}
+            degrees = dict(point.degrees)
+            policies = {policy: self._named(policy, degrees) for policy in self.can_recompute(degrees)}
             tape = placed.problem.tape
             if self.shared.named is None:
                 self.shared.named = tuple(recomputed_blocks(tape, next(iter(policies.values()), ())))

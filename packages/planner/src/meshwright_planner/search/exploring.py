@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.placing.program import Unsolved
-from meshwright_planner.search.asides import left_out
+from meshwright_planner.search.asides import left_out, refusals
 from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.climbing import neighbours, starts
@@ -65,6 +65,7 @@ class Explored:
         budget: seconds that ended the search before its time, None where nothing did.
         known: configuration -> its estimate, None where a strategy refuses it; None where not every combination was looked at.
         left_out: why those that were not looked at were not.
+        refused: why degrees are in none of those that were.
     """
 
     ranked: list[Candidate]
@@ -75,6 +76,7 @@ class Explored:
     budget: float | None = None
     known: Mapping[Point, Candidate | None] | None = None
     left_out: str = ""
+    refused: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
@@ -93,7 +95,7 @@ class _Explorer:
     wanted: int
     found: dict[Degrees, list[Candidate]] = field(default_factory=dict)
     estimates: int = 0
-    refused: PlanError | None = None
+    refused: list[PlanError] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     known: dict[Point, Candidate | None] = field(default_factory=dict)
     keeps: bool = True
@@ -240,7 +242,7 @@ class _Explorer:
             self.estimates += 1
             found = self.search.estimate(point, self.bound)
         except PlanError as refused:
-            self.refused = self.refused or refused
+            self.refused.append(refused)
             if self.keeps and not isinstance(refused, Unsolved):  # of that nothing is known
                 self.known[point] = None
             return None
@@ -323,8 +325,7 @@ def _explored(
     explorer.ease()
     estimates = explorer.ranked()
     if not estimates:
-        assert explorer.refused is not None
-        raise explorer.refused
+        raise explorer.refused[0]
     exact = _exactly(search, estimates, wanted, len(legal), explorer.ended)
     return Explored(
         sorted(exact, key=rank),
@@ -335,6 +336,7 @@ def _explored(
         search.setting.time_budget if explorer.ended else None,
         explorer.known if explorer.keeps and complete else None,
         left_out(search.setting, every, some, LONG, climbed=len(legal) > FEW, ended=explorer.ended),
+        tuple(refusals(explorer.refused, [key for key, own in explorer.found.items() if own])),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.quotient import Quotient
+from meshwright_planner.profile.tape import Tape
 from meshwright_planner.profile.tapes import Tapes
 from meshwright_planner.search.surveys import Surveys
 
@@ -26,7 +27,7 @@ class Shared:
         rules: request for recomputation -> its rules.
         blocks: patterns of the blocks that repeat, None before they are asked for.
         named: names of those blocks, None before they are asked for.
-        numbers: that cross between modules (see SearchRequest), None before they are asked for.
+        tape: one of the tapes, for what is the same in all of them; None before it is asked for.
         end: when the time of the search is over (time.monotonic), None before it has begun.
     """
 
@@ -39,5 +40,5 @@ class Shared:
     rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
     blocks: tuple[str, ...] | None = None
     named: tuple[str, ...] | None = None
-    numbers: frozenset[tuple[str, str]] | None = None
+    tape: Tape | None = None
     end: float | None = None

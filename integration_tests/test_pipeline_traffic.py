@@ -1,0 +1,152 @@
+"""What a plan says that crosses the cuts of a pipeline is what its ranks send, byte for byte, forward and backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from containers import MODELS, batch
+from side_models import RUN
+from side_models import numbers as narrow
+from torch import Tensor, nn
+from zoo import CASES
+
+import meshwright as mw
+from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.testing import RankPool
+
+WIDTH, ROWS = 16, 8
+
+
+class Mlp(nn.Module):
+    """A Sequential, with or without a residual around each of its parts, and a loss of the model's own."""
+
+    def __init__(self, residual: bool) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)) for _ in range(4)]
+        self.layers, self.residual = nn.ModuleList(parts), residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) if self.residual else torch.relu(layer(x))
+        return x.square().mean()
+
+
+class Chosen(nn.Module):
+    """Integers cross too, which have no gradient: what a first unit chose is taken by the last."""
+
+    class Choice(nn.Module):
+        """Logits, and which is largest."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.score(x)
+            return found, found.argmax(-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choice = Chosen.Choice()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.words = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first, chosen = self.choice(x)
+        x = first
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + torch.zeros_like(first)  # takes a shape alone
+        return {"loss": (x + self.words(chosen)).square().mean(), "first": first}
+
+
+def numbers() -> dict[str, Tensor]:
+    """Fractions."""
+    return {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model and its batch, on any rank."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+
+
+KINDS: Mapping[str, Made] = MappingProxyType(
+    {
+        "mlp": Made(lambda: Mlp(False), numbers),
+        "residual-mlp": Made(lambda: Mlp(True), numbers),
+        "chosen": Made(Chosen, numbers),
+        **{name: Made(model, batch) for name, model in MODELS.items()},
+        **{name: Made(model, narrow) for name, model in RUN.items()},
+        **{name: Made(case.model, case.batch) for name, case in CASES.items() if "-" not in name},
+    }
+)
+
+Sent = dict[str, int]
+"""phase -> bytes."""
+
+
+def step(rank: int, size: int, name: str, pins: dict[str, Any]) -> tuple[Sent, Sent]:
+    """One step: what is planned for the axis, and what this rank has sent."""
+    made = KINDS[name]
+    torch.manual_seed(0)
+    model, given = made.model(), made.batch()
+    plan = mw.plan(model, given, world_size=size, cluster="laptop-cpu", **pins)
+    mw.parallelize(model, plan, batch=given)
+    with communication() as log:
+        found = model(**given)
+        loss = (
+            found if isinstance(found, Tensor) else found["loss"] if isinstance(found, dict) else found.loss
+        )
+        loss.backward()
+    planned, sent = Counter[str](), Counter[str]()
+    for use in plan.collectives:
+        if use.axis == "pp" and use.kind == "send_recv":
+            planned[use.phase] += use.count * use.nbytes
+    for event in log.events:
+        if event.axis == "pp" and event.kind == "send_recv" and event.function == "pipeline":
+            sent[event.phase] += event.nbytes
+    return dict(planned), dict(sent)
+
+
+def check(pool: RankPool, size: int, name: str, **pins: Any) -> None:
+    """All ranks of the pipelines together send what is planned of each."""
+    found = pool.run(size, step, name, {"dp": 1, "tp": 1, "cp": 1, "microbatches": 2, **pins})
+    sent = Counter[str]()
+    for _, own in found:
+        sent.update(own)
+    assert sent["forward"] > 0
+    assert sent == {phase: count * (size // pins["pp"]) for phase, count in found[0][0].items()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_crosses_is_what_is_planned(rank_pool: RankPool, name: str) -> None:
+    check(rank_pool, 2, name, pp=2, schedule="1f1b")
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv", "dualpipev"])
+@pytest.mark.parametrize("name", ["residual-mlp", "dicts", "llama"])
+def test_stages_that_follow_each_other_on_a_rank_send_nothing(
+    rank_pool: RankPool, name: str, schedule: str
+) -> None:
+    check(rank_pool, 2, name, pp=2, schedule=schedule, microbatches=4)
+
+
+@pytest.mark.parametrize("name", ["residual-mlp", "dicts", "llama", "t5"])
+@pytest.mark.parametrize(
+    "pins", [{"tp": 2}, {"dp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "precision": "bf16"}], ids=str
+)
+def test_other_axes_leave_a_rank_its_part(rank_pool: RankPool, name: str, pins: dict[str, Any]) -> None:
+    check(rank_pool, 4, name, pp=2, schedule="1f1b", **pins)
+
+
+@pytest.mark.parametrize("name", ["chosen", "lists", "t5", "qwen3"])
+def test_what_skips_stages_is_passed_on(rank_pool: RankPool, name: str) -> None:
+    check(rank_pool, 4, name, pp=4, schedule="1f1b")
