@@ -116,6 +116,30 @@ def walks(shape: Shape) -> tuple[Shape, ...]:
     return tuple(Shape(shape.ranks, shape.stages, count) for count in (few, more))
 
 
+@functools.lru_cache(maxsize=256)
+def late_by(schedule: Schedule, shape: Shape) -> float:
+    """Seconds that ranks wait for each by which the first forward of all stages takes longer on every rank.
+
+    A property of the schedule: that of equal stages, whose first forward takes twice as long.
+    """
+    short = walks(shape)[0]
+    steps, stages = steps_of(schedule, short), short.stages
+    lengths = (*((1.0,) * stages), *((2.0,) * stages), *((1.0,) * (2 * stages)))
+    plain, late = ([0.0] * shape.ranks for _ in range(2))
+    ends, later = [0.0], [0.0]
+    begun: set[int] = set()
+    for rank, number, place in zip(steps.doers, steps.numbers, steps.after, strict=True):
+        longer = 0.0
+        if number < stages and number not in begun:
+            begun.add(number)
+            longer = 1.0
+        plain[rank] = max(plain[rank], ends[place]) + lengths[number]
+        ends.append(plain[rank])
+        late[rank] = max(late[rank], later[place]) + lengths[number] + longer
+        later.append(late[rank])
+    return max(0.0, (max(late) - max(plain)) / shape.each - 1.0)
+
+
 @dataclass(frozen=True)
 class Steps:
     """A checked schedule in numbers.

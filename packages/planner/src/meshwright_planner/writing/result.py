@@ -107,6 +107,7 @@ def _split(candidate: Candidate) -> StepSplit:
             StageTime(forward_seconds=each * ahead, backward_seconds=each * back)
             for ahead, back in candidate.stages
         ),
+        between_seconds=each * candidate.between,
     )
 
 
