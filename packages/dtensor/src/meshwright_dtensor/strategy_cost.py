@@ -76,7 +76,9 @@ class StrategyCost:
         stall: what of it lies inside of forwards and backwards: where ranks hold different modules, the others wait for it.
         between: what the last stage does once between all forwards and all backwards, as part of the time that the whole model
             computes; `stages` are without it.
-        late: seconds that ranks wait for each by which the first forward of every part of the model takes longer on each of them.
+        late: seconds that ranks wait for each by which every one of them takes longer with a microbatch, gradients of weights
+            aside: with the first microbatch alone, and with all of them.
+        early: the part of a backward pass that is done before its gradients of weights are left for later.
         operations: of what the rank with most work computes, the part that is the model's own operations.
     """
 
@@ -99,6 +101,7 @@ class StrategyCost:
     lasting: float = 0.0
     bucket: int = 0
     stall: Stall = Stall()
-    late: float = 0.0
+    late: tuple[float, float] = (0.0, 0.0)
+    early: float = 1.0
     between: float = 0.0
     operations: float = 1.0

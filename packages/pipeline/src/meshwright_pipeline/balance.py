@@ -22,7 +22,7 @@ from meshwright_pipeline.choosing import microbatches, note
 from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.foreseeing import Foreseen
 from meshwright_pipeline.holding import Fullest
-from meshwright_pipeline.predicting import Prediction, StageCosts, late_by, predict
+from meshwright_pipeline.predicting import Prediction, StageCosts, early_part, late_by, predict
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
 from meshwright_pipeline.surveying import Surveyed
@@ -102,6 +102,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         between=0.0 if tail is None else tail.seconds * shape.microbatches / found.whole,
         operations=case.operations(now),
         late=late_by(schedule, shape),
+        early=early_part(schedule, shape) if now.costs.split else 1.0,
         holds=fullest.holds,
         peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,

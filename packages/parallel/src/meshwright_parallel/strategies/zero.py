@@ -124,10 +124,10 @@ class Zero(Strategy):
                 if gathered:  # the pass of a microbatch hides its own gathers, and a stage begins with one
                     every, edge = gathered / often, block * request.stages
                     hides = seconds / request.microbatches
-                    first = max(outside + edge, every - hides)
+                    first = min(every, max(outside + edge, every - hides))
                     exposed += first * often
                     # what lies outside of blocks is with the first stage, or with the last
-                    later = max(edge, every - outside - hides)
+                    later = min(every - outside, max(edge, every - outside - hides))
                     beside = every - outside - later
                     stall = Stall(stall.exposed + later, stall.overlapped + beside, often)
             elif each:

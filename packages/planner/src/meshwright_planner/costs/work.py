@@ -174,6 +174,6 @@ def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], 
         gradient_bytes=up(request.gradient_bytes * cost.gradients),
         activation_bytes=up(request.activation_bytes * cost.activations),
         forward_seconds=request.forward_seconds * busy,
-        backward_seconds=request.backward_seconds * busy,
+        backward_seconds=request.backward_seconds * busy * cost.early,
         flops=request.flops * busy,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright_dtensor.strategy import CollectiveUse, Link, ParameterSize, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import CollectiveUse, Link, ParameterSize, SearchRequest, Stall, StrategyCost
 from meshwright_planner.costs.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.costs.peak import Moment, at_peak
 from meshwright_planner.costs.work import inside_of
@@ -155,7 +155,7 @@ def cost(
         taken = found.overlapped_seconds * setting.cluster.interference
         exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds + taken
         if name != outer:
-            waiting += _waiting(found, divided, setting.cluster.interference)
+            waiting += _waiting(found.stall, divided, setting.cluster.interference)
         if strategy.gathers:
             shared = (link, _behind(found, link, degree))
         hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
@@ -220,13 +220,10 @@ def cost(
     )
 
 
-def _waiting(found: StrategyCost, divided: StrategyCost, interference: float) -> float:
+def _waiting(stall: Stall, divided: StrategyCost, interference: float) -> float:
     """Seconds that ranks which hold other modules wait for what a strategy communicates inside of forwards and backwards."""
-    stall, busy = found.stall, divided.compute - divided.idle
     longer = stall.exposed + stall.overlapped * interference
-    if stall.microbatches == 1:
-        return longer * divided.late
-    return longer * stall.microbatches * divided.idle / busy if busy else 0.0
+    return longer * stall.microbatches * divided.late[stall.microbatches > 1]
 
 
 def _behind(found: StrategyCost, link: Link, degree: int) -> float:
