@@ -147,8 +147,9 @@ def test_a_gradient_that_is_not_cut_makes_no_step_faster() -> None:
         return cost.exposed_seconds, {use.kind for use in cost.collectives}
 
     whole, kinds = step((large,))
+    # what lies outside of blocks and the first block are gathered before anything hides it, and shared last
     assert "all_reduce" not in kinds and whole == pytest.approx(
-        2 * LINK.seconds("all_gather", 4 * 4096**2, 4)
+        3 * LINK.seconds("all_gather", 4 * 4096**2, 4)
     )
     beside, kinds = step((large, small))
     assert "all_reduce" in kinds and beside > whole
