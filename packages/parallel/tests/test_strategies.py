@@ -156,8 +156,43 @@ def test_a_gradient_that_is_not_cut_makes_no_step_faster() -> None:
         return cost.exposed_seconds, {use.kind for use in cost.collectives}
 
     whole, kinds = step((large,))
+    # what lies outside of blocks and the first block are gathered before anything hides it, and shared last
     assert "all_reduce" not in kinds and whole == pytest.approx(
-        2 * LINK.seconds("all_gather", 4 * 4096**2, 4)
+        3 * LINK.seconds("all_gather", 4 * 4096**2, 4)
     )
     beside, kinds = step((large, small))
     assert "all_reduce" in kinds and beside > whole
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_ranks_of_a_pipeline_share_hides_behind_a_microbatch_at_most(
+    microbatches: int, stage: int
+) -> None:
+    """Gradients are shared when all have gone back, of one microbatch too; a gather hides behind the pass that it is for."""
+    block = ParameterSize((4096, 4096), (), (4, 4), True)
+    units = ((block,),) * 5
+    asked = SearchRequest(
+        8,
+        8,
+        stage=stage,
+        units=units,
+        forward_seconds=100.0,
+        backward_seconds=100.0,
+        microbatches=microbatches,
+    )
+    one = LINK.seconds("all_gather", 4 * 4096**2, 4)
+    staged = Zero().cost(replace(asked, stages=1), 4, LINK)
+    often = microbatches if stage == 3 else 1
+    backward = often if stage == 3 else 0  # the first gather of each backward
+    shares = 5 * LINK.seconds("reduce_scatter", 4 * 4096**2, 4)
+    assert staged.exposed_seconds == pytest.approx(shares + 2 * one * often + one * backward)
+    assert staged.stall.exposed == pytest.approx(one * (2 if stage == 3 else 1))
+    assert staged.stall.microbatches == often
+    assert Zero().cost(asked, 4, LINK).exposed_seconds < staged.exposed_seconds
+    # where passes hide nothing, all of it is exposed, and no more
+    alone = Zero().cost(replace(asked, stages=3, forward_seconds=0.0, backward_seconds=0.0), 4, LINK)
+    assert alone.exposed_seconds == pytest.approx(
+        sum(use.count * LINK.seconds(use.kind, use.nbytes, 4) for use in alone.collectives)
+    )
+    assert alone.overlapped_seconds == pytest.approx(0.0, abs=1e-12)

@@ -17,7 +17,7 @@ from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, Strateg
 from meshwright_pipeline import Action, Schedule, Shape, balance, timetable
 from meshwright_pipeline.actions import needs, ordered
 from meshwright_pipeline.balance import MESSAGE_CALLS, STEP_CALLS
-from meshwright_pipeline.predicting import WALKED, StageCosts, predict
+from meshwright_pipeline.predicting import WALKED, StageCosts, early_part, late_by, predict
 from meshwright_pipeline.schedules.named import schedule_named
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.surveying import Surveyed
@@ -338,3 +338,24 @@ def test_stages_that_follow_each_other_on_one_rank_send_nothing(
     asked = replace(request(), call_seconds=1.0)
     found = balance._with_host(free, [(0, 0)] * stages, owners, asked, Shape(2, stages, 4))
     assert found.backward == tuple(MESSAGE_CALLS * n for n in ends)
+
+
+@pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
+def test_what_a_longer_microbatch_has_ranks_wait(name: str, each: int, ranks: int, microbatches: int) -> None:
+    """The first forward, a second longer on every stage, goes from stage to stage; every pass longer stretches the bubble too."""
+    first, every = late_by(schedule_named(name), Shape(ranks, each * ranks, microbatches))
+    assert first == pytest.approx(ranks - 1)
+    if each == 1:  # m + p - 1 forwards and backwards in place of m
+        assert every == pytest.approx((ranks - 1) / microbatches)
+
+
+def test_a_single_microbatch_is_waited_for_by_all() -> None:
+    for name, each in (("1f1b", 1), ("zbv", 2)):
+        assert late_by(schedule_named(name), Shape(4, 4 * each, 1)) == pytest.approx((3.0, 3.0))
+
+
+def test_the_early_part_of_a_backward() -> None:
+    assert early_part(schedule_named("1f1b"), Shape(4, 4, 8)) == 1.0
+    assert early_part(schedule_named("zero-bubble"), Shape(4, 8, 8)) == 0.5
+    assert 0.5 < early_part(schedule_named("dualpipev"), Shape(4, 8, 16)) < 1.0

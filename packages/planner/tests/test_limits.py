@@ -23,8 +23,13 @@ def test_memory_of_a_model_that_is_only_parameters() -> None:
         assert plan.predicted is not None
         memory = plan.predicted.memory_bytes
         size = 256 * 256 * 4
-        assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (size, size, states * size)
-        assert memory["activations"] == 0  # it holds most when the optimizer steps, after the backward pass
+        assert (memory["parameters"], memory["optimizer"]) == (size, states * size)
+        if optimizer == "adamw":  # it holds most when the optimizer steps, which copies the parameter twice
+            assert (memory["gradients"], memory["temporaries"], memory["activations"]) == (size, 2 * size, 0)
+        else:  # while the gradient is made: the input is kept for it, and the gradient of the result is there
+            kept = result = 2 * 256 * 4
+            assert memory["activations"] == kept
+            assert memory["gradients"] + memory["temporaries"] == size + result
     half = best(model, torch.randn(2, 256), world_size=2, tp=2)
     assert half.predicted is not None and half.predicted.memory_bytes["parameters"] == size // 2
 

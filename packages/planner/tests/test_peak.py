@@ -149,11 +149,14 @@ def test_no_moment_that_may_hold_most_is_left_out() -> None:
 
 def test_when_the_optimizer_steps_shared_gradients_are_shards_alone() -> None:
     parts = {"parameters": 5, "gradients": 100, "optimizer": 20, "activations": 10, "temporaries": 0}
-    stepping = Moment(0.0, 2.0, 0.0, stepping=True)
+    stepping = Moment(0.0, 1.0, 0.0, stepping=True, copies=1.0)
     # a buffer of a whole unit counts while gradients come, and is gone when the optimizer copies what it steps
     assert at_peak(parts, (Moment(0.0, 1.0, 0.0), stepping), stepped=25.0)["gradients"] == 100
-    assert at_peak(parts, (stepping,), stepped=25.0)["gradients"] == 50
-    assert at_peak(parts, (stepping,))["gradients"] == 200
+    alone, whole = at_peak(parts, (stepping,), stepped=25.0), at_peak(parts, (stepping,))
+    assert (alone["gradients"], alone["temporaries"]) == (25, 25)
+    assert (whole["gradients"], whole["temporaries"]) == (100, 100)  # copies are no gradients
+    one_by_one = replace(stepping, beside=70.0, copies=0.0)
+    assert at_peak(parts, (one_by_one,), stepped=25.0)["temporaries"] == 70
 
 
 def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.MonkeyPatch) -> None:

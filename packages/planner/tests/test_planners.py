@@ -110,6 +110,7 @@ def test_latency_is_equation_2() -> None:
         compute_seconds=busiest * count,
         stages=[(p / 3, 2 * p / 3) for p in parts],
         exposed_seconds=0.0,
+        between=0.0,
     )
     assert latency(candidate) == pytest.approx(sum(whole * p for p in parts) + (count - 1) * busiest)
 

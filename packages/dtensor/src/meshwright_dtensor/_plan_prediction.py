@@ -12,7 +12,8 @@ from ._plan_model import AxisProduct, Count, Frozen, FrozenDict, Model, Seconds,
 class StageTime(Model):
     """Seconds that ONE microbatch computes on one stage of a pipeline, on one rank; communication is not in it.
 
-    Without a pipeline the whole model is the stage, and the batch the microbatch. What runs again counts as backward.
+    What running in stages takes (adding gradients up, the host) is, but for what comes once a step.  Without a pipeline the
+    whole model is the stage, and the batch the microbatch. What runs again counts as backward.
     """
 
     forward_seconds: Seconds
@@ -27,6 +28,8 @@ class StepSplit(Model):
     exposed: mesh axis (or several, joined by "+") -> seconds of communication that add to the step.
     hidden: the same -> seconds of communication that pass while the rank computes.
     stages: per stage of a pipeline, what one microbatch takes; one without a pipeline.
+    between_seconds: what the last stage does once, behind all forwards and before all backwards, where the loss does not add up
+        over microbatches.
     """
 
     optimizer_seconds: Seconds = 0.0
@@ -34,6 +37,7 @@ class StepSplit(Model):
     exposed: Annotated[dict[AxisProduct, Seconds], Frozen] = Field(default_factory=FrozenDict)
     hidden: Annotated[dict[AxisProduct, Seconds], Frozen] = Field(default_factory=FrozenDict)
     stages: tuple[StageTime, ...] = ()
+    between_seconds: Seconds = 0.0
 
 
 class Prediction(Model):

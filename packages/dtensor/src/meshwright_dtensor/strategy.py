@@ -17,6 +17,7 @@ from meshwright_dtensor.links import Link as Link
 from meshwright_dtensor.strategy_cost import CollectiveUse as CollectiveUse
 from meshwright_dtensor.strategy_cost import Peak as Peak
 from meshwright_dtensor.strategy_cost import Phase as Phase
+from meshwright_dtensor.strategy_cost import Stall as Stall
 from meshwright_dtensor.strategy_cost import StrategyCost as StrategyCost
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class SearchRequest:
         rough: the answer is an estimate, one of many: where it takes a trial of the model, what is known of a similar one will do.
         beyond: of such an estimate, seconds of a step from which it is out of the question; it may then say less than it takes.
         thorough: where a strategy says which degrees and ways there are, all that are legal, not only those worth a try unasked.
+        stages: parts of the model that one rank holds, 0 where it holds all of it.  Gradients of parts are handed over together,
+            when all ranks have gone back: no backward pass is left to hide their sums behind.
     """
 
     world_size: int
@@ -209,6 +212,7 @@ class SearchRequest:
     rough: bool = False
     beyond: float = math.inf
     thorough: bool = False
+    stages: int = 0
 
 
 class Division(ABC):

@@ -39,6 +39,20 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Stall:
+    """Communication inside of the forward and the backward of a microbatch.
+
+    Args:
+        exposed, overlapped: its seconds, of one.
+        microbatches: in how many of them it is: the first, or all.
+    """
+
+    exposed: float = 0.0
+    overlapped: float = 0.0
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
 class StrategyCost:
     """What a degree of a strategy costs per step, beside what the searched placements cost.
 
@@ -50,7 +64,8 @@ class StrategyCost:
         fields: fields of the plan that say which way was costed, such as {"context": {...}}.
         compute: factor on the time that one rank computes, waiting for others included.
         idle: the part of that factor that is waiting.
-        stages: per stage, its part of the time that the whole model computes; for strategies that divide a model.
+        stages: per stage, what a microbatch takes on it as part of the time that the whole model computes, with what running it
+            in stages takes; for strategies that divide a model.
         forwards: per stage, the part of its time that is the forward pass; () for a third of each.
         holds: names of the parameters that the fullest rank holds, None for all.
         peak: when the fullest rank holds most; None where that is when the whole model would.
@@ -58,6 +73,13 @@ class StrategyCost:
         notes: what users should know of what was costed, a line each; they stand in the plan.
         lasting: the part of one rank's gradients whose memory stays from step to step.
         bucket: bytes of gradients that are there as soon as the first of them is; 0 where each comes by itself.
+        stall: what of it lies inside of forwards and backwards: where ranks hold different modules, the others wait for it.
+        between: what the last stage does once between all forwards and all backwards, as part of the time that the whole model
+            computes; `stages` are without it.
+        late: seconds that ranks wait for each by which every one of them takes longer with a microbatch, gradients of weights
+            aside: with the first microbatch alone, and with all of them.
+        early: the part of a backward pass that is done before its gradients of weights are left for later.
+        operations: of what the rank with most work computes, the part that is the model's own operations.
     """
 
     exposed_seconds: float = 0.0
@@ -78,3 +100,8 @@ class StrategyCost:
     notes: tuple[str, ...] = ()
     lasting: float = 0.0
     bucket: int = 0
+    stall: Stall = Stall()
+    late: tuple[float, float] = (0.0, 0.0)
+    early: float = 1.0
+    between: float = 0.0
+    operations: float = 1.0

@@ -23,7 +23,7 @@ from meshwright_pipeline.divided import Divided, divided, even_cuts
 from meshwright_pipeline.foreseeing import Foreseen
 from meshwright_pipeline.holding import Fullest
 from meshwright_pipeline.leaving import CannotBeCut
-from meshwright_pipeline.predicting import Prediction, StageCosts, predict
+from meshwright_pipeline.predicting import Prediction, StageCosts, early_part, late_by, predict
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
 from meshwright_pipeline.surveying import Surveyed, surveyed
@@ -87,7 +87,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
             asked -= more
     parts, step, fullest = now.parts, now.step, now.fullest
     whole, around = found.whole * shape.microbatches, STEP_CALLS * request.call_seconds
-    loads = parts.loads if tail is None else [*parts.loads[:-1], parts.loads[-1].then(tail)]
+    times = list(zip(now.costs.forward, now.costs.backward, strict=True))
     return StrategyCost(
         exposed_seconds=max(0.0, step.seconds - step.silent),
         parameters=fullest.share,
@@ -97,8 +97,12 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         collectives=tuple(_messages(parts, schedule, shape)),
         compute=(step.silent + around) / whole,
         idle=max(0.0, step.silent - max(step.busy)) / whole,
-        stages=tuple(one.seconds / found.whole for one in loads),
-        forwards=tuple(one.forward / one.seconds if one.seconds else 1 / 3 for one in loads),
+        stages=tuple((ahead + back) / found.whole for ahead, back in times),
+        forwards=tuple(ahead / (ahead + back) if ahead + back else 1 / 3 for ahead, back in times),
+        between=0.0 if tail is None else tail.seconds * shape.microbatches / found.whole,
+        operations=case.operations(now),
+        late=late_by(schedule, shape),
+        early=early_part(schedule, shape) if now.costs.split else 1.0,
         holds=fullest.holds,
         peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,
@@ -143,6 +147,7 @@ class _Outcome:
     """A step with these stages, and the rank that holds most in it."""
 
     parts: Divided
+    costs: StageCosts
     step: Prediction
     fullest: _Rank
 
@@ -185,7 +190,22 @@ class _Case:
             lambda: _owned(schedule, shape, parts.held, self.known),
         )
         fullest = max(_ranks(step, owned, parts.messages), key=lambda one: one.total(request))
-        return _Outcome(parts, step, fullest)
+        return _Outcome(parts, costs, step, fullest)
+
+    def operations(self, outcome: _Outcome) -> float:
+        """Of what the rank with most work computes, the part that is operations of the model."""
+        model, every = [0.0] * self.shape.ranks, [0.0] * self.shape.ranks
+        costs = outcome.costs
+        for stage, load in enumerate(outcome.parts.loads):
+            rank = self.schedule.owner(stage, self.shape)
+            model[rank] += load.seconds
+            every[rank] += costs.forward[stage] + costs.backward[stage]
+        if self.tail is not None:
+            last = self.schedule.owner(self.shape.stages - 1, self.shape)
+            model[last] += self.tail.seconds
+            every[last] += self.tail.seconds
+        most = max(range(self.shape.ranks), key=every.__getitem__)
+        return model[most] / every[most] if every[most] else 1.0
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,41 @@ def walks(shape: Shape) -> tuple[Shape, ...]:
     return tuple(Shape(shape.ranks, shape.stages, count) for count in (few, more))
 
 
+@functools.lru_cache(maxsize=256)
+def late_by(schedule: Schedule, shape: Shape) -> tuple[float, float]:
+    """Seconds that ranks wait for each by which every one of them takes longer with the first microbatch, or with all.
+
+    Forwards and what hands gradients on take longer, by as much as a forward.  It is a property of the schedule: that of equal
+    stages whose backwards take twice as long as their forwards.
+    """
+    short = walks(shape)[0]
+    steps, stages = steps_of(schedule, short), short.stages
+    lengths = (*((1.0,) * stages), *((2.0,) * stages), *((1.0,) * (2 * stages)))
+    plain, first, every = ([0.0] * shape.ranks for _ in range(3))
+    ends: tuple[list[float], ...] = ([0.0], [0.0], [0.0])
+    begun: set[int] = set()
+    longer = 0
+    for rank, number, place in zip(steps.doers, steps.numbers, steps.after, strict=True):
+        counts = number < 3 * stages  # forward, or whole backward, or its first half
+        fresh = number not in begun and number < stages
+        begun.add(number)
+        longer += counts and rank == 0
+        for clock, known, more in zip((plain, first, every), ends, (0.0, fresh, counts), strict=True):
+            clock[rank] = max(clock[rank], known[place]) + lengths[number] + more
+            known.append(clock[rank])
+    length = max(plain)
+    return max(0.0, (max(first) - length) / shape.each - 1.0), max(0.0, (max(every) - length) / longer - 1.0)
+
+
+@functools.lru_cache(maxsize=256)
+def early_part(schedule: Schedule, shape: Shape) -> float:
+    """The part of a backward pass that is done when gradients of weights are left for later; 1 where none is split."""
+    short = walks(shape)[0]
+    kinds = [number // short.stages for number in steps_of(schedule, short).numbers]
+    whole, halves = kinds.count(KINDS.index("B")), kinds.count(KINDS.index("I"))
+    return (whole + halves / 2) / (whole + halves)
+
+
 @dataclass(frozen=True)
 class Steps:
     """A checked schedule in numbers.

@@ -22,6 +22,7 @@ from meshwright_dtensor.strategy import (
     GradientKind,
     Link,
     SearchRequest,
+    Stall,
     Strategy,
     StrategyCost,
     divisors,
@@ -98,7 +99,7 @@ class Context(Strategy):
 
     @staticmethod
     def _way(form: str, balance: str, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        exposed = hidden = 0.0
+        exposed, hidden, times = 0.0, 0.0, request.microbatches
         collectives: list[CollectiveUse] = []
         for use in request.attention:
             uneven = use.causal and balance == "none" and form != "all_to_all"
@@ -115,7 +116,11 @@ class Context(Strategy):
             ]
         fields = {"context": {"attention": form, "balance": balance}}
         return StrategyCost(
-            exposed_seconds=exposed, overlapped_seconds=hidden, collectives=tuple(collectives), fields=fields
+            exposed_seconds=exposed,
+            stall=Stall(exposed / times, hidden / times, times),
+            overlapped_seconds=hidden,
+            collectives=tuple(collectives),
+            fields=fields,
         )
 
     def batch_state(

@@ -21,6 +21,7 @@ from meshwright_dtensor.strategy import (
     Link,
     Phase,
     SearchRequest,
+    Stall,
     Strategy,
     StrategyCost,
     Survey,
@@ -113,6 +114,7 @@ class Expert(Strategy):
         share = 1.0 / degree / inside
         return StrategyCost(
             exposed_seconds=seconds,
+            stall=Stall(seconds / request.microbatches, 0.0, request.microbatches),
             parameters=_factor(request.parameter_bytes, request.own_bytes, share),
             gradients=_factor(request.gradient_bytes, request.own_gradient_bytes, share),
             optimizer=_factor(request.gradient_bytes, request.own_gradient_bytes, share),

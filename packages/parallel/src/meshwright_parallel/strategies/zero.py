@@ -25,6 +25,7 @@ from meshwright_dtensor.strategy import (
     ParameterSize,
     Phase,
     SearchRequest,
+    Stall,
     Strategy,
     StrategyCost,
     divisors,
@@ -36,6 +37,9 @@ from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
 if TYPE_CHECKING:
     from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.states import State
+
+OUTSIDE = "parameters outside of blocks"
+"""Why what lies outside of blocks is gathered, in plans."""
 
 UNEVEN = 4096
 """Elements from which a parameter is cut unevenly where no dim divides; a smaller one is kept whole."""
@@ -81,9 +85,11 @@ class Zero(Strategy):
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         """All-gathers before use, reduce-scatters of gradients behind the backward pass, and what is left of memory.
 
-        A unit is gathered while the one before it computes, so what is exposed is the first, or what the pass cannot hide.
-        Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks; in a pipeline it
-        gathers all blocks for every microbatch, and gradients are whole, and shared after the last one.
+        A unit is gathered while the one before it computes, so what is exposed is the first (what lies outside of blocks, and the
+        first block: a model begins with an embedding), or what the pass cannot hide.
+        Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks; with
+        several microbatches it gathers all blocks for each.  Where gradients are handed over they are whole, and shared behind
+        all of that; the pass of a microbatch hides no gathers but its own.
         """
         least = BUCKET_BYTES if request.accelerated else SINGLE_BYTES
         # most units are one and the same object: to hash one is dearer than all else here
@@ -96,7 +102,8 @@ class Zero(Strategy):
         often = request.microbatches if request.stage == 3 else 1
         again = (blocks if piped else blocks[:-1]) if request.stage == 3 else []
         uses = [
-            *_uses("all_gather", (unit.gathers for unit in units), often, "forward", "parameters"),
+            *_uses("all_gather", (unit.gathers for unit in blocks), often, "forward", "parameters"),
+            *_uses("all_gather", (unit.gathers for unit in units[-1:]), often, "forward", OUTSIDE),
             *_uses("all_gather", (unit.gathers for unit in again), often, "backward", "parameters"),
             *_uses("reduce_scatter", (unit.shares for unit in units), 1, "backward", "gradients"),
         ]
@@ -104,30 +111,45 @@ class Zero(Strategy):
         if left:
             uses.append(CollectiveUse("all_reduce", left, 1, "backward", "gradients that are not cut"))
         exposed = total = 0.0
+        stall = Stall()
         for phase, seconds in (("forward", request.forward_seconds), ("backward", request.backward_seconds)):
             now = [use for use in uses if use.phase == phase]
             each = [link.seconds(use.kind, use.nbytes, degree) * use.count for use in now]
-            late = sum(s for use, s in zip(now, each, strict=True) if piped and use.kind != "all_gather")
-            if each:
-                if phase == "forward":
-                    first: tuple[int, ...] = next((u.gathers for u in units if u.gathers), ())
-                    edge = sum(link.seconds("all_gather", n, degree) for n in first)
-                else:  # what the pass ends with is shared behind it, and what is not cut is summed behind that
-                    last: tuple[int, ...] = next((u.shares for u in reversed(units) if u.shares), ())
-                    edge = sum(link.seconds("reduce_scatter", n, degree) for n in last)
+            total += sum(each)
+            outside = _seconds(link, "all_gather", units[-1].gathers, degree) if phase == "forward" else 0.0
+            block = _seconds(link, "all_gather", next((u.gathers for u in blocks if u.gathers), ()), degree)
+            if request.stages:
+                gathered = sum(s for use, s in zip(now, each, strict=True) if use.kind == "all_gather")
+                exposed += sum(each) - gathered
+                if gathered:  # the pass of a microbatch hides its own gathers, and a stage begins with one
+                    every, edge = gathered / often, block * request.stages
+                    hides = seconds / request.microbatches
+                    first = min(every, max(outside + edge, every - hides))
+                    exposed += first * often
+                    # what lies outside of blocks is with the first stage, or with the last
+                    later = min(every - outside, max(edge, every - outside - hides))
+                    beside = every - outside - later
+                    stall = Stall(stall.exposed + later, stall.overlapped + beside, often)
+            elif each:
+                edge = outside + block
+                if (
+                    phase == "backward"
+                ):  # what it ends with is shared behind it, and what is not cut is summed behind that
+                    last = next((u.shares for u in reversed(units) if u.shares), ())
+                    edge = _seconds(link, "reduce_scatter", last, degree)
                     edge += link.seconds("all_reduce", left, degree) if left else 0.0
-                exposed += late + max(0.0 if late else edge, sum(each) - late - seconds)
-                total += sum(each)
+                exposed += max(edge, sum(each) - seconds)
         shards = sum(unit.kept for unit in units)
         # one block is computed with while the next is gathered, from a row of this rank's parts
         largest = max((2 * unit.computed + unit.sent for unit in blocks), default=0)
         held = largest + units[-1].computed if request.stage == 3 else sum(unit.computed for unit in units)
         trained = sum(unit.trained for unit in units)
-        rest = trained if piped else sum(unit.trained_kept for unit in units)
+        rest = trained if request.stages else sum(unit.trained_kept for unit in units)
         gradients = rest + max(unit.buffered for unit in units)
         own = sum(unit.trained_kept for unit in units)
         return StrategyCost(
             exposed_seconds=exposed,
+            stall=stall,
             overlapped_seconds=total - exposed,
             parameters=(shards + held) / whole,
             gradients=gradients / trained if trained else 1.0,
@@ -203,6 +225,11 @@ class _Unit:
             buffered,
             left,
         )
+
+
+def _seconds(link: Link, kind: CollectiveKind, sizes: Iterable[int], degree: int) -> float:
+    """Of one collective of each size."""
+    return sum(link.seconds(kind, nbytes, degree) for nbytes in sizes)
 
 
 def _by_id(units: Iterable[Sequence[ParameterSize]]) -> dict[int, Sequence[ParameterSize]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,16 +73,28 @@ def parameter_bytes(
     sizes: Sizes, problem: PlacementProblem, placement: Placement, names: Iterable[str] | None = None
 ) -> tuple[float, float]:
     """Bytes of these parameters on one rank (None for all there are), of all and of those that are trained."""
-    wanted, tape = None if names is None else frozenset(names), problem.tape
     every = trained = 0.0
+    for size, trains in _each(sizes, problem, placement, names):
+        every += size
+        trained += size if trains else 0.0
+    return every, trained
+
+
+def trained_sizes(sizes: Sizes, problem: PlacementProblem, placement: Placement) -> list[float]:
+    """Bytes on one rank of each parameter that is trained, in the order in which an optimizer is given them."""
+    return [size for size, trains in _each(sizes, problem, placement) if trains]
+
+
+def _each(
+    sizes: Sizes, problem: PlacementProblem, placement: Placement, names: Iterable[str] | None = None
+) -> Iterator[tuple[float, bool]]:
+    """Bytes on one rank of each of these parameters (None for all there are), and whether it is trained."""
+    wanted, tape = None if names is None else frozenset(names), problem.tape
     for name, nbytes, trains in sizes.parameters:
         if wanted is None or name in wanted:
             value = tape.parameters.get(name)
             state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
-            size = nbytes * problem.costs.share(state)
-            every += size
-            trained += size if trains else 0.0
-    return every, trained
+            yield nbytes * problem.costs.share(state), trains
 
 
 def copied_bytes(sizes: Sizes, problem: PlacementProblem, placement: Placement, dtype: torch.dtype) -> float:

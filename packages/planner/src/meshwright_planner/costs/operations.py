@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from meshwright_dtensor.cluster import Cluster, MeasuredWork
 from meshwright_dtensor.pricing import Operation
@@ -22,6 +23,24 @@ FORWARD = 1 / (1 + BACKWARD)
 
 # bytes of optimizer state per element of a parameter, as multiples of the parameter's own element
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1})
+
+
+class Copies(NamedTuple):
+    """Copies that an optimizer's step makes beside gradients and states, with torch's default arguments (2.13).
+
+    Attributes:
+        together: of all parameters, where it steps them at once (foreach).
+        own, last: of the one that it is at, and of the one before it, where it goes from one to the other; fused steps make none.
+    """
+
+    together: int = 0
+    own: int = 0
+    last: int = 0
+
+
+COPIES: Mapping[str, Copies] = MappingProxyType(
+    {"adamw": Copies(1, 2, 1), "adam": Copies(1, 2, 1), "sgd": Copies(), "sgd-momentum": Copies()}
+)
 
 UPDATE = "update"
 """Kind of the work of an optimizer's step."""

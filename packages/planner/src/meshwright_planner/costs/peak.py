@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -19,18 +19,17 @@ from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.kinds import VIEWS, base_name
 from meshwright_planner.costs.living import Living
+from meshwright_planner.costs.operations import COPIES
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Tape
-
-UPDATED = 2
-"""Copies of a parameter that a step of AdamW makes, one parameter after the other."""
 
 
 @dataclass(frozen=True)
 class Moment:
     """Parts of what autograd keeps and of all gradients, and the bytes of what is alive beside them.
 
-    `copied`: bytes of gradients that are there twice where an engine copies them into buckets.  `stepping`: the optimizer steps.
+    `copied`: bytes of gradients that are there twice where an engine copies them into buckets.  `stepping`: the optimizer steps,
+    and where it takes all parameters together makes so many copies of them.
     """
 
     kept: float
@@ -38,6 +37,7 @@ class Moment:
     beside: float
     copied: float = 0.0
     stepping: bool = False
+    copies: float = 0.0
 
     def covers(self, other: Moment) -> bool:
         """Whether no less of anything is there than at another."""
@@ -45,14 +45,17 @@ class Moment:
         return kept and grown and self.beside >= other.beside and self.copied >= other.copied
 
 
-def updating(replay: Replay, together: bool) -> Moment:
-    """The optimizer's step; `together`: on all parameters at once, as on accelerators, not on one after the other."""
-    largest = max(replay.gradient.values(), default=0.0)
-    return (
-        Moment(0.0, 2.0, 0.0, stepping=True)
-        if together
-        else Moment(0.0, 1.0, UPDATED * largest, stepping=True)
-    )
+def updating(sizes: Sequence[float], optimizer: str, together: bool) -> Moment:
+    """The optimizer's step.
+
+    Args:
+        sizes: bytes of the parameters that it steps, in order.
+        optimizer: name in COPIES.
+        together: all parameters may be stepped at once, as on accelerators, not only one after the other.
+    """
+    made = COPIES[optimizer]
+    beside = max((made.last * a + made.own * b for a, b in itertools.pairwise((0.0, *sizes))), default=0.0)
+    return Moment(0.0, 1.0, beside, stepping=True, copies=made.together if together else 0.0)
 
 
 def moments(replay: Replay, update: Moment) -> tuple[Moment, ...]:
@@ -89,7 +92,8 @@ def at_peak(
 
     def parts(moment: Moment) -> tuple[float, float, float]:
         if moment.stepping and stepped is not None:
-            return 0.0, moment.gradients * max(0.0, stepped - always) + always, moment.beside
+            twice = moment.copies * stepped
+            return 0.0, moment.gradients * max(0.0, stepped - always) + always, max(moment.beside, twice)
         made = moment.gradients * coming
         # where microbatches add up, the gradients of those before are there from the start of a backward pass
         if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):
@@ -97,7 +101,8 @@ def at_peak(
         return (
             moment.kept * memory["activations"],
             made + always,
-            moment.beside + (moment.copied if bucket and copies else 0),
+            max(moment.beside, moment.copies * memory["gradients"])
+            + (moment.copied if bucket and copies else 0),
         )
 
     most = max(map(parts, when), key=sum, default=(memory["activations"], memory["gradients"], 0.0))

@@ -206,12 +206,13 @@ def parameter_sizes(
 
 def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], int]) -> SearchRequest:
     """What other strategies see of a model when one rank holds a part of its modules."""
+    busy = cost.compute - cost.idle
     return replace(
         request,
         parameter_bytes=up(request.parameter_bytes * cost.parameters),
         gradient_bytes=up(request.gradient_bytes * cost.gradients),
         activation_bytes=up(request.activation_bytes * cost.activations),
-        forward_seconds=request.forward_seconds * cost.compute,
-        backward_seconds=request.backward_seconds * cost.compute,
-        flops=request.flops * cost.compute,
+        forward_seconds=request.forward_seconds * busy,
+        backward_seconds=request.backward_seconds * busy * cost.early,
+        flops=request.flops * busy,
     )

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
-from meshwright_planner.costs.memory import copied_bytes, memory_parts, parameter_bytes
+from meshwright_planner.costs.memory import copied_bytes, memory_parts, parameter_bytes, trained_sizes
 from meshwright_planner.costs.peak import Moment, Replay, moments, updating
 from meshwright_planner.costs.products import backward_flops
 from meshwright_planner.costs.work import module_runs, module_work, parameter_sizes
@@ -62,7 +62,9 @@ class Placed:
     @cached_property
     def update(self) -> Moment:
         """The optimizer's step."""
-        return updating(self.replay, self.basis.setting.cluster.accelerated)
+        setting = self.basis.setting
+        sizes = trained_sizes(self.basis.sizes, self.problem, self.placement)
+        return updating(sizes, setting.optimizer, setting.cluster.accelerated)
 
     @cached_property
     def attention(self) -> tuple[AttentionUse, ...]:

@@ -104,6 +104,7 @@ def latency(candidate: Candidate) -> float:
     inside = sum(s for axis, s in candidate.exposed.items() if axis in candidate.searched)
     slowest = (candidate.compute_seconds + inside) / count
     shares = [sum(pair) for pair in candidate.stages] or [1.0]
+    shares[-1] += candidate.between / count
     every = slowest * sum(shares) / max(shares)
     others = candidate.exposed_seconds - inside
     return every + (count - 1) * slowest + others

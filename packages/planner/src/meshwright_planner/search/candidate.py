@@ -37,6 +37,7 @@ class Candidate:
         notes: what strategies have to say of the model.
         stages: per stage (one without a pipeline), its forward and its backward pass as parts of the time that the whole
             model computes.
+        between: what runs once between all forwards and all backwards, as part of the same time.
         point: what was decided before the placements.
         recompute: modules whose activations are not kept.
     """
@@ -60,6 +61,7 @@ class Candidate:
     notes: tuple[str, ...] = ()
     bubble_seconds: float = 0.0
     stages: tuple[tuple[float, float], ...] = ()
+    between: float = 0.0
     point: Point = field(default_factory=Point)
     recompute: tuple[RecomputeRule, ...] = ()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright_dtensor.strategy import CollectiveUse, ParameterSize, StrategyCost
+from meshwright_dtensor.strategy import CollectiveUse, Link, ParameterSize, SearchRequest, Stall, StrategyCost
 from meshwright_planner.costs.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.costs.peak import Moment, at_peak
 from meshwright_planner.costs.work import inside_of
@@ -105,6 +105,7 @@ def cost(
             common,
             units=placed.summed(degrees, (SHARED,), divided.holds) if shards > 1 else (),
             attention=tuple(replace(u, count=math.ceil(u.count * own_part)) for u in common.attention),
+            stages=max(1, len(divided.stages) // degrees[outer]),
         )
     holds = divided.holds
     own = {
@@ -117,12 +118,17 @@ def cost(
     fields: dict[str, Any] = {}
     said: list[str] = []
     lasting = bucket = 0.0
+    waiting = 0.0  # of ranks of a pipeline, for what is communicated inside of stages beside the placement's
     summed = [
         axis
         for axis, s in setting.strategies.items()
         if s.gradient == "deferred" and not s.gathers and degrees[axis] > 1
     ]
-    for name, strategy in setting.strategies.items():
+    for name in setting.strategies:  # in the order in which they are told
+        exposed["+".join(summed) if name == SUMS and summed else name] = 0.0
+    # over which links ranks share, for how long in the backward pass: the sum comes behind that, and takes turns with it
+    shared: tuple[Link, float] | None = None
+    for name, strategy in sorted(setting.strategies.items(), key=lambda item: item[0] == SUMS):
         if degrees[name] <= 1 and not (name == SUMS and summed):
             continue
         axes, degree, link = name, degrees[name], basis.link(degrees, name)
@@ -130,10 +136,8 @@ def cost(
             axes, degree = "+".join(summed), math.prod(degrees[axis] for axis in summed)
             link = basis.link(degrees, axes)
         request = common if strategy.gathers else parted
-        if (
-            name == SUMS and times > 1
-        ):  # a pipeline hands gradients over when its last microbatch has gone back
-            request = replace(request, backward_seconds=0.0)
+        if name == SUMS:
+            request = replace(request, backward_seconds=_hiding(request, link, shared))
         if name == SUMS:  # ranks share gradients, or have them in other memory, where they are not whole
             units = placed.summed(degrees, summed) if shards == 1 and outer is None else ()
             request = replace(request, units=units)
@@ -153,6 +157,10 @@ def cost(
         # beside a collective compute is slower: as if a part of it were not hidden
         taken = found.overlapped_seconds * setting.cluster.interference
         exposed[axes] = exposed.get(axes, 0.0) + found.exposed_seconds + taken
+        if name != outer:
+            waiting += _waiting(found.stall, divided, setting.cluster.interference)
+        if strategy.gathers:
+            shared = (link, _behind(found, link, degree))
         hidden[axes] = hidden.get(axes, 0.0) + found.overlapped_seconds - taken
         fields.update(found.fields)
         said += found.notes
@@ -162,8 +170,9 @@ def cost(
             memory[part] = math.ceil(memory[part] * getattr(found, part))
         uses += ((axes, use) for use in found.collectives)
     busy = divided.compute - divided.idle
+    inside = placement.communication_seconds * divided.operations
     for axis, own_share in zip(searched, problem.shares(placed.placement)):
-        exposed[axis] = exposed.get(axis, 0.0) + placement.communication_seconds * own_share * busy
+        exposed[axis] = exposed.get(axis, 0.0) + inside * own_share * busy
     placed_apart = sum(trained / degrees[a] for a, (_, trained) in own.items())
     if outer is not None:  # gradients are in other memory until the step is over
         lasting = 0.0
@@ -195,8 +204,9 @@ def cost(
         placement=placement,
         compute_seconds=placement.compute_seconds * busy,
         # collectives inside of stages take cores too: where others wait they are faster, as compute is
-        bubble_seconds=(placement.compute_seconds + placement.communication_seconds) * divided.idle,
+        bubble_seconds=(placement.compute_seconds + inside) * divided.idle + waiting,
         stages=_stages(placement, divided),
+        between=divided.between,
         exposed=exposed,
         hidden=hidden,
         optimizer_seconds=_updated(setting, stepped, placed.trained(divided.holds)),
@@ -211,6 +221,33 @@ def cost(
         point=point,
         recompute=again,
     )
+
+
+def _waiting(stall: Stall, divided: StrategyCost, interference: float) -> float:
+    """Seconds that ranks which hold other modules wait for what a strategy communicates inside of forwards and backwards."""
+    longer = stall.exposed + stall.overlapped * interference
+    return longer * stall.microbatches * divided.late[stall.microbatches > 1]
+
+
+def _behind(found: StrategyCost, link: Link, degree: int) -> float:
+    """Seconds of its collectives in the backward pass."""
+    return sum(
+        use.count * link.seconds(use.kind, use.nbytes, degree)
+        for use in found.collectives
+        if use.phase == "backward"
+    )
+
+
+def _hiding(request: SearchRequest, link: Link, shared: tuple[Link, float] | None) -> float:
+    """Seconds of the backward pass that a sum of gradients over `link` may hide behind.
+
+    `shared`: the link that what ranks share crosses, and for how long: where both end on the same level they take turns.
+    """
+    if request.stages:
+        return 0.0
+    if shared is None or shared[0].name != link.name:
+        return request.backward_seconds
+    return max(0.0, request.backward_seconds - shared[1])
 
 
 def _updated(setting: Setting, nbytes: float, parameters: int) -> float:

@@ -46,22 +46,28 @@ class Post:
     """Join the next collective of `group`, and go on at once.
 
     It starts when every member has joined and the one before it has ended, and takes `seconds`. A member joins when what
-    it has joined on `after` (a group and stream) has ended, if that is later.
+    it has joined on `after` (a group and stream) has ended, if that is later.  `lane`: what its bytes cross; collectives
+    that an actor joins on one lane take turns, whatever groups they are of.
     """
 
     group: frozenset[Actor]
     stream: str
     seconds: float
     after: tuple[frozenset[Actor], str] | None = None
+    lane: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Wait until all collectives that the actor has joined on this stream have ended."""
+    """Wait until all collectives that the actor has joined on this stream have ended.
+
+    `taken`: the part of the time that they ran beside the actor's work by which that took longer.
+    """
 
     group: frozenset[Actor]
     stream: str
     what: str
+    taken: float = 0.0
 
 
 Operation: TypeAlias = Work | Send | Receive | Post | Drain
@@ -119,6 +125,11 @@ def run(programs: Mapping[Actor, Sequence[Operation]]) -> Outcome:
     arrivals: dict[Hashable, tuple[float, float, Actor]] = {}  # sent, there, by whom
     streams: dict[tuple[frozenset[Actor], str], _Stream] = defaultdict(_Stream)
     joins: dict[tuple[Actor, frozenset[Actor], str], int] = defaultdict(int)
+    drained: dict[tuple[Actor, frozenset[Actor], str], int] = defaultdict(int)
+    worked: dict[Actor, float] = dict.fromkeys(programs, 0.0)  # until when
+    lanes: dict[
+        tuple[Actor, str], tuple[tuple[frozenset[Actor], str], int]
+    ] = {}  # the last one that was joined
     waiting: dict[Hashable, list[Actor]] = defaultdict(list)
     ready = list(programs)
     while ready:
@@ -127,7 +138,7 @@ def run(programs: Mapping[Actor, Sequence[Operation]]) -> Outcome:
         while place[actor] < len(program):
             op, now = program[place[actor]], clock[actor]
             if isinstance(op, Work):
-                clock[actor] = now + op.seconds
+                clock[actor] = worked[actor] = now + op.seconds
                 if op.seconds:
                     spans.append(Span(now, clock[actor], op.what, op.kind))
             elif isinstance(op, Send):
@@ -135,28 +146,38 @@ def run(programs: Mapping[Actor, Sequence[Operation]]) -> Outcome:
                 ready += waiting.pop(op.key, [])
             elif isinstance(op, Post):
                 key, joined = (op.group, op.stream), now
-                if op.after is not None and joins[actor, *op.after]:
-                    number, done = joins[actor, *op.after], streams[op.after].done
-                    if len(done) < number:
-                        waiting[op.after].append(actor)
-                        break
-                    joined = max(now, done[number - 1][1])
+                before = [] if op.after is None else [(op.after, joins[actor, *op.after])]
+                if op.lane is not None and (actor, op.lane) in lanes:
+                    before.append(lanes[actor, op.lane])
+                unknown = next((other for other, count in before if len(streams[other].done) < count), None)
+                if unknown is not None:
+                    waiting[unknown].append(actor)
+                    break
+                joined = max([now, *(streams[other].done[count - 1][1] for other, count in before if count)])
                 if _join(streams[key], actor, joins[actor, *key], joined, op):
                     ready += waiting.pop(key, [])
                 joins[actor, *key] += 1
+                if op.lane is not None:
+                    lanes[actor, op.lane] = (key, joins[actor, *key])
             elif isinstance(op, Drain):
                 key = (op.group, op.stream)
                 number, done = joins[actor, *key], streams[key].done
                 if len(done) < number:
                     waiting[key].append(actor)
                     break
-                for transfer in done[:number]:
-                    clock[actor] = _wait(spans, clock[actor], transfer, op.what)
+                beside = 0.0
+                for transfer in done[drained[actor, *key] : number]:
+                    beside += max(0.0, min(transfer[1], worked[actor]) - transfer[0])
+                    clock[actor] = _wait(spans, actor, clock[actor], transfer, op.what)
+                drained[actor, *key] = number
+                if op.taken * beside:
+                    begin, clock[actor] = clock[actor], clock[actor] + op.taken * beside
+                    spans.append(Span(begin, clock[actor], f"slower beside {op.what}", "communication"))
             else:
                 if op.key not in arrivals:
                     waiting[op.key].append(actor)
                     break
-                clock[actor] = _wait(spans, now, arrivals[op.key], op.what)
+                clock[actor] = _wait(spans, actor, now, arrivals[op.key], op.what)
             place[actor] += 1
         outcome.ends[actor] = clock[actor]
     stuck = [actor for actor, program in programs.items() if place[actor] < len(program)]
@@ -183,12 +204,16 @@ def _join(stream: _Stream, actor: Actor, number: int, now: float, op: Post) -> b
     return len(stream.done) > ended
 
 
-def _wait(spans: list[Span], now: float, found: tuple[float, float, Actor], what: str) -> float:
-    """Wait until a transfer has ended: first for whoever it waits for, then for the transfer itself."""
+def _wait(spans: list[Span], actor: Actor, now: float, found: tuple[float, float, Actor], what: str) -> float:
+    """Wait until a transfer has ended: first for whoever it waits for, then for the transfer itself.
+
+    Where that is the actor itself, its lane was taken.
+    """
     start, end, who = found
     if end <= now:
         return now
     if start > now:
-        spans.append(Span(now, start, what, "wait", who))
-    spans.append(Span(max(now, start), end, what, "communication"))
+        spans.append(Span(now, start, what, *(("communication",) if who == actor else ("wait", who))))
+    if end > start:
+        spans.append(Span(max(now, start), end, what, "communication"))
     return end

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 
-PARTS = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
+PARTS: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5})
 """Kind of action -> part of the forward or backward pass that it is: "I" makes gradients of inputs, "W" of weights."""
+
+WHOLE: Mapping[str, float] = MappingProxyType({**PARTS, "I": 1.0, "W": 0.0})
+"""The same where modules run again: the first half of a backward does all of it."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,17 @@ def steps_of(plan: ParallelPlan, host: PluginHost | None = None) -> list[list[St
     found: Any = (host or discover()).get(ScheduleSpec, rule.schedule).load()
     schedule = found() if isinstance(found, type) else found
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
+    parts = WHOLE if plan.recompute else PARTS
     ranks = [
-        [_step(action, schedule, shape) for action in schedule.actions(r, shape)] for r in range(shape.ranks)
+        [_step(action, schedule, shape, parts) for action in schedule.actions(r, shape)]
+        for r in range(shape.ranks)
     ]
     if rule.loss == "batch":  # backwards follow when the loss has been made, behind all forwards
         return [sorted(own, key=lambda step: step.kind != "F") for own in ranks]
     return ranks
 
 
-def _step(action: _Action, schedule: Any, shape: Shape) -> Step:
+def _step(action: _Action, schedule: Any, shape: Shape, parts: Mapping[str, float]) -> Step:
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind not in PARTS:
         raise UsageError(
@@ -95,7 +102,7 @@ def _step(action: _Action, schedule: Any, shape: Shape) -> Step:
             f"(it knows {', '.join(PARTS)})"
         )
     if kind == "W":
-        return Step(kind, stage, microbatch, PARTS[kind])
+        return Step(kind, stage, microbatch, parts[kind])
     forward = kind == "F"
     toward = stage + 1 if forward else stage - 1
     letter = "F" if forward else "B"
@@ -105,7 +112,7 @@ def _step(action: _Action, schedule: Any, shape: Shape) -> Step:
         kind,
         stage,
         microbatch,
-        PARTS[kind],
+        parts[kind],
         needs=(letter, stage, microbatch) if inner else None,
         gives=(letter, toward, microbatch) if handed else None,
         local=handed and schedule.owner(toward, shape) == schedule.owner(stage, shape),

@@ -14,10 +14,12 @@ from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.simulation.events import Actor, Drain, Operation, Post, Receive, Send, Work
 from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
+from meshwright_planner.simulation.passes import SHARED, Gathers, computing, drained
 from meshwright_planner.simulation.steps import Step, steps_of
 
-SHARED = "zero"
 PASSES = ("forward", "backward")
+NOTHING = 1e-9
+"""Part of what a rank computes that is taken for the error of sums."""
 MOST = 2048
 """Collectives of one pass on one axis that are replayed one by one; more are taken together."""
 
@@ -93,6 +95,9 @@ class Workload:
         self.replicas = Replicas.apart(self.mesh, sorted({self.mesh.place(r) for r in self.faults.ranks}))
         self.steps = steps_of(plan, self.host)
         self.stages = self._stages()
+        self.handed = plan.pipeline is not None
+        more = self.predicted.compute_seconds - self._computed()
+        self.once = more if self.handed and more > NOTHING * self.predicted.compute_seconds else 0.0
 
     def _stages(self) -> tuple[StageTime, ...]:
         count = 1 if self.plan.pipeline is None else len(self.plan.pipeline.stages)
@@ -135,25 +140,29 @@ class Workload:
         steps = self.steps[rank]
         inside = self._inside(own)
         heaviest = self._heaviest()
-        # where ranks share parameters they gather them for every microbatch, else once
-        again = self.plan.zero is not None and self.plan.zero.stage == 3
-        forwards = [i for i, s in enumerate(steps) if s.kind == "F"]
-        backwards = [i for i, s in enumerate(steps) if s.kind in "BI"]
-        passes = {True: forwards if again else forwards[:1], False: backwards if again else backwards[:1]}
+        gathers = self._gathers(actor)
+        hides, taken = self.cluster.hides_communication, self.cluster.interference
         last = max((i for i, s in enumerate(steps) if s.kind != "F"), default=None)
+        between = next(
+            (i for i, s in enumerate(steps) if s.kind != "F" and s.stage + 1 == len(self.stages)), None
+        )
+        every = self._posts(actor, "backward", "sums")
         program: list[Operation] = []
+        if self.once:
+            program.append(Work(slow * self.once, "the host, once a step"))
         for index, step in enumerate(steps):
             time = self.stages[step.stage]
             phase = "forward" if step.kind == "F" else "backward"
             part = (time.forward_seconds + time.backward_seconds) / heaviest / self.microbatches
             seconds = slow * step.part * getattr(time, f"{phase}_seconds")
+            if index == between and self.split.between_seconds:
+                program.append(
+                    Work(slow * self.split.between_seconds, "the rest of the model, on the whole batch")
+                )
             if step.needs is not None:
                 program.append(Receive((place, *step.needs), f"{step.needs_what}"))
-            gathers = self._part(actor, phase, passes[step.kind == "F"], index)
-            sums = [] if index != last else self._posts(actor, phase, sums=True)
-            if self.microbatches > 1:  # gradients are handed over when the last microbatch has gone back
-                sums = [(1.0, post) for _, post in sums]
-            program += self._computing(step, seconds, gathers, sums)
+            sums = every if index == last and not self.handed else []
+            program += computing(step, seconds, gathers.of(index), sums, hides, taken)
             program += [
                 Work(step.part * part * by_phase[phase], f"{axis} of {step}", "communication")
                 for axis, by_phase in inside.items()
@@ -161,65 +170,38 @@ class Workload:
             ]
             if step.gives is not None:
                 program.append(Send((place, *step.gives), self._message(step, own)))
-        program += [
-            Drain(group, stream, f"the sum of gradients over {stream.partition(':')[0]}")
-            for group, stream in dict.fromkeys(
-                (p.group, p.stream) for _, p in self._posts(actor, "backward", sums=True)
-            )
-        ]
+        if self.handed:  # the ranks of a pipeline agree on the loss before gradients are handed over
+            whole = frozenset((place, other) for other in range(len(self.steps)))
+            program += [Post(whole, "end", 0.0), Drain(whole, "end", "the end of the schedule")]
+            program += [post for _, post in every]
+        streams = {(p.group, p.stream): p for _, p in every}.values()
+        program += [drained(post, taken) for post in sorted(streams, key=lambda p: p.after is not None)]
         if self.split.optimizer_seconds:
             program.append(Work(slow * self.split.optimizer_seconds, "optimizer", "optimizer"))
         return program
-
-    def _computing(
-        self, step: Step, seconds: float, gathers: Sequence[Post], sums: Sequence[tuple[float, Post]]
-    ) -> list[Operation]:
-        """One forward or backward, cut where collectives are joined.
-
-        Gathers are joined one ahead, and each piece waits for its own; sums of gradients are joined as soon as the piece of
-        the backward pass is done that makes them.
-        """
-        program: list[Operation] = list(gathers[:1])
-        pieces = max(1, len(gathers))
-        done, left = 0.0, list(sums)
-        for piece in range(pieces):
-            if gathers:
-                post = gathers[piece]
-                program.append(Drain(post.group, post.stream, f"the parameters that {SHARED} shares"))
-                program += gathers[piece + 1 : piece + 2]
-            until = (piece + 1) / pieces
-            while left and left[0][0] <= until:
-                fraction, joined = left.pop(0)
-                program += [Work(seconds * (fraction - done), str(step))] if fraction > done else []
-                program.append(joined)
-                done = fraction
-            program += [Work(seconds * (until - done), str(step))] if until > done else []
-            done = until
-        return [*program, *(joined for _, joined in left)]
-
-    def _part(self, actor: tuple[Place, int], phase: str, steps: Sequence[int], index: int) -> list[Post]:
-        """Of the gathers of a pass, those that one of its `steps` does."""
-        if index not in steps:
-            return []
-        every = [post for _, post in self._posts(actor, phase, sums=False)]
-        place, count = steps.index(index), len(steps)
-        return every[place * len(every) // count : (place + 1) * len(every) // count]
 
     # ---- communication
     def _axes(self, collective: PlannedCollective) -> list[str]:
         return collective.axis.split("+")
 
-    def _posts(self, actor: tuple[Place, int], phase: str, sums: bool) -> list[tuple[float, Post]]:
+    def _gathers(self, actor: tuple[Place, int]) -> Gathers:
+        """What an actor gathers of the parameters that ranks share."""
+        blocks = {phase: [post for _, post in self._posts(actor, phase, "blocks")] for phase in PASSES}
+        outside = [post for _, post in self._posts(actor, "forward", "outside")]
+        again = self.plan.zero is not None and self.plan.zero.stage == 3
+        return Gathers(blocks, outside, self.steps[actor[1]], len(self.stages) - 1, again)
+
+    def _posts(self, actor: tuple[Place, int], phase: str, which: str) -> list[tuple[float, Post]]:
         """(part of the pass after which it is joined, collective) of those between replicas, in order.
 
-        sums: those of gradients; else the gathers of parameters.
+        which: the "sums" of gradients, or the gathers of parameters, of "blocks" or "outside" of them.
         """
         place, rank = actor
         found: list[tuple[float, Post]] = []
         for collective in self.plan.collectives:
             axes = [a for a in self._axes(collective) if a in self.mesh.degrees]
             loose = [a for a in axes if a in self.mesh.loose]
-            if not loose or collective.phase != phase or sums == (collective.kind == "all_gather"):
+            if not loose or collective.phase != phase or _which(collective) != which:
                 continue
             meeting = self.replicas.meeting(place, loose)
             bad = {f.rank for f in self.faults.links}
@@ -233,8 +215,9 @@ class Workload:
                     frozenset((p, rank) for p in self.replicas.meeting(place, [SHARED])),
                     f"{SHARED}:{phase}",
                 )
-            stream = f"{collective.axis}:{phase if sums else 'gather'}"
-            post = Post(group, stream, seconds * collective.count / count, after)
+            stream = f"{collective.axis}:{phase if which == 'sums' else 'gather'}"
+            lane = self.cluster.link_over(self.mesh.spans(axes)).name
+            post = Post(group, stream, seconds * collective.count / count, after, lane)
             found += [((i + 1) / count, post) for i in range(count)]
         return sorted(found, key=lambda item: (item[0], item[1].after is not None))
 
@@ -284,6 +267,23 @@ class Workload:
             for phase in PASSES
         }
 
+    def _computed(self) -> float:
+        """Seconds that the rank with most work computes in all its forwards and backwards, and between them."""
+        totals = []
+        for steps in self.steps:
+            times = (
+                s.part
+                * (
+                    self.stages[s.stage].forward_seconds
+                    if s.kind == "F"
+                    else self.stages[s.stage].backward_seconds
+                )
+                for s in steps
+            )
+            last = any(s.stage + 1 == len(self.stages) for s in steps)
+            totals.append(math.fsum(times) + (self.split.between_seconds if last else 0.0))
+        return max(totals)
+
     def _heaviest(self) -> float:
         """Seconds that the rank with most work computes for one microbatch: the split is of that rank."""
         totals = []
@@ -312,3 +312,10 @@ def _cut(message: PlannedCollective) -> int | None:
     """Which cut a message crosses, by what the pipeline says of it: "from stage 1 to 2", "gradients to stage 1"."""
     found = re.search(r"stage (\d+)", message.why)
     return int(found[1]) if found else None
+
+
+def _which(collective: PlannedCollective) -> str:
+    """What a collective between replicas does; what lies outside of blocks is gathered in one unit, which says so."""
+    if collective.kind != "all_gather":
+        return "sums"
+    return "outside" if "outside" in collective.why else "blocks"

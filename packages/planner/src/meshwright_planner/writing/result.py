@@ -108,6 +108,7 @@ def _split(candidate: Candidate) -> StepSplit:
             StageTime(forward_seconds=each * ahead, backward_seconds=each * back)
             for ahead, back in candidate.stages
         ),
+        between_seconds=each * candidate.between,
     )
 
 

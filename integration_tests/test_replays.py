@@ -1,0 +1,115 @@
+"""What a plan predicts of a step beside what its replay takes, over degrees and schedules; and which of two is faster by both."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshwright as mw
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_planner.machines.known import DGX_H100, LAPTOP_CPU
+from meshwright_planner.simulation import simulate
+
+SAME = 1e-3
+"""By what part both may differ where ranks share nothing: messages meet collectives inside of stages a little differently."""
+SHARED = 0.035
+"""The same where they share parameters: how far gathers hide is predicted of whole passes, and replayed block by block."""
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+
+
+@functools.cache
+def llama(width: int) -> nn.Module:
+    sizes = {"num_attention_heads": width // 64, "num_key_value_heads": 2, "intermediate_size": 3 * width}
+    config = LlamaConfig(hidden_size=width, num_hidden_layers=16, vocab_size=8 * width, **sizes)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def ids(tokens: int) -> torch.Tensor:
+    return torch.ones(1, tokens, dtype=torch.int64)
+
+
+@functools.cache
+def planned(world: int, cluster: str = "dgx-h100", loss: bool = True, **pins: Any) -> ParallelPlan:
+    """A step of four rows a rank where microbatches are not said, else one row each."""
+    measured, width, tokens = (LAPTOP_CPU, 256, 64) if cluster == "laptop-cpu" else (DGX_H100, 1024, 1024)
+    batch = {"input_ids": ids(tokens), **({"labels": ids(tokens)} if loss else {})}
+    rows = pins["dp"] * pins.get("microbatches", 4)
+    precision = None if measured is LAPTOP_CPU else "bf16"
+    return mw.plan(
+        llama(width), batch, cluster=measured, world_size=world, global_batch_size=rows, precision=precision, cp=1, **pins
+    )  # fmt: skip
+
+
+def differs(plan: ParallelPlan, cluster: Any = DGX_H100) -> float:
+    """By what part the replay takes longer than predicted."""
+    assert plan.predicted is not None
+    return simulate(plan, cluster).seconds / plan.predicted.step_seconds - 1
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (4, 2), (8, 1)])
+def test_schedules_take_what_is_predicted_and_are_ranked_alike(pp: int, tp: int) -> None:
+    found: dict[str, tuple[float, float]] = {}
+    for schedule in SCHEDULES:
+        pins = {"pp": pp, "tp": tp, "dp": 64 // pp // tp, "zero": 0, "microbatches": 2 * pp}
+        plan = planned(64, schedule=schedule, **pins)
+        assert plan.predicted is not None
+        found[schedule] = plan.predicted.step_seconds, simulate(plan, DGX_H100).seconds
+    assert {name: replayed / said - 1 for name, (said, replayed) in found.items()} == {
+        name: pytest.approx(0, abs=SAME) for name in found
+    }
+    for (a, first), (b, second) in itertools.combinations(found.items(), 2):
+        if abs(first[0] / second[0] - 1) > 2 * SAME:
+            assert (first[0] < second[0]) == (first[1] < second[1]), (a, b)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_stages_that_gather_take_what_is_predicted(schedule: str, zero: int) -> None:
+    for pp, microbatches, tp in ((2, 8, 2), (4, 8, 1), (4, 1, 2)):
+        if microbatches < pp and schedule == "interleaved":
+            continue
+        pins = {"pp": pp, "tp": tp, "dp": 64 // pp // tp, "zero": zero}
+        plan = planned(64, schedule=schedule, microbatches=microbatches, **pins)
+        assert abs(differs(plan)) < SHARED, (pp, microbatches, tp)
+
+
+@pytest.mark.parametrize("world", [8, 512])
+def test_plans_without_stages_take_what_is_predicted(world: int) -> None:
+    assert abs(differs(planned(world, dp=world, tp=1, pp=1, zero=0))) < 1e-9
+    for tp, how in (
+        (1, {"zero": 1}),
+        (2, {"zero": 3}),
+        (1, {"zero": 2, "zero_degree": world // 4}),
+        (2, {"zero": 3, "zero_degree": world // 4}),
+    ):
+        assert abs(differs(planned(world, pp=1, tp=tp, dp=world // tp, **how))) < SHARED, (tp, how)
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_so_where_hosts_hide_nothing(loss: bool) -> None:
+    """Of a model that returns no loss, what lies behind the stages runs once, on the whole batch."""
+    apart = replace(LAPTOP_CPU, crowding=(), cores=0)  # ranks that share cores are told in a note
+    for schedule, pp in itertools.product(("1f1b", "zbv"), (2, 4)):
+        pins = {"pp": pp, "tp": 1, "dp": 8 // pp, "zero": 0, "schedule": schedule, "microbatches": 8}
+        plan = planned(8, "laptop-cpu", loss, **pins)
+        assert plan.pipeline is not None and plan.pipeline.loss == ("microbatches" if loss else "batch")
+        assert abs(differs(plan, apart)) < 0.01, (schedule, pp)
+
+
+def test_one_microbatch_hides_no_sums() -> None:
+    """It was predicted that the backward pass hides them, which a pipeline's does not: gradients are handed over behind it."""
+    plan = planned(64, pp=2, tp=1, dp=32, zero=0, schedule="zbv", microbatches=1)
+    assert plan.predicted is not None and plan.predicted.split is not None
+    sums = [c for c in plan.collectives if c.axis == "dp"]
+    link = DGX_H100.link(1, 32)
+    whole = sum(c.count * link.seconds("all_reduce", c.nbytes, 32) for c in sums)
+    assert plan.predicted.split.exposed["dp"] == pytest.approx(whole)
+    assert "dp" not in plan.predicted.split.hidden
