@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -44,7 +45,16 @@ def grouped_mm_flops(
     return 2 * groups * int(a.shape[-2]) * int(a.shape[-1]) * int(b.shape[-1])
 
 
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of attention in one operation: of its two products, masked or not."""
+    batch, width, out_width = query.shape[:-1], query.shape[-1], value.shape[-1]
+    return 2 * math.prod(batch) * int(key.shape[-2]) * int(width + out_width)
+
+
 FLOPS: MappingProxyType[Any, Callable[..., int]] = MappingProxyType(
-    {torch.ops.aten._grouped_mm.default: grouped_mm_flops}
+    {
+        torch.ops.aten._grouped_mm.default: grouped_mm_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: attention_flops,
+    }
 )
 """Op overload -> operations of a call, where torch's own counter has no formula."""

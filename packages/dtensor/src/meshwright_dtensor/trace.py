@@ -369,6 +369,10 @@ class Recorder(TorchDispatchMode):
                 self._call_inputs,
             )
         )
+        self.added(tensors)
+
+    def added(self, tensors: list[torch.Tensor]) -> None:
+        """A node was added; `tensors`: those among its arguments, in the order of its `ins`."""
 
     def _reversion(self, tensor: torch.Tensor) -> None:
         """Give ``tensor`` and its aliases a new value: what they held has been overwritten."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -157,6 +158,9 @@ class Build:
                     program.variable(seconds * count), value, key[1], key[0], needs, count
                 )
             event.users.append(user)
+            times = self.times_again([(user.node, user.position)]) if key[0] == "forward" else 1
+            if times > 1:
+                program.cost[event.column] = max(program.cost[event.column], kinds[kind][1] * count * times)
 
         for node, position, flows in consumers:
             count = len(flows)  # a conversion is made once for all readers of a value
@@ -253,7 +257,15 @@ class Build:
         """The collectives of a solution."""
         # what costs nothing may be chosen for nobody
         wanted = (event for event in self.events if any(x[user.edge] > 0.5 for user in event.users))
-        return [event.chosen(x) for event in wanted if x[event.column] > 0.5]
+        found = [event.chosen(x) for event in wanted if x[event.column] > 0.5]
+        return [
+            replace(c, count=c.count * self.times_again(c.consumers)) if c.phase == "forward" else c
+            for c in found
+        ]
+
+    def times_again(self, consumers: Iterable[tuple[int, int]]) -> int:
+        """How often these inputs (node, position) are brought where they are wanted, in what runs again too."""
+        return 1 + max((self.tape.again[node] for node, _ in consumers if node != RESULT), default=0)
 
     def read(self, answer: Any, seconds: float) -> Placement:
         """The placement that a solution stands for."""

@@ -78,8 +78,8 @@ class Placed:
         found = 0.0
         for k in problem.quotient.nodes:
             ahead = problem.legality.flops(k)
-            back = backward_flops(tape.nodes[k], tape.values, tape.grad, ahead)
-            found += counts[k] * (ahead * (1 + again.get(k, 0.0)) + back)
+            back = backward_flops(tape.nodes[k], tape.values, tape.flows[k], ahead)
+            found += counts[k] * (ahead * (1 + tape.again[k] + again.get(k, 0.0)) + back)
         return found / problem.costs.degree
 
     def own(self, names: frozenset[str]) -> tuple[float, float]:

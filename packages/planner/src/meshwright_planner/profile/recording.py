@@ -137,6 +137,8 @@ def _run_mixed(
         watcher = Watcher(composites, mode)
         blocks = replay_blocks(model, watcher, known.trusted) if replay else None
         tape = _watch(model, batch.map(given), watcher)
+    if not watcher.checkpoints.alike():
+        raise UnlikeError("a checkpoint")
     if blocks is not None:
         known.trusted |= blocks.proven()
     return tape
@@ -182,7 +184,8 @@ def _run_real(
         return new.zero_()
 
     with borrowed(model, real):
-        tape = _watch(model, batch.map(lambda name, t: real(t)), Watcher(composites))
+        given = batch.map(lambda name, t: real(t).requires_grad_(t.requires_grad))
+        tape = _watch(model, given, Watcher(composites))
     tape.real = True
     return tape
 
@@ -198,8 +201,13 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
 
     marks: list[tuple[str, dict[str, State]]] = []
     noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
-    with torch.enable_grad(), _module_frames(model, watcher), noted:
-        with torch.autograd.graph.saved_tensors_hooks(watcher.pack, lambda tensor: tensor), watcher:
+    with (
+        torch.enable_grad(),
+        _module_frames(model, watcher),
+        noted,
+        watcher.checkpoints.watched(watcher.pack),
+    ):
+        with watcher:
             try:
                 out = model(*batch.args, **batch.kwargs)
             except Exception as error:
@@ -229,7 +237,8 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         tied=tied_names(model),
         marks=tuple(marks),
     )
-    kept = finish(tape)
+    watcher.find_functions()
+    kept = finish(tape, watcher.notes, [watcher.ref(t).i for t in results if t.requires_grad])
     tape.saved = list(_saved(watcher, kept, tape))
     return tape
 

@@ -139,6 +139,7 @@ def _alike(a: Tape, b: Tape) -> bool:
     return (
         (len(a.values), len(a.nodes), len(a.saved)) == (len(b.values), len(b.nodes), len(b.saved))
         and (a.results, a.grad, a.parameters) == (b.results, b.grad, b.parameters)
+        and (a.flows, a.again) == (b.flows, b.again)
         and all(_same_node(n, m) for n, m in zip(a.nodes, b.nodes))
         and all(_same_kept(s, t) for s, t in zip(a.saved, b.saved))
     )

@@ -140,12 +140,13 @@ def _rows(
     sums: dict[str, Counter[str]] = {name: Counter() for name in tape.modules}
     for index, node in enumerate(tape.nodes):
         forward, back = (
-            round(n) for n in (ahead[index], backward_flops(node, tape.values, tape.grad, ahead[index]))
+            round(n)
+            for n in (ahead[index], backward_flops(node, tape.values, tape.flows[index], ahead[index]))
         )
         for name in _within(node.module):
             sums[name]["forward_flops"] += forward
             sums[name]["backward_flops"] += back
-            sums[name]["again_flops"] += forward * (index in repeated)
+            sums[name]["again_flops"] += forward * (tape.again[index] + (index in repeated))
     seen: set[int] = set()
     for item in saved:
         if item.root is not None:

@@ -6,13 +6,14 @@ How it is made is in `recording.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from meshwright_dtensor.states import State
 from meshwright_dtensor.trace import Node, Value
+from meshwright_planner.profile.gradients import Note, flows
 
 
 class Saved(NamedTuple):
@@ -53,6 +54,8 @@ class Tape:
         nodes: the operations that the results depend on, in order.
         results: values that the caller gets: the loss, else all floating-point outputs.
         grad: per value, whether a gradient flows to it.
+        flows: per node and tensor input, whether the node hands a gradient to it.
+        again: per node, how often checkpoints of the model itself run it again in the backward pass.
         saved: what autograd keeps.
         modules: every module by its fully qualified name.
         recorded: number of operations before dead code was removed.
@@ -81,6 +84,8 @@ class Tape:
     parameters: dict[str, int] = field(default_factory=dict)
     rows: int = 1
     origin: Tape | None = None
+    flows: list[tuple[bool, ...]] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
     copied: dict[str, str] = field(default_factory=dict)
     recompute: Hashable = ()
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -154,10 +159,14 @@ class Tape:
         )
 
 
-def finish(tape: Tape) -> dict[int, int]:
-    """Drop what no result depends on and find where gradients flow; returns old node index -> new of those kept."""
+def finish(tape: Tape, notes: Sequence[Note], asking: Iterable[int]) -> dict[int, int]:
+    """Drop what no result depends on and find where gradients flow; returns old node index -> new of those kept.
+
+    `notes`: how each node was run; `asking`: those of the results that require a gradient.
+    """
     kept = _remove_dead_code(tape)
-    tape.grad = _gradients(tape)
+    found = flows(tape.nodes, [notes[k] for k in kept], asking, len(tape.values))
+    tape.grad, tape.flows, tape.again = found.values, found.inputs, found.again
     return kept
 
 
@@ -173,12 +182,3 @@ def _remove_dead_code(tape: Tape) -> dict[int, int]:
     kept.reverse()
     tape.nodes = [tape.nodes[i] for i in kept]
     return {old: new for new, old in enumerate(kept)}
-
-
-def _gradients(tape: Tape) -> list[bool]:
-    grad = [v.requires_grad if v.name else False for v in tape.values]
-    for node in tape.nodes:
-        flows = any(grad[r.i] for r in node.ins)
-        for ref in node.outs:
-            grad[ref.i] = flows and tape.values[ref.i].differentiable
-    return grad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from meshwright_dtensor.trace import DEVICE, Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
+from meshwright_planner.profile.checkpoints import Checkpoint, Checkpoints, Place
+from meshwright_planner.profile.gradients import Note, functions
 
 REAL_ELEMENTS = 2**25
 """Integer results with more elements than this are fake too: nobody looks at every entry of a large mask."""
@@ -31,6 +33,10 @@ class Watcher(Recorder):
         self.packed: list[tuple[int, Any, bool]] = []
         """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again, and whether the
         torch function that made the last node still runs)."""
+        self.notes: list[Note] = []
+        """Per node, how it was run."""
+        self.checkpoints = Checkpoints()
+        self._place: Place = ()  # where the last operation began, and how much was kept there by then
         super().__init__(composites)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -38,6 +44,36 @@ class Watcher(Recorder):
         inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
         self.packed.append((len(self.nodes), tensor, inside))
         return tensor
+
+    def added(self, tensors: list[torch.Tensor]) -> None:
+        """See Recorder.added."""
+        self.notes.append(Note(torch.is_grad_enabled(), _torch.asked(tensors), self._place))
+        for checkpoint, _, _ in self._place:
+            checkpoint.nodes += 1
+
+    def copy_notes(self, nodes: tuple[int, int], around: Sequence[Checkpoint]) -> None:
+        """What ran from one node to another is said to have run here too; `around`: the checkpoints that it ran in."""
+        notes = self.notes[slice(*nodes)]
+        if not any(note.place for note in notes):
+            self.notes.extend(Note(note.enabled, note.asked, (), note) for note in notes)
+            return
+        here = self.checkpoints.again(around)
+        for note in notes:
+            place = tuple((here(one), ran, saved) for one, ran, saved in note.place)
+            self.notes.append(Note(note.enabled, note.asked, place, note))
+            for one, _, _ in place:
+                one.nodes += 1
+
+    def find_functions(self) -> None:
+        """Note where calls of torch.autograd.Function hand gradients to, once all has run."""
+        if all(note.enabled for note in self.notes):
+            return
+        seen: dict[int, torch.Tensor] = {}
+        for tensor in self._kept:
+            value = self._index[id(tensor)]
+            if value not in seen or not seen[value].requires_grad:
+                seen[value] = tensor
+        functions(self.nodes, self.notes, seen.get)
 
     def ref(self, tensor: torch.Tensor) -> Any:
         """See Recorder.ref."""
@@ -90,6 +126,7 @@ class Watcher(Recorder):
         if func is DEVICE:
             return func(*args)
         kwargs = kwargs or {}
+        self._place = self.checkpoints.place()
         if self.fake is not None and _result_elements(func, args, kwargs) > self._real:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:

@@ -1,0 +1,119 @@
+"""The user's own checkpoints (`torch.utils.checkpoint`): which nodes run in one, and which of them run again.
+
+One that is not reentrant hangs its own hooks up for what autograd keeps, by which it is known; it counts what is kept, and
+stops running again as soon as as much is there.  A reentrant one is a Function, which runs all again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright_planner import _torch
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """One call of a checkpoint.
+
+    Args:
+        frame: what torch knows of it; None of a reentrant one.
+        nodes: how many nodes ran in it.
+    """
+
+    frame: Any = None
+    nodes: int = 0
+
+    @property
+    def saved(self) -> int:
+        """How many tensors autograd has kept in it so far."""
+        return 0 if self.frame is None else _torch.checkpoint_saved(self.frame)
+
+    def runs_again(self, saved: int) -> bool:
+        """Whether what began when so many tensors were kept runs again, once all of it has run."""
+        if self.frame is None:
+            return True
+        return saved < self.saved or (self.saved > 0 and not _torch.checkpoint_stops(self.frame))
+
+
+Place = tuple[tuple[Checkpoint, Checkpoint, int], ...]
+"""The checkpoints that something runs in: each, the one that what it is a copy of ran in, and how many tensors that had
+kept by then."""
+
+
+@dataclass
+class Checkpoints:
+    """Those that are open while a model is recorded."""
+
+    _own: Callable[..., Any] | None = None
+    _reentrant: list[Checkpoint] = field(default_factory=list)
+    _open: list[Checkpoint] = field(default_factory=list)
+    _known: dict[int, Checkpoint] = field(default_factory=dict)
+    _alike: list[tuple[Checkpoint, Checkpoint]] = field(default_factory=list)
+    _top: Any = None
+
+    @contextlib.contextmanager
+    def watched(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """While open, autograd hands what it keeps to `pack`, but for what it keeps in checkpoints."""
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with _torch.reentrant_checkpoints(self._enter, self._leave):
+                self._own = pack
+                try:
+                    yield
+                finally:
+                    self._own = None
+
+    def _enter(self) -> None:
+        self._reentrant.append(Checkpoint())
+
+    def _leave(self) -> None:
+        self._reentrant.pop()
+
+    def open(self) -> list[Checkpoint]:
+        """Those that are open now."""
+        hooks = None if self._own is None else _torch.saving_hooks()
+        top = None if hooks is None or hooks[0] is self._own else hooks[0]
+        if top is not self._top:
+            self._top = top
+            self._open = [] if top is None else self._look()
+        return [*self._reentrant, *self._open]
+
+    def place(self) -> Place:
+        """Where something runs that begins now."""
+        return tuple((one, one, one.saved) for one in self.open())
+
+    def again(self, around: Sequence[Checkpoint]) -> Callable[[Checkpoint], Checkpoint]:
+        """One that some nodes ran in -> the one that their copies run in here; `around`: those that were open all the while."""
+        known = dict(zip(around, self.open(), strict=True))
+        self._alike += known.items()
+
+        def here(one: Checkpoint) -> Checkpoint:
+            if one not in known:
+                known[one] = Checkpoint(one.frame)
+            return known[one]
+
+        return here
+
+    def alike(self) -> bool:
+        """Whether as much ran in those in which copies stand as in those that they are copied from."""
+        return all(one.nodes == other.nodes for one, other in self._alike)
+
+    def _look(self) -> list[Checkpoint]:
+        assert self._own is not None
+        frames = (_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own))
+        return [self._of(frame) for frame in frames if frame is not None]
+
+    def _of(self, frame: Any) -> Checkpoint:
+        found = self._known.get(id(frame))
+        if found is None:
+            found = self._known[id(frame)] = Checkpoint(frame)
+        return found
+
+
+def times_again(place: Place, reached: Collection[Checkpoint]) -> int:
+    """How often a node runs again; `reached`: the checkpoints that a gradient goes back through."""
+    return sum(here in reached and ran.runs_again(saved) for here, ran, saved in place)

@@ -1,0 +1,126 @@
+"""A model's own checkpoints: what they run again and what they keep, against torch in real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from operations import BOOK, Net, counted, kept, planned, profiled, through
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from meshwright_planner import profile_model
+from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.recording import record
+
+Run = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
+
+
+def each(reentrant: bool, every: int = 1) -> Run:
+    """Every so manyth block runs again."""
+
+    def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for n, block in enumerate(blocks):
+            x = block(x) if n % every else checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    return run
+
+
+def segments(reentrant: bool, *sizes: int) -> Run:
+    """So many blocks each run again together, those behind them do not."""
+
+    def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        first = 0
+        for size in sizes:
+            some = list(blocks)[first : first + size]
+            x = checkpoint(partial(through, some), x, use_reentrant=reentrant)
+            first += size
+        return through(list(blocks)[first:], x)
+
+    return run
+
+
+def nested(outer: bool, inner: bool, behind: bool = True) -> Run:
+    """Halves that run again, in which each block does; `behind`: something that keeps its input follows it."""
+
+    def half(blocks: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+        x = each(inner)(nn.ModuleList(blocks), x)
+        return x * x if behind else x
+
+    def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for some in (list(blocks)[:3], list(blocks)[3:]):
+            x = checkpoint(partial(half, some), x, use_reentrant=outer)
+        return x
+
+    return run
+
+
+def _to_the_end(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    with set_checkpoint_early_stop(False):
+        return each(False)(blocks, x)
+
+
+def _of_features(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x = each(False)(nn.ModuleList(list(blocks)[:3]), x)
+    return each(False)(nn.ModuleList(list(blocks)[3:]), x)
+
+
+def _detached(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """What one of them gives is looked at, and nothing is trained by it: it never runs again."""
+    y = each(False)(nn.ModuleList(list(blocks)[:3]), x)
+    return y + checkpoint(blocks[3], y, use_reentrant=False).detach()
+
+
+CASES: dict[str, Run] = {
+    "each": each(False),
+    "each, reentrant": each(True),
+    "every other": each(False, 2),
+    "every other, reentrant": each(True, 2),
+    "pairs": segments(False, 2, 2, 2),
+    "pairs, reentrant": segments(True, 2, 2, 2),
+    "uneven": segments(False, 2, 1, 2, 1),
+    "the first two": segments(False, 2),
+    "all together": segments(False, 6),
+    "nested": nested(False, False),
+    "nested, nothing behind": nested(False, False, behind=False),
+    "nested, reentrant": nested(True, True),
+    "reentrant in one that is not": nested(False, True),
+    "to the end": _to_the_end,
+    "of features": _of_features,
+    "detached": _detached,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_what_runs_again_is_counted(name: str) -> None:
+    model, batch = Net(CASES[name]), Batch.of(torch.randn(2, 10, 16))
+    assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
+    assert record(model, batch, BOOK.composites).activation_bytes == kept(model, batch)
+
+
+def test_frozen_blocks_run_again_as_far_as_gradients_go() -> None:
+    for prefix in (("first", "blocks.0", "blocks.1", "blocks.2"), ("blocks.3", "blocks.4")):
+        model, batch = Net(each(False)), Batch.of(torch.randn(2, 10, 16))
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.startswith(prefix))
+        assert planned(model, batch) == counted(model, batch)
+
+
+def test_it_says_where_what_runs_again_is() -> None:
+    found = profile_model(Net(each(False, 2)), torch.randn(2, 10, 16))
+    tokens = 2 * 10
+    ahead = 2.0 * tokens * 32 * 96 + 2 * 2.0 * tokens * 10 * 32  # not the last product, which keeps nothing
+    assert [found[f"blocks.{n}"].again_flops for n in range(6)] == [ahead, 0] * 3
+    assert found["blocks.0.out"].again_flops == 0 < found["blocks.0.qkv"].again_flops
+    assert found["blocks.0"].backward_flops == found["blocks.1"].backward_flops
+
+
+def test_most_copies_are_still_not_run() -> None:
+    model, batch = Net(each(False), blocks=12), Batch.of(torch.randn(2, 10, 16))
+    assert len(record(model, batch, BOOK.composites).copied) == 9  # all but the first two and the last
+    assert planned(model, batch) == counted(model, batch)
