@@ -20,7 +20,7 @@ from meshwright_dtensor.trace import Node, Value
 from meshwright_planner.costs.backward import Back
 from meshwright_planner.costs.kinds import base_name, kind_of
 from meshwright_planner.costs.operations import FORWARD, timed
-from meshwright_planner.costs.products import operands
+from meshwright_planner.costs.products import gradients_made
 
 
 @dataclass(frozen=True)
@@ -242,13 +242,12 @@ def work_of(
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
     first = values[node.ins[0].i].shape if node.ins else ()
     kind = kind_of(node, flops, int(first[-1]) if first else 1)
-    read = operands(node) if flops else slice(None)  # the gradient of a bias is no product
     return Work(
         flops=flops,
         dtype=dtype_name(floating[0]) if floating else "float32",
         grad=any(flows),
         kind=kind,
-        inputs_back=sum(flows[read]),
+        inputs_back=gradients_made(node, flows) if flops else sum(flows),
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
         itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
         products=_matrices(node, values),

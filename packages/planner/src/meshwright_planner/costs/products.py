@@ -15,6 +15,10 @@ _ADDING = frozenset({"addmm", "baddbmm"})
 """Products whose first tensor is only added."""
 
 
+_RECURRENT = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn"})
+"""Layers of which the backward pass makes every gradient, whoever asks."""
+
+
 def by_name(composites: Mapping[Callable[..., Any], Composite]) -> dict[str, Composite]:
     """Name of a node -> the composite that it is of."""
     return {composite.name: composite for composite in composites.values()}
@@ -40,6 +44,13 @@ def operands(node: Node) -> slice:
     return slice(0, 3 if base_name(node) in ATTENTION else 2)
 
 
+def gradients_made(node: Node, flows: Sequence[bool]) -> int:
+    """How many products as large as the forward's a product's backward pass is; `flows`: as in Tape.flows."""
+    if base_name(node) in _RECURRENT:
+        return 2 * any(flows)
+    return sum(flows[operands(node)])
+
+
 def backward_flops(node: Node, values: Sequence[Value], flows: Sequence[bool], flops: float) -> float:
     """Operations of the backward pass: a product as large as the forward's for each operand that gets a gradient.
 
@@ -47,10 +58,10 @@ def backward_flops(node: Node, values: Sequence[Value], flows: Sequence[bool], f
     not among them.
     """
     wanted = flows[operands(node)]
+    if base_name(node) not in ATTENTION:
+        return flops * gradients_made(node, flows)
     if not flops or not any(wanted):
         return 0.0
-    if base_name(node) not in ATTENTION:
-        return flops * sum(wanted)
     query, _, value = (values[ref.i].shape[-1] for ref in node.ins[:3])
     scores = flops * query / (query + value)  # of the two products of the forward, the first
     by_query, by_key, by_value = wanted

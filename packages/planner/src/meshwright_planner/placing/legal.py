@@ -107,7 +107,7 @@ class Legality:
         view = NodeView.of(node, tape.values, self.costs.degree)
         # what no input or parameter takes part in is computed alike on every rank, outside the runtime
         rows = refine(view, self._domains.rows(index), self._grad)
-        if node.call is None or not node.ins or self.costs.degree == 1:
+        if node.call is None or not node.ins or self.costs.degree == 1 or index in tape.writes:
             rows = rows[:1]
         result: dict[tuple[States, States], Option] = {}
         for row in rows:

@@ -14,7 +14,7 @@ import torch
 from meshwright_dtensor.trace import Node
 from meshwright_planner import _torch
 from meshwright_planner._torch import COMPUTED, LEAF
-from meshwright_planner.profile.checkpoints import Checkpoint, Place, times_again
+from meshwright_planner.profile.checkpoints import Checkpoint, Place
 
 
 @dataclass(slots=True, eq=False)
@@ -121,29 +121,49 @@ class Flows:
     Args:
         values: per value, whether a gradient comes to it.
         inputs: per node and tensor input, whether the node hands a gradient to it.
-        again: per node, how often the user's own checkpoints run it again.
+        reached: the checkpoints that a gradient goes back through.
     """
 
     values: list[bool]
     inputs: list[tuple[bool, ...]]
-    again: list[int]
+    reached: frozenset[Checkpoint]
 
 
-def flows(nodes: Sequence[Node], notes: Sequence[Note], results: Iterable[int], values: int) -> Flows:
-    """Those from `results`, the values among the results that require a gradient; `values`: how many there are."""
+def flows(
+    nodes: Sequence[Node],
+    notes: Sequence[Note],
+    results: Iterable[int],
+    values: int,
+    roots: Mapping[int, int],
+) -> Flows:
+    """Those from `results`, the values among the results that require a gradient.
+
+    Args:
+        values: how many there are.
+        roots: value -> the first value of its storage, where that is another one.
+    """
     maker = {ref.i: note for node, note in zip(nodes, notes, strict=True) for ref in node.outs}
     grad = [False] * values
+    stored: set[int] = set()  # storages that a gradient comes to
+
+    def comes_to(value: int) -> None:
+        grad[value] = True
+        stored.add(roots.get(value, value))
+
     for result in results:
-        grad[result] = True
+        comes_to(result)
     inputs: list[tuple[bool, ...]] = [()] * len(nodes)
     reached: set[Checkpoint] = set()
     for k in range(len(nodes) - 1, -1, -1):
         node, note = nodes[k], notes[k]
         nothing = (False,) * len(node.ins)
-        inputs[k] = (note.wanted or nothing) if any(grad[ref.i] for ref in node.outs) else nothing
+        back = any(grad[ref.i] for ref in node.outs)
+        if not back and node.mutates:  # a part of something
+            back = any(roots.get(ref.i, ref.i) in stored for ref in node.outs)
+        inputs[k] = (note.wanted or nothing) if back else nothing
         if any(inputs[k]):
             reached.update(one for one, _, _ in note.place)
         for ref, wanted, asked in zip(node.ins, inputs[k], note.asked, strict=True):
             if wanted and not (asked == LEAF and _ends(note, maker.get(ref.i))):
-                grad[ref.i] = True
-    return Flows(grad, inputs, [times_again(note.place, reached) for note in notes])
+                comes_to(ref.i)
+    return Flows(grad, inputs, frozenset(reached))

@@ -238,7 +238,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         marks=tuple(marks),
     )
     watcher.find_functions()
-    kept = finish(tape, watcher.notes, [watcher.ref(t).i for t in results if t.requires_grad])
+    kept = finish(tape, watcher.notes, watcher.roots, [watcher.ref(t).i for t in results if t.requires_grad])
     tape.saved = list(_saved(watcher, kept, tape))
     return tape
 

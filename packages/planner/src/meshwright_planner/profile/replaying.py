@@ -279,6 +279,8 @@ class Replayer:
         watcher.values.extend(watcher.values[slice(*run.values)])
         watcher.nodes.extend(_copied(n, value, run.module, name) for n in watcher.nodes[slice(*run.nodes)])
         watcher.copy_notes(run.nodes, run.around)
+        roots = ((i, watcher.roots.get(i)) for i in range(*run.values))
+        watcher.roots.update((value(i), value(root)) for i, root in roots if root is not None)
         watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False))
         made: dict[int, torch.Tensor] = {}
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from meshwright_dtensor.states import State
 from meshwright_dtensor.trace import Node, Value
+from meshwright_planner.profile.checkpoints import times_again
 from meshwright_planner.profile.gradients import Note, flows
 
 
@@ -56,9 +57,11 @@ class Tape:
         grad: per value, whether a gradient flows to it.
         flows: per node and tensor input, whether the node hands a gradient to it.
         again: per node, how often checkpoints of the model itself run it again in the backward pass.
+        writes: nodes that write to a part of something which others read whole.
         saved: what autograd keeps.
         modules: every module by its fully qualified name.
         recorded: number of operations before dead code was removed.
+        unused: the dead code, which runs all the same: each operation, and how often it runs again (see `again`).
         real: the run was on real tensors because the model looks at data.
         seconds: how long it took.
         scalar: the result is a scalar loss.
@@ -86,6 +89,8 @@ class Tape:
     origin: Tape | None = None
     flows: list[tuple[bool, ...]] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
+    writes: frozenset[int] = frozenset()
+    unused: tuple[tuple[Node, int], ...] = ()
     copied: dict[str, str] = field(default_factory=dict)
     recompute: Hashable = ()
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -159,26 +164,45 @@ class Tape:
         )
 
 
-def finish(tape: Tape, notes: Sequence[Note], asking: Iterable[int]) -> dict[int, int]:
+def finish(
+    tape: Tape, notes: Sequence[Note], roots: Mapping[int, int], asking: Iterable[int]
+) -> dict[int, int]:
     """Drop what no result depends on and find where gradients flow; returns old node index -> new of those kept.
 
-    `notes`: how each node was run; `asking`: those of the results that require a gradient.
+    Args:
+        notes: how each node was run.
+        roots: value -> the first value of its storage, where that is another one.
+        asking: those of the results that require a gradient.
     """
-    kept = _remove_dead_code(tape)
-    found = flows(tape.nodes, [notes[k] for k in kept], asking, len(tape.values))
-    tape.grad, tape.flows, tape.again = found.values, found.inputs, found.again
+    every = tape.nodes
+    kept = _remove_dead_code(tape, roots)
+    found = flows(tape.nodes, [notes[k] for k in kept], asking, len(tape.values), roots)
+    tape.grad, tape.flows = found.values, found.inputs
+    again = [times_again(note.place, found.reached) for note in notes]
+    tape.again = [again[k] for k in kept]
+    tape.unused = tuple((every[k], again[k]) for k in range(len(every)) if k not in kept)
     return kept
 
 
-def _remove_dead_code(tape: Tape) -> dict[int, int]:
+def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     """Drop nodes that no result depends on; returns old index -> new index of those kept."""
     live = set(tape.results)
+    # what is written to a part of something (a view of it) is seen by who reads that later
+    stored = {roots.get(i, i) for i in live}
     kept: list[int] = []
+    writes: list[int] = []
     for index in range(len(tape.nodes) - 1, -1, -1):
         node = tape.nodes[index]
-        if any(r.i in live for r in node.outs):
-            kept.append(index)
-            live.update(r.i for r in node.ins)
+        read = any(r.i in live for r in node.outs)
+        if not read and node.mutates and any(roots.get(r.i, r.i) in stored for r in node.outs):
+            writes.append(index)
+        elif not read:
+            continue
+        kept.append(index)
+        live.update(r.i for r in node.ins)
+        stored.update(roots.get(r.i, r.i) for r in node.ins)
     kept.reverse()
     tape.nodes = [tape.nodes[i] for i in kept]
-    return {old: new for new, old in enumerate(kept)}
+    found = {old: new for new, old in enumerate(kept)}
+    tape.writes = frozenset(found[index] for index in writes)
+    return found

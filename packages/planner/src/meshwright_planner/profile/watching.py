@@ -26,6 +26,8 @@ class Watcher(Recorder):
 
     def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
         self.storages: dict[int, list[int]] = {}
+        self.roots: dict[int, int] = {}
+        """Value -> the first value of its storage, where that is another one."""
         self._stored: set[tuple[int, int]] = set()  # (id of a tensor, value) whose storage is noted
         self.fake = mode
         self._real = REAL_ELEMENTS
@@ -66,7 +68,7 @@ class Watcher(Recorder):
 
     def find_functions(self) -> None:
         """Note where calls of torch.autograd.Function hand gradients to, once all has run."""
-        if all(note.enabled for note in self.notes):
+        if all(note.enabled or not any(note.asked) for note in self.notes):
             return
         seen: dict[int, torch.Tensor] = {}
         for tensor in self._kept:
@@ -85,6 +87,8 @@ class Watcher(Recorder):
                 known = self.storages.setdefault(key, [])
                 if ref.i not in known:
                     known.append(ref.i)
+                    if known[0] != ref.i:
+                        self.roots[ref.i] = known[0]
         return ref
 
     def storage_of(self, tensor: torch.Tensor, none: list[int]) -> list[int]:

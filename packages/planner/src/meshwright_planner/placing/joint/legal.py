@@ -131,7 +131,7 @@ class JointLegality(Legality):
         if any(ins) or any(outs):
             rows = self.rules.lifted(view, rows, ins, outs)
         rows = refine(view, rows, lambda ref: self.tape.grad[ref.i])
-        if node.call is None or not node.ins:
+        if node.call is None or not node.ins or index in self.tape.writes:
             rows = rows[:1]
         for row in rows:
             every = (
