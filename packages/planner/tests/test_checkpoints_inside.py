@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from operations import BOOK, Net, counted, kept, planned, profiled, through
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from meshwright_planner import profile_model
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record
 
+aten = torch.ops.aten
 Run = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 
 
@@ -101,6 +108,59 @@ def test_what_runs_again_is_counted(name: str) -> None:
     model, batch = Net(CASES[name]), Batch.of(torch.randn(2, 10, 16))
     assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
     assert record(model, batch, BOOK.composites).activation_bytes == kept(model, batch)
+
+
+def selective(*kept_ops: Any) -> Run:
+    """Each block runs again, but for these operations."""
+    contexts = partial(create_selective_checkpoint_contexts, list(kept_ops))
+    return partial(_with_policy, contexts)
+
+
+def _with_policy(
+    contexts: Callable[[], tuple[Any, Any]], blocks: nn.ModuleList, x: torch.Tensor
+) -> torch.Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return x
+
+
+def _every_other() -> tuple[Any, Any]:
+    """A policy that keeps every other product."""
+    met = [0]
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        product = op is aten.addmm.default
+        met[0] += product
+        return CheckpointPolicy.MUST_SAVE if product and met[0] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@pytest.mark.parametrize(
+    ("run", "products"),
+    [
+        (selective(aten.addmm.default), (96, 32)),
+        (selective(aten.mm.default), ()),
+        (partial(_with_policy, _every_other), (96,)),
+    ],
+)
+def test_what_a_policy_keeps_does_not_run_again(run: Run, products: tuple[int, ...]) -> None:
+    """`products`: columns of the results that each block keeps."""
+    model, batch = Net(run), Batch.of(torch.randn(2, 10, 16))
+    assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
+    tape = record(model, batch, BOOK.composites)
+    assert tape.activation_bytes == kept(model, batch) + 6 * 4 * 2 * 10 * sum(products)
+
+
+def test_attention_that_a_policy_keeps_does_not_run_again() -> None:
+    """Torch's counter is not asked: it knows nothing of the operation that is kept."""
+    run = selective(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    attention = 2 * 2.0 * 2 * 10 * 10 * 32
+    batch = Batch.of(torch.randn(2, 10, 16))
+    (ahead, back), (same, less) = planned(Net(each(False)), batch), planned(Net(run), batch)
+    assert (same, less) == (ahead, back - 6 * attention)
+    more = record(Net(run), batch, BOOK.composites).activation_bytes - kept(Net(run), batch)
+    assert more == 6 * 4 * (2 * 10 * 32 + 2 * 4 * 10)  # what it gives, and a number for each row and head
 
 
 def test_frozen_blocks_run_again_as_far_as_gradients_go() -> None:

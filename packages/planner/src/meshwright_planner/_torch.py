@@ -197,13 +197,14 @@ def saving_hooks_above(last: Callable[..., Any]) -> list[SavingHooks]:
 
 def checkpoint_of(hooks: SavingHooks) -> Any:
     """What torch's non-reentrant checkpoint knows of one call, where the hooks are its own; else None."""
-    for cell in getattr(hooks[0], "__closure__", None) or ():
-        try:
-            if isinstance(cell.cell_contents, _checkpoint._CheckpointFrame):
-                return cell.cell_contents
-        except ValueError:  # a cell that nothing was put into
-            continue
-    return None
+    return next((x for x in _enclosed(hooks[0]) if isinstance(x, _checkpoint._CheckpointFrame)), None)
+
+
+def _enclosed(function: Callable[..., Any]) -> Iterator[Any]:
+    """What a function takes from the one that it was made in."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that nothing was put into
+            yield cell.cell_contents
 
 
 def checkpoint_saved(frame: Any) -> int:
@@ -214,6 +215,18 @@ def checkpoint_saved(frame: Any) -> int:
 def checkpoint_stops(frame: Any) -> bool:
     """Whether a checkpoint that runs again stops as soon as all is there that was saved."""
     return bool(frame.early_stop)
+
+
+def checkpoint_results(frame: Any) -> Any:
+    """Where the policy of a selective checkpoint keeps results, by operation and number of the call; None without one."""
+    found = (x for x in _enclosed(frame.recompute_fn) if isinstance(x, _checkpoint._CachedTorchDispatchMode))
+    return next((mode.storage for mode in found), None)
+
+
+def checkpoint_kept(result: Any) -> list[torch.Tensor]:
+    """The tensors of an entry of `checkpoint_results`; none where it says that the call runs again."""
+    values = [getattr(x, "val", None) for x in pytree.tree_leaves(result)]
+    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 @contextlib.contextmanager

@@ -1,15 +1,18 @@
 """The user's own checkpoints (`torch.utils.checkpoint`): which nodes run in one, and which of them run again.
 
-One that is not reentrant hangs its own hooks up for what autograd keeps, by which it is known; it counts what is kept, and
-stops running again as soon as as much is there.  A reentrant one is a Function, which runs all again.
+One that is not reentrant hangs its own hooks up for what autograd keeps, by which it is known.  It counts what is kept, and
+stops running again as soon as as much is there; what its policy keeps does not run again.  A reentrant one is a Function,
+which runs all again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +30,7 @@ class Checkpoint:
 
     frame: Any = None
     nodes: int = 0
+    _calls: Counter[Any] = field(default_factory=Counter)
 
     @property
     def saved(self) -> int:
@@ -39,10 +43,48 @@ class Checkpoint:
             return True
         return saved < self.saved or (self.saved > 0 and not _torch.checkpoint_stops(self.frame))
 
+    @cached_property
+    def _results(self) -> Mapping[Any, Mapping[int, Any]] | None:
+        return None if self.frame is None else _torch.checkpoint_results(self.frame)
 
-Place = tuple[tuple[Checkpoint, Checkpoint, int], ...]
-"""The checkpoints that something runs in: each, the one that what it is a copy of ran in, and how many tensors that had
-kept by then."""
+    def number(self, op: Any) -> int | None:
+        """Which call of an operation in it begins now, from 0; None where the results of none are kept."""
+        if self._results is None:
+            return None
+        self._calls[op] += 1
+        return self._calls[op] - 1
+
+    def kept(self, op: Any, number: int | None) -> list[torch.Tensor]:
+        """The results of a call, where a policy of the checkpoint keeps them, so that it does not run again."""
+        if self._results is None or number is None:
+            return []
+        return _torch.checkpoint_kept(self._results.get(op, {}).get(number))
+
+
+class Spot(NamedTuple):
+    """One of the checkpoints that something runs in.
+
+    Args:
+        here: the checkpoint.
+        ran: the one that what it is a copy of ran in, else the same.
+        saved: how many tensors that had kept by then.
+        op, number: the operation, and which call of it in the checkpoint it is, where its policy keeps results.
+    """
+
+    here: Checkpoint
+    ran: Checkpoint
+    saved: int
+    op: Any = None
+    number: int | None = None
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The results of what it is a copy of, where a policy keeps them."""
+        return self.ran.kept(self.op, self.number)
+
+
+Place = tuple[Spot, ...]
+"""The checkpoints that something runs in."""
 
 
 @dataclass
@@ -82,9 +124,9 @@ class Checkpoints:
             self._open = [] if top is None else self._look()
         return [*self._reentrant, *self._open]
 
-    def place(self) -> Place:
-        """Where something runs that begins now."""
-        return tuple((one, one, one.saved) for one in self.open())
+    def place(self, op: Any) -> Place:
+        """Where an operation runs that begins now."""
+        return tuple(Spot(one, one, one.saved, op, one.number(op)) for one in self.open())
 
     def again(self, around: Sequence[Checkpoint]) -> Callable[[Checkpoint], Checkpoint]:
         """One that some nodes ran in -> the one that their copies run in here; `around`: those that were open all the while."""
@@ -116,4 +158,4 @@ class Checkpoints:
 
 def times_again(place: Place, reached: Collection[Checkpoint]) -> int:
     """How often a node runs again; `reached`: the checkpoints that a gradient goes back through."""
-    return sum(here in reached and ran.runs_again(saved) for here, ran, saved in place)
+    return sum(spot.here in reached and spot.ran.runs_again(spot.saved) and not spot.kept for spot in place)

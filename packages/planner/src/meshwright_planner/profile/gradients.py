@@ -68,7 +68,7 @@ def _function(
 ) -> None:
     """Note whom the nodes of one call of a Function hand gradients to; `last`: what made its result."""
     outer = (
-        notes[last].place[0][0] if _torch.is_reentrant_checkpoint(function) and notes[last].place else None
+        notes[last].place[0].here if _torch.is_reentrant_checkpoint(function) and notes[last].place else None
     )
 
     def between(k: int) -> Iterator[tuple[int, int | None, int]]:
@@ -103,7 +103,7 @@ def _function(
 
 def _ran_in(note: Note, checkpoint: Checkpoint | None) -> bool:
     """Whether a node ran in a checkpoint; None: in no certain one."""
-    return checkpoint is None or any(one is checkpoint for one, _, _ in note.place)
+    return checkpoint is None or any(spot.here is checkpoint for spot in note.place)
 
 
 def _ends(note: Note, maker: Note | None) -> bool:
@@ -162,7 +162,7 @@ def flows(
             back = any(roots.get(ref.i, ref.i) in stored for ref in node.outs)
         inputs[k] = (note.wanted or nothing) if back else nothing
         if any(inputs[k]):
-            reached.update(one for one, _, _ in note.place)
+            reached.update(spot.here for spot in note.place)
         for ref, wanted, asked in zip(node.ins, inputs[k], note.asked, strict=True):
             if wanted and not (asked == LEAF and _ends(note, maker.get(ref.i))):
                 comes_to(ref.i)

@@ -240,6 +240,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
     watcher.find_functions()
     kept = finish(tape, watcher.notes, watcher.roots, [watcher.ref(t).i for t in results if t.requires_grad])
     tape.saved = list(_saved(watcher, kept, tape))
+    tape.saved += _kept_by_policies(watcher, kept, tape)
     return tape
 
 
@@ -323,6 +324,21 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Sa
         by = kept.get(item.by if own else item.node)
         if node is not None:
             yield item._replace(node=node, output=own or item.root is None, by=node if by is None else by)
+
+
+def _kept_by_policies(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
+    """Results that checkpoints of the model keep beside what autograd does."""
+    for old, note in enumerate(watcher.notes):
+        if old not in kept:
+            continue
+        index = kept[old]
+        tensors = next((found for spot in note.place if (found := spot.kept)), [])
+        for ref in watcher.nodes[old].outs if tensors else ():
+            root = watcher.roots.get(ref.i, ref.i)
+            yield Saved(index, root, ref.i, True, tape.values[root].nbytes, index)
+        for tensor in tensors:
+            if not watcher.storage_of(tensor, []):  # inner to a composite
+                yield Saved(index, None, None, True, tensor.numel() * tensor.element_size(), index)
 
 
 def _entries(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.trace import DEVICE, Recorder, leaves
+from meshwright_dtensor.trace import DEVICE, Recorder, is_product, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
 from meshwright_planner.profile.checkpoints import Checkpoint, Checkpoints, Place
@@ -47,11 +47,20 @@ class Watcher(Recorder):
         self.packed.append((len(self.nodes), tensor, inside))
         return tensor
 
+    def _begins(self, func: Any) -> None:
+        """An operation begins. Of a composite the last product counts: what policies of checkpoints keep are products."""
+        place = self.checkpoints.place(func)
+        if place and self._silent and not is_product(func):
+            place = tuple(
+                spot._replace(op=was.op, number=was.number) for spot, was in zip(place, self._place)
+            )
+        self._place = place
+
     def added(self, tensors: list[torch.Tensor]) -> None:
         """See Recorder.added."""
         self.notes.append(Note(torch.is_grad_enabled(), _torch.asked(tensors), self._place))
-        for checkpoint, _, _ in self._place:
-            checkpoint.nodes += 1
+        for spot in self._place:
+            spot.here.nodes += 1
 
     def copy_notes(self, nodes: tuple[int, int], around: Sequence[Checkpoint]) -> None:
         """What ran from one node to another is said to have run here too; `around`: the checkpoints that it ran in."""
@@ -61,10 +70,10 @@ class Watcher(Recorder):
             return
         here = self.checkpoints.again(around)
         for note in notes:
-            place = tuple((here(one), ran, saved) for one, ran, saved in note.place)
+            place = tuple(spot._replace(here=here(spot.here)) for spot in note.place)
             self.notes.append(Note(note.enabled, note.asked, place, note))
-            for one, _, _ in place:
-                one.nodes += 1
+            for spot in place:
+                spot.here.nodes += 1
 
     def find_functions(self) -> None:
         """Note where calls of torch.autograd.Function hand gradients to, once all has run."""
@@ -130,7 +139,7 @@ class Watcher(Recorder):
         if func is DEVICE:
             return func(*args)
         kwargs = kwargs or {}
-        self._place = self.checkpoints.place()
+        self._begins(func)
         if self.fake is not None and _result_elements(func, args, kwargs) > self._real:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:
