@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -197,6 +198,8 @@ def saving_hooks_above(last: Callable[..., Any]) -> list[SavingHooks]:
 
 def checkpoint_of(hooks: SavingHooks) -> Any:
     """What torch's non-reentrant checkpoint knows of one call, where the hooks are its own; else None."""
+    if isinstance(hooks[0], _Looking):
+        return hooks[0].frame
     return next((x for x in _enclosed(hooks[0]) if isinstance(x, _checkpoint._CheckpointFrame)), None)
 
 
@@ -205,6 +208,31 @@ def _enclosed(function: Callable[..., Any]) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a cell that nothing was put into
             yield cell.cell_contents
+
+
+@dataclass(frozen=True)
+class _Looking:
+    """The hook of a checkpoint that packs what autograd keeps, and one that sees it."""
+
+    frame: Any
+    pack: Callable[[torch.Tensor], Any]
+    look: Callable[[torch.Tensor], object]
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        self.look(tensor)
+        return self.pack(tensor)
+
+
+def look_at_checkpoint(look: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], Any] | None:
+    """Have `look` see what autograd gives to the innermost hooks, which are those of a checkpoint; what packs it now."""
+    hooks = saving_hooks()
+    if hooks is None:
+        return None
+    looking = _Looking(checkpoint_of(hooks), hooks[0], look)
+    # in its place: who set it takes away what is innermost then
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(looking, hooks[1])
+    return looking
 
 
 def checkpoint_saved(frame: Any) -> int:

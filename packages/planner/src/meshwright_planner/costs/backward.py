@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from meshwright_planner.costs.kinds import base_name
-from meshwright_planner.profile.tape import Tape
+from meshwright_planner.profile.tape import Saved, Tape
 
 PASSED_ON = frozenset("add sub clone alias".split())
 """Operations that hand a gradient on as it is, but for inputs that were broadcast."""
@@ -38,7 +38,7 @@ class Backwards:
         self._tape = tape
         self._read: dict[int, set[int]] = defaultdict(set)
         self._inner: dict[int, list[int]] = defaultdict(list)
-        for place, item in enumerate(tape.saved):
+        for place, item in enumerate([*tape.saved, *tape.dropped]):
             if item.root is None:
                 self._inner[item.by].append(place)
             elif item.value is not None:
@@ -65,5 +65,10 @@ class Backwards:
                 w + (ref.i in read) + 3 * more for w, more, ref in zip(written, added, node.ins, strict=True)
             ),
             tuple((m and looked) + (ref.i in read) for m, ref in zip(made, node.outs, strict=True)),
-            float(sum(tape.saved[place].nbytes for place in self._inner[index])),
+            float(sum(_item(tape, place).nbytes for place in self._inner[index])),
         )
+
+
+def _item(tape: Tape, place: int) -> Saved:
+    """That of `tape.saved`, and behind those of `tape.dropped`."""
+    return tape.saved[place] if place < len(tape.saved) else tape.dropped[place - len(tape.saved)]

@@ -16,6 +16,7 @@ from meshwright_planner.placing.legal import Rules
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.attention import attention_uses
 from meshwright_planner.profile.tape import Tape
+from meshwright_planner.recomputation.dropped import alive_again, own_dropped
 from meshwright_planner.recomputation.effect import recomputed
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.summing import summed_units
@@ -36,7 +37,7 @@ class Placed:
         """`like`: has the same states, on other sizes or with something else kept."""
         self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
         # representative node -> bytes that its module has alive beside what is kept, where it runs again
-        self.again: Mapping[int, float] = {}
+        self.again: Mapping[int, float] = _alive_again(problem, placement) if problem.tape.dropped else {}
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
@@ -182,8 +183,19 @@ class Placed:
         if key not in self._others:
             problem, placement, again = recomputed(self.problem, self.placement, rules)
             other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
-            other.again, other.recompute = again, tuple(rules)
+            alive = {k: max(again.get(k, 0.0), self.again.get(k, 0.0)) for k in {*again, *self.again}}
+            other.again, other.recompute = alive, tuple(rules)
         return self._others[key]
+
+
+def _alive_again(problem: PlacementProblem, placement: Placement) -> dict[int, float]:
+    """What the model's own checkpoints have alive while they run again."""
+    tape = problem.tape
+    blocks = problem.quotient.once_for(tape, "own dropped", lambda _: own_dropped(problem))
+    # what is kept meanwhile does not live beside that too
+    origin = tape if tape.origin is None else tape.origin
+    whole = replace(tape, saved=[*tape.saved, *tape.dropped], recompute=("own",), origin=origin)
+    return alive_again(problem.on(whole), placement, blocks, dict(enumerate(tape.again)))
 
 
 class _States:

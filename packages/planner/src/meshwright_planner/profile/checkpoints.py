@@ -89,8 +89,13 @@ Place = tuple[Spot, ...]
 
 @dataclass
 class Checkpoints:
-    """Those that are open while a model is recorded."""
+    """Those that are open while a model is recorded.
 
+    Args:
+        look: told of what autograd keeps in one of them, but for reentrant ones, in which it does not.
+    """
+
+    look: Callable[[torch.Tensor], object]
     _own: Callable[..., Any] | None = None
     _reentrant: list[Checkpoint] = field(default_factory=list)
     _open: list[Checkpoint] = field(default_factory=list)
@@ -146,7 +151,9 @@ class Checkpoints:
 
     def _look(self) -> list[Checkpoint]:
         assert self._own is not None
-        frames = (_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own))
+        frames = [_torch.checkpoint_of(hooks) for hooks in _torch.saving_hooks_above(self._own)]
+        if frames[0] is not None and id(frames[0]) not in self._known:
+            self._top = _torch.look_at_checkpoint(self.look)
         return [self._of(frame) for frame in frames if frame is not None]
 
     def _of(self, frame: Any) -> Checkpoint:

@@ -281,7 +281,7 @@ class Replayer:
         watcher.copy_notes(run.nodes, run.around)
         roots = ((i, watcher.roots.get(i)) for i in range(*run.values))
         watcher.roots.update((value(i), value(root)) for i, root in roots if root is not None)
-        watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False))
+        watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False, False))
         made: dict[int, torch.Tensor] = {}
 
         def stand_in(x: torch.Tensor, storage: list[int] | None = None) -> torch.Tensor:

@@ -59,6 +59,8 @@ class Tape:
         again: per node, how often checkpoints of the model itself run it again in the backward pass.
         writes: nodes that write to a part of something which others read whole.
         saved: what autograd keeps.
+        dropped: what checkpoints of the model itself give up, and have again while they run again.
+        inside: per node, numbers of those that it runs in.
         modules: every module by its fully qualified name.
         recorded: number of operations before dead code was removed.
         unused: the dead code, which runs all the same: each operation, and how often it runs again (see `again`).
@@ -90,6 +92,8 @@ class Tape:
     flows: list[tuple[bool, ...]] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
     writes: frozenset[int] = frozenset()
+    dropped: list[Saved] = field(default_factory=list)
+    inside: list[tuple[int, ...]] = field(default_factory=list)
     unused: tuple[tuple[Node, int], ...] = ()
     copied: dict[str, str] = field(default_factory=dict)
     recompute: Hashable = ()
@@ -180,6 +184,10 @@ def finish(
     tape.grad, tape.flows = found.values, found.inputs
     again = [times_again(note.place, found.reached) for note in notes]
     tape.again = [again[k] for k in kept]
+    numbers: dict[object, int] = {}
+    tape.inside = [
+        tuple(numbers.setdefault(spot.here, len(numbers)) for spot in notes[k].place) for k in kept
+    ]
     tape.unused = tuple((every[k], again[k]) for k in range(len(every)) if k not in kept)
     return kept
 

@@ -32,20 +32,28 @@ class Watcher(Recorder):
         self.fake = mode
         self._real = REAL_ELEMENTS
         self.copied: dict[str, str] = {}
-        self.packed: list[tuple[int, Any, bool]] = []
-        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again, and whether the
-        torch function that made the last node still runs)."""
+        self.packed: list[tuple[int, Any, bool, bool]] = []
+        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again, whether the
+        torch function that made the last node still runs, and whether a checkpoint gives it up)."""
         self.notes: list[Note] = []
         """Per node, how it was run."""
-        self.checkpoints = Checkpoints()
+        self.checkpoints = Checkpoints(lambda tensor: self._pack(tensor, True))
         self._place: Place = ()  # where the last operation began, and how much was kept there by then
         super().__init__(composites)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note that autograd keeps a tensor: a hook of torch.autograd.graph.saved_tensors_hooks."""
-        inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
-        self.packed.append((len(self.nodes), tensor, inside))
+        self._pack(tensor, False)
         return tensor
+
+    def _pack(self, tensor: torch.Tensor, again: bool) -> None:
+        inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
+        self.packed.append((len(self.nodes), tensor, inside, again))
+
+    def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Recorder.on_function."""
+        self.checkpoints.open()  # before anything is kept in one that has just begun
+        return super().on_function(func, args, kwargs)
 
     def _begins(self, func: Any) -> None:
         """An operation begins. Of a composite the last product counts: what policies of checkpoints keep are products."""
