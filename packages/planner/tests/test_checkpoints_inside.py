@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from counting import counted as bytes_of
 from operations import BOOK, Net, counted, kept, planned, profiled, through
+from planner_models import LAPTOP_CPU, DataLike, host_of
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -17,7 +19,10 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from meshwright_planner import profile_model
+from meshwright_dtensor.plan import Prediction
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
+from meshwright_planner import EagerPlanner, profile_model
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record
 
@@ -96,6 +101,7 @@ CASES: dict[str, Run] = {
     "nested, nothing behind": nested(False, False, behind=False),
     "nested, reentrant": nested(True, True),
     "reentrant in one that is not": nested(False, True),
+    "one that is not in a reentrant one": nested(True, False),
     "to the end": _to_the_end,
     "of features": _of_features,
     "detached": _detached,
@@ -178,6 +184,54 @@ def test_it_says_where_what_runs_again_is() -> None:
     assert [found[f"blocks.{n}"].again_flops for n in range(6)] == [ahead, 0] * 3
     assert found["blocks.0.out"].again_flops == 0 < found["blocks.0.qkv"].again_flops
     assert found["blocks.0"].backward_flops == found["blocks.1"].backward_flops
+
+
+def predicted(model: nn.Module, recompute: str | None = None) -> Prediction:
+    """What is predicted of a step on one rank."""
+    batch = {"x": torch.randn(64, 128, 16)}
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, recompute=recompute)
+    found = EagerPlanner(host_of()).plan(model, batch, request)[0].predicted
+    assert found is not None
+    return found
+
+
+def test_a_plan_predicts_of_them_what_it_predicts_of_its_own() -> None:
+    own, asked, without = (
+        predicted(Net(run), recompute)
+        for run, recompute in ((each(False), None), (through, "full"), (through, None))
+    )
+    assert own.compute_seconds == asked.compute_seconds > without.compute_seconds
+    assert own.memory_bytes == asked.memory_bytes
+    assert own.split is not None and asked.split is not None
+    (ours,), (theirs,) = own.split.stages, asked.split.stages
+    assert (ours.forward_seconds, ours.backward_seconds) == (theirs.forward_seconds, theirs.backward_seconds)
+
+
+@pytest.mark.parametrize("name", ["each", "each, reentrant", "pairs", "all together"])
+def test_memory_is_that_of_a_real_step(name: str) -> None:
+    """What they run again is there again while it goes back."""
+    model = Net(CASES[name])
+    counted_bytes = bytes_of(model, {"x": torch.randn(64, 128, 16)})
+    assert predicted(model).memory_bytes["total"] == pytest.approx(counted_bytes, rel=0.01)
+
+
+class Asking(DataLike):
+    """Remembers what operations it was told of."""
+
+    asked: ClassVar[list[float]] = []
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        self.asked.append(request.flops)
+        return super().cost(request, degree, link)
+
+
+def test_strategies_are_told_what_runs_again() -> None:
+    Asking.asked.clear()
+    model = Net(each(False))
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
+    EagerPlanner(host_of(Asking)).plan(model, (torch.randn(4, 10, 16),), request)
+    ahead, back = counted(model, Batch.of(torch.randn(2, 10, 16)))
+    assert min(Asking.asked) == ahead + back
 
 
 def test_most_copies_are_still_not_run() -> None:

@@ -258,16 +258,19 @@ def checkpoint_kept(result: Any) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def reentrant_checkpoints(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
-    """While open, torch's reentrant checkpoints say when they run their function forward: nothing else shows it."""
+def reentrant_checkpoints(around: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """While open, torch's reentrant checkpoints run their function with gradients, and inside of `around()`.
+
+    So they do when they run it again; in the forward pass they run it without, and nothing shows that they do.
+    """
     own = _checkpoint.CheckpointFunction.__dict__["forward"]
 
-    def forward(*args: Any) -> Any:
-        enter()
-        try:
-            return own.__func__(*args)
-        finally:
-            leave()
+    def forward(ctx: Any, function: Callable[..., Any], *rest: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with torch.enable_grad(), around():
+                return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, function(*args))
+
+        return own.__func__(ctx, run, *rest)
 
     _checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     try:
@@ -290,11 +293,6 @@ def function_of(tensor: torch.Tensor) -> Any:
     """The call of a torch.autograd.Function that made a tensor; None where torch's own operations did."""
     made = tensor.grad_fn
     return made if isinstance(made, torch.autograd.function.BackwardCFunction) else None
-
-
-def is_reentrant_checkpoint(function: Any) -> bool:
-    """Whether a call of a Function, as in `function_of`, is one of torch's reentrant checkpoint."""
-    return isinstance(function, _checkpoint.CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
 
 
 def takes(function: Any, tensor: torch.Tensor) -> bool:

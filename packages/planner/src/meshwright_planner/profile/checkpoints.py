@@ -26,11 +26,19 @@ class Checkpoint:
     Args:
         frame: what torch knows of it; None of a reentrant one.
         nodes: how many nodes ran in it.
+        first: the first of them.
     """
 
     frame: Any = None
     nodes: int = 0
+    first: int = 0
     _calls: Counter[Any] = field(default_factory=Counter)
+
+    def add(self, node: int) -> None:
+        """A node runs in it."""
+        if not self.nodes:
+            self.first = node
+        self.nodes += 1
 
     @property
     def saved(self) -> int:
@@ -92,7 +100,7 @@ class Checkpoints:
     """Those that are open while a model is recorded.
 
     Args:
-        look: told of what autograd keeps in one of them, but for reentrant ones, in which it does not.
+        look: told of what autograd keeps in one of them.
     """
 
     look: Callable[[torch.Tensor], object]
@@ -101,24 +109,40 @@ class Checkpoints:
     _open: list[Checkpoint] = field(default_factory=list)
     _known: dict[int, Checkpoint] = field(default_factory=dict)
     _alike: list[tuple[Checkpoint, Checkpoint]] = field(default_factory=list)
+    _left: Checkpoint | None = None
     _top: Any = None
 
     @contextlib.contextmanager
     def watched(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """While open, autograd hands what it keeps to `pack`, but for what it keeps in checkpoints."""
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            with _torch.reentrant_checkpoints(self._enter, self._leave):
+            with _torch.reentrant_checkpoints(self._in_reentrant):
                 self._own = pack
                 try:
                     yield
                 finally:
                     self._own = None
 
-    def _enter(self) -> None:
+    @contextlib.contextmanager
+    def _in_reentrant(self) -> Iterator[None]:
         self._reentrant.append(Checkpoint())
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._looked, lambda tensor: tensor):
+                yield
+        finally:
+            self._left = self._reentrant.pop()
 
-    def _leave(self) -> None:
-        self._reentrant.pop()
+    def keeper(self, nodes: int) -> int:
+        """The node that keeps what autograd is given when there are so many nodes: of a reentrant one its first.
+
+        That keeps what goes into it, as others do, but torch says so when it has run.
+        """
+        left = self._left
+        return left.first if left is not None and left.nodes and left.first + left.nodes == nodes else nodes
+
+    def _looked(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.look(tensor)
+        return tensor
 
     def open(self) -> list[Checkpoint]:
         """Those that are open now."""

@@ -67,18 +67,13 @@ def _function(
     function: object,
 ) -> None:
     """Note whom the nodes of one call of a Function hand gradients to; `last`: what made its result."""
-    outer = (
-        notes[last].place[0].here if _torch.is_reentrant_checkpoint(function) and notes[last].place else None
-    )
 
     def between(k: int) -> Iterator[tuple[int, int | None, int]]:
         """Per input of a node: its value, what made it where that may be in the call, and what it asked for."""
         for ref, asked in zip(nodes[k].ins, notes[k].asked, strict=True):
             before = maker.get(ref.i)
             # without gradients, a view of what requires one still says so, and seems to be where that ends
-            if asked == COMPUTED or (before is not None and not _ran_in(notes[before], outer)):
-                before = None
-            yield ref.i, before, asked
+            yield ref.i, None if asked == COMPUTED else before, asked
 
     inside, ahead = {last}, [last]
     while ahead:
@@ -92,18 +87,13 @@ def _function(
         for value, before, asked in between(k):
             if before is not None or not asked:
                 found.append(value in reached)
-            else:  # what a checkpoint runs reaches parameters too, which it is not given
-                given = None if outer is not None else tensor(value)
+            else:
+                given = tensor(value)
                 found.append(given is None or _torch.takes(function, given))
         known = notes[k].function or (False,) * len(found)
         notes[k].function = tuple(a or b for a, b in zip(known, found, strict=True))
         if any(found):
             reached.update(ref.i for ref in nodes[k].outs)
-
-
-def _ran_in(note: Note, checkpoint: Checkpoint | None) -> bool:
-    """Whether a node ran in a checkpoint; None: in no certain one."""
-    return checkpoint is None or any(spot.here is checkpoint for spot in note.place)
 
 
 def _ends(note: Note, maker: Note | None) -> bool:

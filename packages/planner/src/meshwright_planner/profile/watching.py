@@ -48,7 +48,8 @@ class Watcher(Recorder):
 
     def _pack(self, tensor: torch.Tensor, again: bool) -> None:
         inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
-        self.packed.append((len(self.nodes), tensor, inside, again))
+        count = len(self.nodes)
+        self.packed.append((count if again else self.checkpoints.keeper(count), tensor, inside, again))
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Recorder.on_function."""
@@ -68,7 +69,7 @@ class Watcher(Recorder):
         """See Recorder.added."""
         self.notes.append(Note(torch.is_grad_enabled(), _torch.asked(tensors), self._place))
         for spot in self._place:
-            spot.here.nodes += 1
+            spot.here.add(len(self.notes) - 1)
 
     def copy_notes(self, nodes: tuple[int, int], around: Sequence[Checkpoint]) -> None:
         """What ran from one node to another is said to have run here too; `around`: the checkpoints that it ran in."""
@@ -81,7 +82,7 @@ class Watcher(Recorder):
             place = tuple(spot._replace(here=here(spot.here)) for spot in note.place)
             self.notes.append(Note(note.enabled, note.asked, place, note))
             for spot in place:
-                spot.here.nodes += 1
+                spot.here.add(len(self.notes) - 1)
 
     def find_functions(self) -> None:
         """Note where calls of torch.autograd.Function hand gradients to, once all has run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,9 +35,12 @@ def dropped(
 
 
 def own_dropped(problem: PlacementProblem) -> tuple[Dropped, ...]:
-    """Those that the model's own checkpoints give up; of checkpoints in each other, what the outermost is of counts."""
+    """Those that the model's own checkpoints give up; of those in each other, all counts as the outermost's."""
     tape = problem.tape
-    block = {index: str(inside[-1]) for index, inside in enumerate(tape.inside) if inside}
+    nodes = Counter(number for inside in tape.inside for number in inside)
+    block = {
+        index: str(max(inside, key=lambda n: nodes[n])) for index, inside in enumerate(tape.inside) if inside
+    }
     return _dropped(problem, block, tape.saved, tape.dropped, True)
 
 
