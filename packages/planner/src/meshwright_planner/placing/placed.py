@@ -36,13 +36,20 @@ class Placed:
     ) -> None:
         """`like`: has the same states, on other sizes or with something else kept."""
         self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
-        # representative node -> bytes that its module has alive beside what is kept, where it runs again
-        self.again: Mapping[int, float] = _alive_again(problem, placement) if problem.tape.dropped else {}
+        self._asked: Mapping[int, float] = {}  # of `again`, what was asked for
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
         self._times: dict[int, Placement] = {1: placement}
         self._states: _States = _States(basis, problem, placement) if like is None else like._states
+
+    @cached_property
+    def again(self) -> Mapping[int, float]:
+        """Representative node -> bytes that its module has alive beside what is kept, where it runs again."""
+        if not self.problem.tape.dropped:
+            return self._asked
+        own = _alive_again(self.problem, self.placement)
+        return {k: max(own.get(k, 0.0), self._asked.get(k, 0.0)) for k in {*own, *self._asked}}
 
     @cached_property
     def memory(self) -> dict[str, int]:
@@ -183,8 +190,7 @@ class Placed:
         if key not in self._others:
             problem, placement, again = recomputed(self.problem, self.placement, rules)
             other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
-            alive = {k: max(again.get(k, 0.0), self.again.get(k, 0.0)) for k in {*again, *self.again}}
-            other.again, other.recompute = alive, tuple(rules)
+            other._asked, other.recompute = again, tuple(rules)
         return self._others[key]
 
 
