@@ -82,15 +82,15 @@ def test_a_large_product_is_bound_by_flops_and_a_norm_by_bytes() -> None:
     product_, norm = tape.nodes
     flops = 2 * 8192 * 4096**2
     whole = costs.compute(
-        work_of(product_, tape.values, tape.grad, flops), product_, tape.values, ("X", "X"), ("X",)
+        work_of(product_, tape.values, tape.flows[0], flops), product_, tape.values, ("X", "X"), ("X",)
     )
     assert whole == pytest.approx(2 * flops / DGX_H100.rate("bfloat16"))  # the input gets no gradient
     split = costs.compute(
-        work_of(product_, tape.values, tape.grad, flops), product_, tape.values, ("X", 0), (1,)
+        work_of(product_, tape.values, tape.flows[0], flops), product_, tape.values, ("X", 0), (1,)
     )
     assert split == pytest.approx(whole / 8)
     seconds = costs.compute(
-        work_of(norm, tape.values, tape.grad, 0), norm, tape.values, ("I",) * 3, ("I",) * len(norm.outs)
+        work_of(norm, tape.values, tape.flows[1], 0), norm, tape.values, ("I",) * 3, ("I",) * len(norm.outs)
     )
     nbytes = sum(tape.values[r.i].nbytes for r in (*norm.ins, *norm.outs))
     assert seconds == pytest.approx(3 * nbytes / (3.35e12 * 0.8))

@@ -8,21 +8,16 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from operations import BOOK, counted, planned
 from planner_models import DGX_H100, LAPTOP_CPU, DataLike, Mlp, Transformer, host_of, tokens
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright_dtensor.planning import PlanRequest
-from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner
 from meshwright_planner.costs.prices import AxisCosts, work_of
-from meshwright_planner.costs.products import backward_flops, by_name, forward_flops
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record
-
-BOOK = RuleBook.first_party()
 
 
 class Open(nn.Module):
@@ -58,23 +53,6 @@ class Products(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(self.c, x, self.a) @ self.b + torch.addmm(self.c, self.a, self.a)
-
-
-def counted(model: nn.Module, batch: Batch) -> tuple[float, float]:
-    """What torch counts of the forward and of the backward pass; attention by its products, since kernels are not counted."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        out = model(*batch.args, **batch.kwargs).sum()
-        ahead = counter.get_total_flops()
-        out.backward()
-    return ahead, counter.get_total_flops() - ahead
-
-
-def planned(model: nn.Module, batch: Batch) -> tuple[float, float]:
-    """What the planner says of both."""
-    tape = record(model, batch, BOOK.composites)
-    ahead = [forward_flops(node, tape.values, by_name(BOOK.composites)) for node in tape.nodes]
-    pairs = zip(tape.nodes, ahead, strict=True)
-    return sum(ahead), sum(backward_flops(node, tape.values, tape.grad, f) for node, f in pairs)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +112,7 @@ def test_a_bias_makes_a_backward_product_no_longer() -> None:
             model, x = nn.Linear(4096, 4096, bias=bias), torch.empty(8192, 4096)
         tape = record(model, Batch.of(x), BOOK.composites)
         (node,) = tape.nodes
-        work = work_of(node, tape.values, tape.grad, 2.0 * 8192 * 4096**2)
+        work = work_of(node, tape.values, tape.flows[0], 2.0 * 8192 * 4096**2)
         states = [("I",) * len(refs) for refs in (node.ins, node.outs)]
         assert work.inputs_back == 1
         seconds.append(costs.compute(work, node, tape.values, *states))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +45,28 @@ def grouped_mm_flops(
     return 2 * groups * int(a.shape[-2]) * int(a.shape[-1]) * int(b.shape[-1])
 
 
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of attention in one operation: of its two products, masked or not."""
+    batch, width, out_width = query.shape[:-1], query.shape[-1], value.shape[-1]
+    return 2 * math.prod(batch) * int(key.shape[-2]) * int(width + out_width)
+
+
+def rnn_layer_flops(x: Tensor, by_input: Tensor, by_state: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of one layer of an LSTM on a CPU: of (length, rows, features), each meets both weights."""
+    return 2 * math.prod(x.shape[:-1]) * (by_input.numel() + by_state.numel())
+
+
+def rnn_flops(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    """Operations of all layers of an RNN in one operation, as on GPUs: each of its steps meets every weight."""
+    return 2 * math.prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.dim() == 2)
+
+
 FLOPS: MappingProxyType[Any, Callable[..., int]] = MappingProxyType(
-    {torch.ops.aten._grouped_mm.default: grouped_mm_flops}
+    {
+        torch.ops.aten._grouped_mm.default: grouped_mm_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: attention_flops,
+        torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer_flops,
+        torch.ops.aten._cudnn_rnn.default: rnn_flops,
+    }
 )
 """Op overload -> operations of a call, where torch's own counter has no formula."""

@@ -133,6 +133,11 @@ def _collect(tree: Any, kind: type[T], found: list[T]) -> None:
         found.extend(x for x in pytree.tree_leaves(tree, is_leaf=is_ref) if isinstance(x, kind))
 
 
+def is_product(op: Any) -> bool:
+    """Whether an aten op counts operations: products, convolutions, attention."""
+    return getattr(op, "_overloadpacket", None) in flop_registry or op in FLOPS
+
+
 def refs_in(tree: Any) -> list[Ref]:
     """The refs of a tree of recorded arguments, in pytree order."""
     return leaves(tree, Ref)
@@ -369,6 +374,10 @@ class Recorder(TorchDispatchMode):
                 self._call_inputs,
             )
         )
+        self.added(tensors)
+
+    def added(self, tensors: list[torch.Tensor]) -> None:
+        """A node was added; `tensors`: those among its arguments, in the order of its `ins`."""
 
     def _reversion(self, tensor: torch.Tensor) -> None:
         """Give ``tensor`` and its aliases a new value: what they held has been overwritten."""

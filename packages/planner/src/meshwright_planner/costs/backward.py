@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from meshwright_planner.costs.kinds import base_name
-from meshwright_planner.profile.tape import Tape
+from meshwright_planner.profile.tape import Saved, Tape
 
 PASSED_ON = frozenset("add sub clone alias".split())
 """Operations that hand a gradient on as it is, but for inputs that were broadcast."""
@@ -38,32 +38,37 @@ class Backwards:
         self._tape = tape
         self._read: dict[int, set[int]] = defaultdict(set)
         self._inner: dict[int, list[int]] = defaultdict(list)
-        for place, item in enumerate(tape.saved):
+        for place, item in enumerate([*tape.saved, *tape.dropped]):
             if item.root is None:
                 self._inner[item.by].append(place)
             elif item.value is not None:
                 self._read[item.by].add(item.value)
         self._first: dict[int, int] = {}  # value -> the first node that hands a gradient back to it
         for index, node in enumerate(tape.nodes):
-            if any(tape.grad[ref.i] for ref in node.outs):
-                for ref in node.ins:
+            for ref, flows in zip(node.ins, tape.flows[index], strict=True):
+                if flows:
                     self._first.setdefault(ref.i, index)
 
     def of(self, tape: Tape, index: int) -> Back:
         """That of a node; `tape`: whose sizes are asked for."""
-        node, read, grad = tape.nodes[index], self._read[index], tape.grad
+        node, read, flows = tape.nodes[index], self._read[index], tape.flows[index]
         whole = math.prod(tape.values[node.outs[0].i].shape) if node.outs else 0
-        made = [grad[ref.i] for ref in node.outs]
-        written = [grad[ref.i] and any(made) for ref in node.ins]
+        made = [tape.grad[ref.i] for ref in node.outs]
+        written = list(flows)
         if base_name(node) in PASSED_ON:
             sizes = (math.prod(tape.values[ref.i].shape) for ref in node.ins)
             written = [asked and size != whole for asked, size in zip(written, sizes, strict=True)]
         looked = any(written)
-        added = [any(made) and grad[ref.i] and self._first.get(ref.i, index) != index for ref in node.ins]
+        added = [w and self._first.get(ref.i, index) != index for w, ref in zip(flows, node.ins, strict=True)]
         return Back(
             tuple(
                 w + (ref.i in read) + 3 * more for w, more, ref in zip(written, added, node.ins, strict=True)
             ),
             tuple((m and looked) + (ref.i in read) for m, ref in zip(made, node.outs, strict=True)),
-            float(sum(tape.saved[place].nbytes for place in self._inner[index])),
+            float(sum(_item(tape, place).nbytes for place in self._inner[index])),
         )
+
+
+def _item(tape: Tape, place: int) -> Saved:
+    """That of `tape.saved`, and behind those of `tape.dropped`."""
+    return tape.saved[place] if place < len(tape.saved) else tape.dropped[place - len(tape.saved)]

@@ -13,6 +13,13 @@ VIEWS = frozenset(
 )
 """Operations that move no data."""
 
+ATTENTION = frozenset(
+    "sdpa _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable".split()
+)
+"""Attention in one operation: query, key and value come first."""
+
 _BY_NAME = MappingProxyType(
     {
         "embedding": "embedding",
@@ -58,7 +65,7 @@ def kind_of(node: Node, flops: float, width: int = 64) -> str:
     name = base_name(node)
     if name in VIEWS:
         return "view"
-    if name == "sdpa":
+    if name in ATTENTION:
         return attention_kind(width)
     if name in _BY_NAME:
         return _BY_NAME[name]

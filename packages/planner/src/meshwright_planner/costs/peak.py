@@ -152,10 +152,11 @@ class Replay:
                 if root is not None:
                     self.last[root] = n
         for n in reversed(range(len(self.nodes))):
-            for ref in tape.nodes[self.nodes[n]].ins:
+            k = self.nodes[n]
+            for ref, flows in zip(tape.nodes[k].ins, tape.flows[k], strict=True):
                 value = quotient.value(ref.i)
                 name = tape.values[ref.i].name or ""
-                if name.startswith("param:") and tape.grad[ref.i] and value not in done:
+                if name.startswith("param:") and flows and value not in done:
                     done.add(value)
                     state = self.placement.stored.get(value, "I")
                     size = tape.values[ref.i].nbytes * share(state)

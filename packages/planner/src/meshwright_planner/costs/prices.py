@@ -20,7 +20,7 @@ from meshwright_dtensor.trace import Node, Value
 from meshwright_planner.costs.backward import Back
 from meshwright_planner.costs.kinds import base_name, kind_of
 from meshwright_planner.costs.operations import FORWARD, timed
-from meshwright_planner.costs.products import operands
+from meshwright_planner.costs.products import gradients_made
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Work:
     `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient, of a product those that it multiplies.
     `table_bytes`: of the table that an embedding reads, whose gradient is as large however few of its rows are read.
     `itemsize`, `products`: see pricing.Operation. `back`: what its backward pass reads and writes; None of products.
+    `again`: how often the model's own checkpoints run its forward once more.
     """
 
     flops: float
@@ -80,6 +81,7 @@ class Work:
     itemsize: int = 4
     products: int = 1
     back: Back | None = None
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class AxisCosts:
         self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
     ) -> tuple[float, float]:
         """As `compute`, and the part of the seconds that is the forward pass."""
+        return more_forward(*self._once(work, node, values, ins, outs), work.again)
+
+    def _once(
+        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> tuple[float, float]:
         op = self._operation(work, node, values, ins, outs)
         if self.model is None:
             return timed(self.cluster, op)
@@ -198,6 +205,12 @@ class AxisCosts:
         return (*shape[:dim], -(-shape[dim] // self.degree), *shape[dim + 1 :])
 
 
+def more_forward(seconds: float, forward: float, times: float) -> tuple[float, float]:
+    """Seconds, and the part of them that is one forward pass, where that runs so many times more."""
+    more = 1 + times * forward
+    return (seconds * more, forward / more) if times else (seconds, forward)
+
+
 def _matrices(node: Node, values: Sequence[Value]) -> int:
     """How many products of matrices a product is made of."""
     if not node.outs or base_name(node) not in ("bmm", "baddbmm"):
@@ -211,21 +224,33 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def work_of(
-    node: Node, values: Sequence[Value], grad: Sequence[bool], flops: float, back: Back | None = None
+    node: Node,
+    values: Sequence[Value],
+    flows: Sequence[bool],
+    flops: float,
+    back: Back | None = None,
+    again: int = 0,
 ) -> Work:
-    """The work of a recorded node; `flops` is its forward count, `back` what its backward pass moves, where that is known."""
+    """The work of a recorded node.
+
+    Args:
+        flows: per tensor input, whether it hands a gradient back, as in Tape.flows.
+        flops: its forward count.
+        back: what its backward pass moves, where that is known.
+        again: how often its forward runs once more, as in Tape.again.
+    """
     floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
     first = values[node.ins[0].i].shape if node.ins else ()
     kind = kind_of(node, flops, int(first[-1]) if first else 1)
-    read = operands(node) if flops else node.ins  # the gradient of a bias is no product
     return Work(
         flops=flops,
         dtype=dtype_name(floating[0]) if floating else "float32",
-        grad=any(grad[r.i] for r in node.outs),
+        grad=any(flows),
         kind=kind,
-        inputs_back=sum(grad[r.i] for r in read if values[r.i].dtype.is_floating_point),
+        inputs_back=gradients_made(node, flows) if flops else sum(flows),
         table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
         itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
         products=_matrices(node, values),
         back=None if flops else back,
+        again=again,
     )

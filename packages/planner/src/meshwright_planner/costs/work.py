@@ -172,7 +172,8 @@ def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
     tape, node = problem.tape, problem.tape.nodes[k]
     if placement.again:  # where modules run again, a backward is not split
         return 0.0
-    if not any(tape.grad[r.i] and (tape.values[r.i].name or "").startswith("param:") for r in node.ins):
+    pairs = zip(node.ins, tape.flows[k], strict=True)
+    if not any(flows and (tape.values[r.i].name or "").startswith("param:") for r, flows in pairs):
         return 0.0
     outs = zip(node.outs, placement.options[k].outs, strict=True)
     return sum(tape.values[r.i].nbytes * problem.costs.share(s) for r, s in outs if tape.grad[r.i])

@@ -16,7 +16,8 @@ Objective: seconds of compute and communication, plus a price per byte of memory
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -189,6 +190,8 @@ class Build:
         for event in shared.values():
             self.events.append(event)
             seconds = kinds[event.collective.kind][1] * event.count
+            if event.phase == "forward":
+                seconds *= self.times_again((user.node, user.position) for user in event.users)
             event.column = self._serve(
                 seconds, [(user.node, user.position, user.edge) for user in event.users]
             )
@@ -264,7 +267,15 @@ class Build:
         """The collectives of a solution."""
         # what costs nothing may be chosen for nobody
         wanted = (event for event in self.events if any(x[user.edge] > 0.5 for user in event.users))
-        return [event.chosen(x) for event in wanted if event.column is None or x[event.column] > 0.5]
+        found = [event.chosen(x) for event in wanted if event.column is None or x[event.column] > 0.5]
+        return [
+            replace(c, count=c.count * self.times_again(c.consumers)) if c.phase == "forward" else c
+            for c in found
+        ]
+
+    def times_again(self, consumers: Iterable[tuple[int, int]]) -> int:
+        """How often these inputs (node, position) are brought where they are wanted, in what runs again too."""
+        return 1 + max((self.tape.again[node] for node, _ in consumers if node != RESULT), default=0)
 
     def read(self, answer: Any, seconds: float) -> Placement:
         """The placement that a solution stands for."""

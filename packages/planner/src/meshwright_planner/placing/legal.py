@@ -107,7 +107,7 @@ class Legality:
         view = NodeView.of(node, tape.values, self.costs.degree)
         # what no input or parameter takes part in is computed alike on every rank, outside the runtime
         rows = refine(view, self._domains.rows(index), self._grad)
-        if node.call is None or not node.ins or self.costs.degree == 1:
+        if node.call is None or not node.ins or self.costs.degree == 1 or index in tape.writes:
             rows = rows[:1]
         result: dict[tuple[States, States], Option] = {}
         for row in rows:
@@ -148,13 +148,13 @@ class Legality:
     def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
         tape, node = self.tape, self.tape.nodes[index]
         if index not in self._works:
-            self._works[index] = work_of(
-                node, tape.values, tape.grad, self.flops(index), self.backward(index)
-            )
+            known = self.flops(index), self.backward(index), tape.again[index]
+            self._works[index] = work_of(node, tape.values, tape.flows[index], *known)
         composite = self._composites.get(node.name) if node.op is None else None
         inner = self._inner(composite, view, row)
         seconds, forward = self.costs.timed(self._works[index], node, tape.values, row.ins, row.outs)
-        return Option(row.ins, row.outs, seconds, inner, self.costs.collective(inner), forward)
+        inner_seconds = self.costs.collective(inner) * (1 + tape.again[index])
+        return Option(row.ins, row.outs, seconds, inner, inner_seconds, forward)
 
     def parameter_states(self, value: int) -> list[State]:
         """The states in which a parameter may be stored."""

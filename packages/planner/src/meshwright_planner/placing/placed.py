@@ -16,6 +16,7 @@ from meshwright_planner.placing.legal import Rules
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.attention import attention_uses
 from meshwright_planner.profile.tape import Tape
+from meshwright_planner.recomputation.dropped import alive_again, own_dropped
 from meshwright_planner.recomputation.effect import recomputed
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.summing import summed_units
@@ -35,13 +36,20 @@ class Placed:
     ) -> None:
         """`like`: has the same states, on other sizes or with something else kept."""
         self.basis, self.rules, self.problem, self.placement = basis, rules, problem, placement
-        # representative node -> bytes that its module has alive beside what is kept, where it runs again
-        self.again: Mapping[int, float] = {}
+        self._asked: Mapping[int, float] = {}  # of `again`, what was asked for
         self.recompute: tuple[RecomputeRule, ...] = ()
         self._entering: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
         self._others: dict[object, Placed] = {}
         self._times: dict[int, Placement] = {1: placement}
         self._states: _States = _States(basis, problem, placement) if like is None else like._states
+
+    @cached_property
+    def again(self) -> Mapping[int, float]:
+        """Representative node -> bytes that its module has alive beside what is kept, where it runs again."""
+        if not self.problem.tape.dropped:
+            return self._asked
+        own = _alive_again(self.problem, self.placement)
+        return {k: max(own.get(k, 0.0), self._asked.get(k, 0.0)) for k in {*own, *self._asked}}
 
     @cached_property
     def memory(self) -> dict[str, int]:
@@ -80,8 +88,8 @@ class Placed:
         found = 0.0
         for k in problem.quotient.nodes:
             ahead = problem.legality.flops(k)
-            back = backward_flops(tape.nodes[k], tape.values, tape.grad, ahead)
-            found += counts[k] * (ahead * (1 + again.get(k, 0.0)) + back)
+            back = backward_flops(tape.nodes[k], tape.values, tape.flows[k], ahead)
+            found += counts[k] * (ahead * (1 + tape.again[k] + again.get(k, 0.0)) + back)
         return found / problem.costs.degree
 
     def own(self, names: frozenset[str]) -> tuple[float, float]:
@@ -184,8 +192,18 @@ class Placed:
         if key not in self._others:
             problem, placement, again = recomputed(self.problem, self.placement, rules)
             other = self._others[key] = Placed(self.basis, self.rules, problem, placement, self)
-            other.again, other.recompute = again, tuple(rules)
+            other._asked, other.recompute = again, tuple(rules)
         return self._others[key]
+
+
+def _alive_again(problem: PlacementProblem, placement: Placement) -> dict[int, float]:
+    """What the model's own checkpoints have alive while they run again."""
+    tape = problem.tape
+    blocks = problem.quotient.once_for(tape, "own dropped", lambda _: own_dropped(problem))
+    # what is kept meanwhile does not live beside that too
+    origin = tape if tape.origin is None else tape.origin
+    whole = replace(tape, saved=[*tape.saved, *tape.dropped], recompute=("own",), origin=origin)
+    return alive_again(problem.on(whole), placement, blocks, dict(enumerate(tape.again)))
 
 
 class _States:

@@ -59,7 +59,10 @@ class PlacementProblem:
         other.costs, other.legality = costs, self.legality.across(costs)
         other.options = {
             k: [
-                o if o.inner is None else replace(o, inner_seconds=costs.collective(o.inner)) for o in options
+                o
+                if o.inner is None
+                else replace(o, inner_seconds=costs.collective(o.inner) * (1 + self.tape.again[k]))
+                for o in options
             ]
             for k, options in self.options.items()
         }

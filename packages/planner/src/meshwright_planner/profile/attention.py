@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from meshwright_dtensor.rules import Composite, NodeView
 from meshwright_dtensor.strategy import AttentionUse
-from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.prices import AxisCosts, work_of
 from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.tape import Tape
@@ -24,11 +23,12 @@ def attention_uses(
     found: Counter[AttentionUse] = Counter()
     for k in quotient.nodes:
         if tape.nodes[k].name == attention.name:
-            found[_use(tape.nodes[k], tape, costs, attention)] += quotient.node_count[k]
+            found[_use(k, tape, costs, attention)] += quotient.node_count[k]
     return tuple(replace(use, count=count) for use, count in found.items())
 
 
-def _use(node: Node, tape: Tape, costs: AxisCosts, attention: Composite) -> AttentionUse:
+def _use(index: int, tape: Tape, costs: AxisCosts, attention: Composite) -> AttentionUse:
+    node = tape.nodes[index]
     q, k, v = (tape.values[ref.i] for ref in node.ins[:3])
     out = tape.values[node.outs[0].i]
     heads, key_heads = (t.shape[-3] if len(t.shape) > 2 else 1 for t in (q, k))
@@ -36,7 +36,7 @@ def _use(node: Node, tape: Tape, costs: AxisCosts, attention: Composite) -> Atte
     by_key = split if key_heads % split == 0 else 1
     states = [("I",) * len(refs) for refs in (node.ins, node.outs)]
     flops = attention.flops(NodeView.of(node, tape.values, 1))
-    work = work_of(node, tape.values, tape.grad, flops)
+    work = work_of(node, tape.values, tape.flows[index], flops, again=tape.again[index])
     return AttentionUse(
         query_bytes=q.nbytes // split,
         key_value_bytes=(k.nbytes + v.nbytes) // by_key,

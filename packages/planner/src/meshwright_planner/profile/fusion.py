@@ -34,9 +34,10 @@ def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.
         work_of(
             node,
             tape.values,
-            tape.grad,
+            tape.flows[index],
             forward_flops(node, tape.values, composites),
             backwards.of(tape, index),
+            tape.again[index],
         )
         for index, node in enumerate(tape.nodes)
     ]

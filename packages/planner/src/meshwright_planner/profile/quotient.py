@@ -172,7 +172,8 @@ class _Merger:
             node = self.tape.nodes[index]
             call = node.call and (node.call.module[len(name) :], node.call.function, node.call.occurrence)
             said = _described(node.args, label), _described(node.kwargs, label)
-            parts.append((node.name, node.module[len(name) :], call, *said))
+            goes = self.tape.flows[index], self.tape.again[index]
+            parts.append((node.name, node.module[len(name) :], call, *goes, *said))
             for k, ref in enumerate(node.outs):
                 inside[ref.i] = (position, k)
         return tuple(parts), _Block(name, list(outside), set(inside))

@@ -139,6 +139,8 @@ def _run_mixed(
         watcher = Watcher(composites, mode)
         blocks = replay_blocks(model, watcher, known.trusted) if replay else None
         tape = _watch(model, batch.map(given), watcher)
+    if not watcher.checkpoints.alike():
+        raise UnlikeError("a checkpoint")
     if blocks is not None:
         known.trusted |= blocks.proven()
     return tape
@@ -184,7 +186,8 @@ def _run_real(
         return new.zero_()
 
     with borrowed(model, real):
-        tape = _watch(model, batch.map(lambda name, t: real(t)), Watcher(composites))
+        given = batch.map(lambda name, t: real(t).requires_grad_(t.requires_grad))
+        tape = _watch(model, given, Watcher(composites))
     tape.real = True
     return tape
 
@@ -201,8 +204,13 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
     calls: set[tuple[str, str]] = set()
     marks: list[tuple[str, dict[str, State]]] = []
     noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
-    with torch.enable_grad(), _module_frames(model, watcher, calls), noted:
-        with torch.autograd.graph.saved_tensors_hooks(watcher.pack, lambda tensor: tensor), watcher:
+    with (
+        torch.enable_grad(),
+        _module_frames(model, watcher, calls),
+        noted,
+        watcher.checkpoints.watched(watcher.pack),
+    ):
+        with watcher:
             try:
                 out = model(*batch.args, **batch.kwargs)
             except Exception as error:
@@ -234,8 +242,17 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
         returned=tuple(dict.fromkeys(watcher.ref(t).i for t in (*leaves(out, torch.Tensor), *results))),
         calls=_with_copies(calls, watcher.copied),
     )
-    kept = finish(tape)
-    tape.saved = list(_saved(watcher, kept, tape))
+    watcher.find_functions()
+    kept = finish(tape, watcher.notes, watcher.roots, [watcher.ref(t).i for t in results if t.requires_grad])
+    saved = list(_saved(watcher, kept, tape))
+    # what leaves a checkpoint, and is kept by what takes it, is that one's
+    tape.saved = [
+        item if tape.inside[item.node] == tape.inside[item.by] else item._replace(node=item.by, output=False)
+        for item, again in saved
+        if not again
+    ]
+    tape.saved += _kept_by_policies(watcher, kept, tape)
+    tape.dropped = [item for item, again in saved if again]
     return tape
 
 
@@ -334,38 +351,55 @@ def _collect(tree: Any, found: dict[int, torch.Tensor]) -> None:
                 _collect(value, found)
 
 
-def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
+def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[tuple[Saved, bool]]:
+    """What autograd keeps, and whether a checkpoint gives it up."""
     produced = {r.i: k for k, node in enumerate(watcher.nodes) for r in node.outs}
     seen: dict[int, Saved | None] = {}
     inner: set[int | None] = set()
 
-    for item in _entries(watcher, 0, len(watcher.packed), seen, inner):
+    for item, again in _entries(watcher, 0, len(watcher.packed), seen, inner):
         # inputs are packed before their node is recorded, outputs after
         own = item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
         node = kept.get(item.node - 1 if own else item.node)
         # what the next function reads is packed there too, before its node is
         by = kept.get(item.by if own else item.node)
         if node is not None:
-            yield item._replace(node=node, output=own or item.root is None, by=node if by is None else by)
+            output = own or item.root is None
+            yield item._replace(node=node, output=output, by=node if by is None else by), again
+
+
+def _kept_by_policies(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
+    """Results that checkpoints of the model keep beside what autograd does."""
+    for old, note in enumerate(watcher.notes):
+        if old not in kept:
+            continue
+        index = kept[old]
+        tensors = next((found for spot in note.place if (found := spot.kept)), [])
+        for ref in watcher.nodes[old].outs if tensors else ():
+            root = watcher.roots.get(ref.i, ref.i)
+            yield Saved(index, root, ref.i, True, tape.values[root].nbytes, index)
+        for tensor in tensors:
+            if not watcher.storage_of(tensor, []):  # inner to a composite
+                yield Saved(index, None, None, True, tensor.numel() * tensor.element_size(), index)
 
 
 def _entries(
     watcher: Watcher, first: int, last: int, seen: dict[int, Saved | None], inner: set[int | None]
-) -> Iterator[Saved]:
+) -> Iterator[tuple[Saved, bool]]:
     """What was packed from one place to another, by the number of nodes that there were; of copies, what their first has."""
     for place in range(first, last):
-        index, what, inside = watcher.packed[place]
+        index, what, inside, again = watcher.packed[place]
         if isinstance(what, Copy):
-            for item in _entries(watcher, *what.packed, seen, inner):
+            for item, given_up in _entries(watcher, *what.packed, seen, inner):
                 root, value = (None if i is None else what.value(i) for i in (item.root, item.value))
                 node, by = item.node + what.shift, item.by + what.shift
-                yield Saved(node, root, value, item.output, item.nbytes, by)
+                yield Saved(node, root, value, item.output, item.nbytes, by), given_up
             continue
         if place not in seen:
             seen[place] = _packed(watcher, index, what, inner, index - inside)
         found = seen[place]
         if found is not None:
-            yield found
+            yield found, again
 
 
 def _packed(

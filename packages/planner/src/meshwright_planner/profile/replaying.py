@@ -18,6 +18,7 @@ from torch import nn
 from meshwright_dtensor.trace import Call, Node, Ref
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
+from meshwright_planner.profile.checkpoints import Checkpoint
 from meshwright_planner.profile.families import families
 from meshwright_planner.profile.sights import Sight, show, watched_hooks
 from meshwright_planner.profile.watching import Watcher
@@ -39,6 +40,7 @@ class _Run:
         own: name of a parameter or buffer below the module -> value.
         outputs, spec: what came out: (which argument, or None, the tensor), or the thing itself.
         storages: per output, the values of its storage.
+        around: the checkpoints that it ran in.
         sights: what hooks inside of it saw.
         alike: what must be the same in two runs of a family; None where it cannot be written down again.
     """
@@ -53,6 +55,7 @@ class _Run:
     outputs: list[Any]
     spec: Any
     storages: list[list[int]]
+    around: list[Checkpoint]
     sights: list[Sight]
     alike: Any
 
@@ -107,7 +110,11 @@ class Replayer:
             if given is None:
                 return forward(*args, **kwargs)
             tensors, shape = given
-            runs = self._runs.setdefault((family, (shape, hooks)), [])
+            # of a checkpoint that has run something, it depends on that what runs again
+            around = self.watcher.checkpoints.open()
+            begun = tuple((id(one), one.nodes) if one.nodes else None for one in around)
+            key = (shape, hooks, torch.is_grad_enabled(), begun)
+            runs = self._runs.setdefault((family, key), [])
             if family in self._trusted and runs and runs[0] is not None:
                 return self._again(runs[0], name, module, tensors)
             trusted = (
@@ -133,13 +140,14 @@ class Replayer:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         order: dict[int, int] = {}
         said: list[Any] = []
+        asked = iter(_torch.asked(tensors))
         for x in leaves:
             if isinstance(x, torch.Tensor):
                 fake = _torch.is_fake(x)
                 # values of real tensors decide what a program does: only the very same ones are known to be alike
                 same = order.setdefault(id(x), len(order)) if fake else ("real", id(x), _torch.writes(x))
                 tainted = self.watcher.is_tainted(x)
-                said.append((same, tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad, tainted))
+                said.append((same, tuple(x.shape), tuple(x.stride()), x.dtype, next(asked), tainted))
             else:
                 try:
                     hash(x)
@@ -161,7 +169,7 @@ class Replayer:
         watcher = self.watcher
         inputs = [watcher.ref(t).i for t in tensors]
         roots = [watcher.storage_of(t, [i])[0] for t, i in zip(tensors, inputs)]
-        own = self._own(module)
+        own, around = self._own(module), self.watcher.checkpoints.open()
         first = len(watcher.nodes), len(watcher.values), len(watcher.packed)
         with watched_hooks(module, watcher) as sights:
             out = forward()
@@ -192,7 +200,19 @@ class Replayer:
                 outputs.append((None, x))
             storages.append([] if not isinstance(x, torch.Tensor) else list(watcher.storage_of(x, [])))
         run = _Run(
-            name, nodes, values, packed, inputs, roots, own, outputs, spec, storages, sights.seen, None
+            name,
+            nodes,
+            values,
+            packed,
+            inputs,
+            roots,
+            own,
+            outputs,
+            spec,
+            storages,
+            around,
+            sights.seen,
+            None,
         )
         run.alike = self._alike(run)
         return (None if run.alike is None else run), out
@@ -258,7 +278,10 @@ class Replayer:
         watcher.copied[name] = run.module
         watcher.values.extend(watcher.values[slice(*run.values)])
         watcher.nodes.extend(_copied(n, value, run.module, name) for n in watcher.nodes[slice(*run.nodes)])
-        watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False))
+        watcher.copy_notes(run.nodes, run.around)
+        roots = ((i, watcher.roots.get(i)) for i in range(*run.values))
+        watcher.roots.update((value(i), value(root)) for i, root in roots if root is not None)
+        watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False, False))
         made: dict[int, torch.Tensor] = {}
 
         def stand_in(x: torch.Tensor, storage: list[int] | None = None) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Family:
     def at(self, rows: int) -> Tape | None:
         """The tape of `rows` rows; None where a size would be no whole number."""
         first = self.first
-        values, nodes, saved = list(first.values), list(first.nodes), list(first.saved)
+        values, nodes, saved = list(first.values), list(first.nodes), [*first.saved, *first.dropped]
         try:
             for i, shape, stride in self._values:
                 old = values[i]
@@ -58,7 +58,11 @@ class Family:
                 saved[i] = saved[i]._replace(nbytes=values[root].nbytes)
         except _Bent:
             return None
-        return replace(first, values=values, nodes=nodes, saved=saved, rows=rows, origin=first)
+        own = len(first.saved)
+        kept, dropped = saved[:own], saved[own:]
+        return replace(
+            first, values=values, nodes=nodes, saved=kept, dropped=dropped, rows=rows, origin=first
+        )
 
     def says(self, other: Tape) -> bool:
         """Whether a tape that was recorded with yet another number of rows is what these two make of it."""
@@ -69,7 +73,7 @@ class Family:
             and all(x.shape == y.shape and x.stride == y.stride for x, y in zip(own.values, other.values))
             and all(_same((n.args, n.kwargs), (m.args, m.kwargs)) for n, m in zip(own.nodes, other.nodes))
             and all(math.isclose(n.flops, m.flops) for n, m in zip(own.nodes, other.nodes))
-            and all(s.nbytes == t.nbytes for s, t in zip(own.saved, other.saved))
+            and all(s.nbytes == t.nbytes for s, t in zip(_items(own), _items(other)))
         )
 
     def _learn(self, second: Tape) -> None:
@@ -90,7 +94,7 @@ class Family:
                 self._nodes.append((i, *rules, self._power(n.flops, m.flops)))
         self._saved: list[tuple[int, _Rule]] = []
         self._whole: list[tuple[int, int]] = []  # what is kept is all of a storage that is known
-        for i, (s, t) in enumerate(zip(a.saved, b.saved, strict=True)):
+        for i, (s, t) in enumerate(zip(_items(a), _items(b), strict=True)):
             root = s.root
             if root is not None and (s.nbytes, t.nbytes) == (a.values[root].nbytes, b.values[root].nbytes):
                 if s.nbytes != t.nbytes:
@@ -137,11 +141,18 @@ class Family:
 
 def _alike(a: Tape, b: Tape) -> bool:
     return (
-        (len(a.values), len(a.nodes), len(a.saved)) == (len(b.values), len(b.nodes), len(b.saved))
+        (len(a.values), len(a.nodes)) == (len(b.values), len(b.nodes))
+        and (len(a.saved), len(a.dropped)) == (len(b.saved), len(b.dropped))
         and (a.results, a.grad, a.parameters) == (b.results, b.grad, b.parameters)
+        and (a.flows, a.again, a.inside) == (b.flows, b.again, b.inside)
         and all(_same_node(n, m) for n, m in zip(a.nodes, b.nodes))
-        and all(_same_kept(s, t) for s, t in zip(a.saved, b.saved))
+        and all(_same_kept(s, t) for s, t in zip(_items(a), _items(b)))
     )
+
+
+def _items(tape: Tape) -> list[Saved]:
+    """What autograd keeps, and what checkpoints of the model give up of that."""
+    return [*tape.saved, *tape.dropped]
 
 
 def _same_node(n: Node, m: Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.planning import PRECISIONS, unknown
 from meshwright_dtensor.precision import DTYPES
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.rules.composite import Composite
 from meshwright_dtensor.sizes import human_bytes
 from meshwright_planner.costs.products import backward_flops, by_name, forward_flops
 from meshwright_planner.profile.batch import Batch
@@ -130,23 +131,33 @@ def profile_model(
     ahead = [forward_flops(node, tape.values, composites) for node in tape.nodes]
     region = Region(tape, merged, ahead.__getitem__, rules)
     saved = region.saved(tape) if rules else tape.saved
-    rows = _rows(model, tape, ahead, region.repeated, saved)
+    rows = _rows(model, tape, ahead, region.repeated, saved, _unused(tape, composites))
     return ModelProfile(tuple(rows.values()), tuple(_folded(rows, merged)), precision, recompute)
 
 
 def _rows(
-    model: nn.Module, tape: Tape, ahead: list[float], repeated: frozenset[int], saved: Iterable[Saved]
+    model: nn.Module,
+    tape: Tape,
+    ahead: list[float],
+    repeated: frozenset[int],
+    saved: Iterable[Saved],
+    unused: Iterable[tuple[str, int, int]],
 ) -> dict[str, ModuleProfile]:
     """Module -> its figures, the model first."""
     sums: dict[str, Counter[str]] = {name: Counter() for name in tape.modules}
+    for module, forward, again in unused:
+        for name in _within(module):
+            sums[name]["forward_flops"] += forward
+            sums[name]["again_flops"] += again
     for index, node in enumerate(tape.nodes):
         forward, back = (
-            round(n) for n in (ahead[index], backward_flops(node, tape.values, tape.grad, ahead[index]))
+            round(n)
+            for n in (ahead[index], backward_flops(node, tape.values, tape.flows[index], ahead[index]))
         )
         for name in _within(node.module):
             sums[name]["forward_flops"] += forward
             sums[name]["backward_flops"] += back
-            sums[name]["again_flops"] += forward * (index in repeated)
+            sums[name]["again_flops"] += forward * (tape.again[index] + (index in repeated))
     seen: set[int] = set()
     for item in saved:
         if item.root is not None:
@@ -163,6 +174,14 @@ def _rows(
             name, type(module).__name__, parameters=held[0], parameter_bytes=held[1], **sums[name]
         )
     return found
+
+
+def _unused(tape: Tape, composites: Mapping[str, Composite]) -> Iterator[tuple[str, int, int]]:
+    """Module, operations, and those that run again, of what runs and nothing depends on: it goes forward only."""
+    for node, again in tape.unused:
+        forward = round(forward_flops(node, tape.values, composites))
+        if forward:
+            yield node.module, forward, forward * again
 
 
 def _within(module: str) -> list[str]:

@@ -6,13 +6,15 @@ How it is made is in `recording.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from meshwright_dtensor.states import State
 from meshwright_dtensor.trace import Node, Value
+from meshwright_planner.profile.checkpoints import times_again
+from meshwright_planner.profile.gradients import Note, flows
 
 
 class Saved(NamedTuple):
@@ -54,9 +56,15 @@ class Tape:
         nodes: the operations that the results depend on, in order.
         results: values that the caller gets: the loss, else all floating-point outputs.
         grad: per value, whether a gradient flows to it.
+        flows: per node and tensor input, whether the node hands a gradient to it.
+        again: per node, how often checkpoints of the model itself run it again in the backward pass.
+        writes: nodes that write to a part of something which others read whole.
         saved: what autograd keeps.
+        dropped: what checkpoints of the model itself give up, and have again while they run again.
+        inside: per node, numbers of those that it runs in.
         modules: every module by its fully qualified name.
         recorded: number of operations before dead code was removed.
+        unused: the dead code, which runs all the same: each operation, and how often it runs again (see `again`).
         real: the run was on real tensors because the model looks at data.
         seconds: how long it took.
         scalar: the result is a scalar loss.
@@ -84,6 +92,12 @@ class Tape:
     parameters: dict[str, int] = field(default_factory=dict)
     rows: int = 1
     origin: Tape | None = None
+    flows: list[tuple[bool, ...]] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    writes: frozenset[int] = frozenset()
+    dropped: list[Saved] = field(default_factory=list)
+    inside: list[tuple[int, ...]] = field(default_factory=list)
+    unused: tuple[tuple[Node, int], ...] = ()
     copied: dict[str, str] = field(default_factory=dict)
     recompute: Hashable = ()
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -159,31 +173,49 @@ class Tape:
         )
 
 
-def finish(tape: Tape) -> dict[int, int]:
-    """Drop what no result depends on and find where gradients flow; returns old node index -> new of those kept."""
-    kept = _remove_dead_code(tape)
-    tape.grad = _gradients(tape)
+def finish(
+    tape: Tape, notes: Sequence[Note], roots: Mapping[int, int], asking: Iterable[int]
+) -> dict[int, int]:
+    """Drop what no result depends on and find where gradients flow; returns old node index -> new of those kept.
+
+    Args:
+        notes: how each node was run.
+        roots: value -> the first value of its storage, where that is another one.
+        asking: those of the results that require a gradient.
+    """
+    every = tape.nodes
+    kept = _remove_dead_code(tape, roots)
+    found = flows(tape.nodes, [notes[k] for k in kept], asking, len(tape.values), roots)
+    tape.grad, tape.flows = found.values, found.inputs
+    again = [times_again(note.place, found.reached) for note in notes]
+    tape.again = [again[k] for k in kept]
+    numbers: dict[object, int] = {}
+    tape.inside = [
+        tuple(numbers.setdefault(spot.here, len(numbers)) for spot in notes[k].place) for k in kept
+    ]
+    tape.unused = tuple((every[k], again[k]) for k in range(len(every)) if k not in kept)
     return kept
 
 
-def _remove_dead_code(tape: Tape) -> dict[int, int]:
+def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     """Drop nodes that no result depends on; returns old index -> new index of those kept."""
     live = set(tape.results)
+    # what is written to a part of something (a view of it) is seen by who reads that later
+    stored = {roots.get(i, i) for i in live}
     kept: list[int] = []
+    writes: list[int] = []
     for index in range(len(tape.nodes) - 1, -1, -1):
         node = tape.nodes[index]
-        if any(r.i in live for r in node.outs):
-            kept.append(index)
-            live.update(r.i for r in node.ins)
+        read = any(r.i in live for r in node.outs)
+        if not read and node.mutates and any(roots.get(r.i, r.i) in stored for r in node.outs):
+            writes.append(index)
+        elif not read:
+            continue
+        kept.append(index)
+        live.update(r.i for r in node.ins)
+        stored.update(roots.get(r.i, r.i) for r in node.ins)
     kept.reverse()
     tape.nodes = [tape.nodes[i] for i in kept]
-    return {old: new for new, old in enumerate(kept)}
-
-
-def _gradients(tape: Tape) -> list[bool]:
-    grad = [v.requires_grad if v.name else False for v in tape.values]
-    for node in tape.nodes:
-        flows = any(grad[r.i] for r in node.ins)
-        for ref in node.outs:
-            grad[ref.i] = flows and tape.values[ref.i].differentiable
-    return grad
+    found = {old: new for new, old in enumerate(kept)}
+    tape.writes = frozenset(found[index] for index in writes)
+    return found

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from meshwright_dtensor.trace import DEVICE, Recorder, leaves
+from meshwright_dtensor.trace import DEVICE, Recorder, is_product, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
+from meshwright_planner.profile.checkpoints import Checkpoint, Checkpoints, Place
+from meshwright_planner.profile.gradients import Note, functions
 
 REAL_ELEMENTS = 2**25
 """Integer results with more elements than this are fake too: nobody looks at every entry of a large mask."""
@@ -24,20 +26,74 @@ class Watcher(Recorder):
 
     def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
         self.storages: dict[int, list[int]] = {}
+        self.roots: dict[int, int] = {}
+        """Value -> the first value of its storage, where that is another one."""
         self._stored: set[tuple[int, int]] = set()  # (id of a tensor, value) whose storage is noted
         self.fake = mode
         self._real = REAL_ELEMENTS
         self.copied: dict[str, str] = {}
-        self.packed: list[tuple[int, Any, bool]] = []
-        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again, and whether the
-        torch function that made the last node still runs)."""
+        self.packed: list[tuple[int, Any, bool, bool]] = []
+        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again, whether the
+        torch function that made the last node still runs, and whether a checkpoint gives it up)."""
+        self.notes: list[Note] = []
+        """Per node, how it was run."""
+        self.checkpoints = Checkpoints(lambda tensor: self._pack(tensor, True))
+        self._place: Place = ()  # where the last operation began, and how much was kept there by then
         super().__init__(composites)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note that autograd keeps a tensor: a hook of torch.autograd.graph.saved_tensors_hooks."""
-        inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
-        self.packed.append((len(self.nodes), tensor, inside))
+        self._pack(tensor, False)
         return tensor
+
+    def _pack(self, tensor: torch.Tensor, again: bool) -> None:
+        inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
+        count = len(self.nodes)
+        self.packed.append((count if again else self.checkpoints.keeper(count), tensor, inside, again))
+
+    def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Recorder.on_function."""
+        self.checkpoints.open()  # before anything is kept in one that has just begun
+        return super().on_function(func, args, kwargs)
+
+    def _begins(self, func: Any) -> None:
+        """An operation begins. Of a composite the last product counts: what policies of checkpoints keep are products."""
+        place = self.checkpoints.place(func)
+        if place and self._silent and not is_product(func):
+            place = tuple(
+                spot._replace(op=was.op, number=was.number) for spot, was in zip(place, self._place)
+            )
+        self._place = place
+
+    def added(self, tensors: list[torch.Tensor]) -> None:
+        """See Recorder.added."""
+        self.notes.append(Note(torch.is_grad_enabled(), _torch.asked(tensors), self._place))
+        for spot in self._place:
+            spot.here.add(len(self.notes) - 1)
+
+    def copy_notes(self, nodes: tuple[int, int], around: Sequence[Checkpoint]) -> None:
+        """What ran from one node to another is said to have run here too; `around`: the checkpoints that it ran in."""
+        notes = self.notes[slice(*nodes)]
+        if not any(note.place for note in notes):
+            self.notes.extend(Note(note.enabled, note.asked, (), note) for note in notes)
+            return
+        here = self.checkpoints.again(around)
+        for note in notes:
+            place = tuple(spot._replace(here=here(spot.here)) for spot in note.place)
+            self.notes.append(Note(note.enabled, note.asked, place, note))
+            for spot in place:
+                spot.here.add(len(self.notes) - 1)
+
+    def find_functions(self) -> None:
+        """Note where calls of torch.autograd.Function hand gradients to, once all has run."""
+        if all(note.enabled or not any(note.asked) for note in self.notes):
+            return
+        seen: dict[int, torch.Tensor] = {}
+        for tensor in self._kept:
+            value = self._index[id(tensor)]
+            if value not in seen or not seen[value].requires_grad:
+                seen[value] = tensor
+        functions(self.nodes, self.notes, seen.get)
 
     def ref(self, tensor: torch.Tensor) -> Any:
         """See Recorder.ref."""
@@ -49,6 +105,8 @@ class Watcher(Recorder):
                 known = self.storages.setdefault(key, [])
                 if ref.i not in known:
                     known.append(ref.i)
+                    if known[0] != ref.i:
+                        self.roots[ref.i] = known[0]
         return ref
 
     def storage_of(self, tensor: torch.Tensor, none: list[int]) -> list[int]:
@@ -90,6 +148,7 @@ class Watcher(Recorder):
         if func is DEVICE:
             return func(*args)
         kwargs = kwargs or {}
+        self._begins(func)
         if self.fake is not None and _result_elements(func, args, kwargs) > self._real:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:

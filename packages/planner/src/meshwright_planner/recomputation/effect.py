@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.costs.keeping import kept_bytes
+from meshwright_planner.costs.prices import more_forward
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import Conversion
 from meshwright_planner.recomputation.dropped import alive_again, dropped
@@ -31,15 +32,11 @@ def recomputed(
         problem.tape, ("dropped", tuple(rules)), lambda _: dropped(problem, region.block, kept)
     )
     again = region.again
-    options = {
-        k: replace(
-            o,
-            seconds=o.seconds * (1 + again[k] * o.forward),
-            forward=o.forward / (1 + again[k] * o.forward),
-            inner_seconds=o.inner_seconds * (1 + again[k]),
-        )
-        for k, o in placement.options.items()
-    }
+    options = {}
+    for k, o in placement.options.items():
+        seconds, forward = more_forward(o.seconds, o.forward, again[k])
+        inner_seconds = o.inner_seconds * (1 + again[k])
+        options[k] = replace(o, seconds=seconds, forward=forward, inner_seconds=inner_seconds)
     conversions = _communicated(placement, again)
     counts, costs = problem.quotient.node_count, problem.costs
     between = sum(costs.collective(c.collective) * c.count for c in conversions)

@@ -54,7 +54,7 @@ class Floor:
         for k in problem.quotient.nodes:
             node, count = tape.nodes[k], problem.quotient.node_count[k]
             flops = problem.legality.flops(k)
-            work = work_of(node, tape.values, tape.grad, flops)
+            work = work_of(node, tape.values, tape.flows[k], flops)
             long = lengths[k].length if k in lengths else 0
             times = float(long in (rows, tokens))
             if other is not None and others.get(k, 0) * rows == long * other.rows:

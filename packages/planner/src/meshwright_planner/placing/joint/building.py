@@ -101,9 +101,8 @@ class JointBuild(Build):
     def _collectives(self, made: _Made, x: Any) -> Iterable[Conversion]:
         consumers = tuple((node, position) for node, position, edge in made.users if x[edge] > 0.5)
         for move, collective in self.problem.moves(made.value, made.stage):
-            yield Conversion(
-                made.value, move.source, move.target, move.phase, collective, made.count, consumers
-            )
+            count = made.count * (self.times_again(consumers) if move.phase == "forward" else 1)
+            yield Conversion(made.value, move.source, move.target, move.phase, collective, count, consumers)
 
 
 def count_pairs(problem: JointProblem) -> int:

@@ -71,12 +71,11 @@ class JointLegality(Legality):
         """What one way of doing a node costs."""
         node, values = self.tape.nodes[index], self.tape.values
         if index not in self._works:
-            self._works[index] = work_of(
-                node, values, self.tape.grad, self.flops(index), self.backward(index)
-            )
+            known = self.flops(index), self.backward(index), self.tape.again[index]
+            self._works[index] = work_of(node, values, self.tape.flows[index], *known)
         seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
         inners = tuple(self._inside_call(index, ins, outs))
-        inner_seconds = sum(map(self.costs.collective, inners))
+        inner_seconds = sum(map(self.costs.collective, inners)) * (1 + self.tape.again[index])
         return JointOption(ins, outs, seconds, None, inner_seconds, forward, inners)
 
     def parameter_states(self, value: int) -> list[State]:
@@ -132,7 +131,7 @@ class JointLegality(Legality):
         if any(ins) or any(outs):
             rows = self.rules.lifted(view, rows, ins, outs)
         rows = refine(view, rows, lambda ref: self.tape.grad[ref.i])
-        if node.call is None or not node.ins:
+        if node.call is None or not node.ins or index in self.tape.writes:
             rows = rows[:1]
         for row in rows:
             every = (
@@ -225,10 +224,10 @@ def inside(state: State, outer: State, degree: int) -> State | None:
     return segments(int(state), [size // n for size in parts], degree)
 
 
-def priced(option: Option, costs: JointCosts) -> Option:
-    """The same where other links join the ranks."""
+def priced(option: Option, costs: JointCosts, again: int) -> Option:
+    """The same where other links join the ranks; `again`: how often its forward runs once more."""
     assert isinstance(option, JointOption)
-    return replace(option, inner_seconds=sum(map(costs.collective, option.inners)))
+    return replace(option, inner_seconds=sum(map(costs.collective, option.inners)) * (1 + again))
 
 
 Pins = Mapping[str, Sequence[State | None]]

@@ -180,7 +180,8 @@ class JointProblem(PlacementProblem):
         assert isinstance(costs, JointCosts)
         other = copy.copy(self)
         other.costs, other.legality, other._seconds = costs, self.legality.across(costs), {}
-        other.options = {k: [priced(o, costs) for o in some] for k, some in self.options.items()}
+        again = self.tape.again
+        other.options = {k: [priced(o, costs, again[k]) for o in some] for k, some in self.options.items()}
         return other
 
     def with_fixed(self, axis: int, placement: Placement | None) -> JointProblem:
