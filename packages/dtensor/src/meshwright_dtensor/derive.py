@@ -22,6 +22,7 @@ from meshwright_dtensor._torch import fake_mode, pytree, quiet_fakes, without_mo
 from meshwright_dtensor.boxes import dim_order_of
 from meshwright_dtensor.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.commlog import record
+from meshwright_dtensor.cutting import chosen
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.global_tensor import DetachedView
 from meshwright_dtensor.regions import Region, local_shape_of, region_of
@@ -159,7 +160,8 @@ def derive(
     ]
     plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
     with without_modes():
-        choice = Chooser(space, space.rulebook, traced.nodes, traced.values, plain).run(start, weights, goal)
+        chooser = Chooser(space, space.rulebook, traced.nodes, traced.values, plain)
+        choice = chosen(chooser, start, weights, goal)
     produced, first, hoisted = _hoist(traced, choice, start, len(layouts))
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
     gathered_view = _check_mutations(traced, choice, [m.states for m in layouts], copies)

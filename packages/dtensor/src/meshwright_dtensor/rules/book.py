@@ -14,6 +14,7 @@ from meshwright_dtensor.rules import (
     indexing,
     matmul,
     pointwise,
+    recurrent,
     reductions,
     stock,
     views,
@@ -137,7 +138,7 @@ class RuleBook:
 def first_party_rules() -> dict[str, RuleEntry]:
     """op name -> rule."""
     rules: dict[str, RuleEntry] = {}
-    for module in (views, pointwise, reductions, matmul, attention, indexing, factories):
+    for module in (views, pointwise, reductions, matmul, attention, indexing, factories, recurrent):
         rules.update(module.RULES)
     return rules
 
