@@ -8,9 +8,10 @@ gathered to meet them.  Constants, and values whose gradients are partial (X), a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.choose import Choice, Chooser, Underivable, conversion_cost
+from meshwright_dtensor.hoisting import is_view
 from meshwright_dtensor.states import I, State, States, X
 
 TRIED = 8
@@ -20,7 +21,10 @@ _BYTE = 1.0
 
 
 def chosen(
-    chooser: Chooser, inputs: Sequence[States], weights: Sequence[bool], outputs: Sequence[State | None] = ()
+    chooser: Chooser,
+    inputs: Mapping[int, States],
+    weights: Collection[int],
+    outputs: Sequence[State | None] = (),
 ) -> Choice:
     """As `Chooser.run`, with inputs that can be cut for nothing cut where less is moved then.
 
@@ -49,26 +53,28 @@ def chosen(
     return best
 
 
-def _cuts(chooser: Chooser, inputs: Sequence[States], weights: Sequence[bool]) -> Iterator[list[States]]:
+def _cuts(
+    chooser: Chooser, inputs: Mapping[int, States], weights: Collection[int]
+) -> Iterator[dict[int, States]]:
     """The inputs with all that can be cut for nothing cut, where a dim is as long as one that another input is sharded on."""
     values, written = chooser.values, _written(chooser)
     ways: list[list[tuple[int, int, int]]] = []  # per input and axis: (input, axis, dim)
     for axis in range(chooser.space.ndim):
-        spread = [(i, s[axis]) for i, s in enumerate(inputs) if not weights[i] and isinstance(s[axis], int)]
+        spread = [(i, s[axis]) for i, s in inputs.items() if i not in weights and isinstance(s[axis], int)]
         lengths = {values[i].shape[int(dim)] for i, dim in spread}
-        for i, states in enumerate(inputs):
+        for i, states in inputs.items():
             free = states[axis] == X or (states[axis] == I and i in chooser.constants)
-            if free and not weights[i] and i not in written:
+            if free and i not in weights and i not in written:
                 dims = [d for d, size in enumerate(values[i].shape) if size in lengths]
                 if dims:
                     ways.append([(i, axis, dim) for dim in dims])
     if not ways:
         return
     for cut in itertools.islice(itertools.product(*ways), TRIED):
-        changed = [list(states) for states in inputs]
+        changed = dict(inputs)
         for i, axis, dim in cut:
-            changed[i][axis] = dim
-        yield [tuple(states) for states in changed]
+            changed[i] = (*changed[i][:axis], dim, *changed[i][axis + 1 :])
+        yield changed
 
 
 def _written(chooser: Chooser) -> set[int]:
@@ -80,14 +86,14 @@ def _written(chooser: Chooser) -> set[int]:
             base = root.get(node.ins[0].i, node.ins[0].i)
             if node.mutates:
                 found.add(base)
-            if node.op is not None and any(r.alias_info is not None for r in node.op._schema.returns):
+            if is_view(node):
                 root.update((ref.i, base) for ref in node.outs)
     return found
 
 
-def _moved(chooser: Chooser, choice: Choice, inputs: Sequence[States], weights: Sequence[bool]) -> float:
+def _moved(chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weights: Collection[int]) -> float:
     """Bytes on the wire, forward and backward, of all conversions of a choice; each is made once."""
-    states: dict[int, States] = dict(enumerate(inputs))
+    states: dict[int, States] = dict(inputs)
     whole = (I,) * chooser.space.ndim
     seen: set[tuple[int, States]] = set()
     total = 0.0
@@ -96,7 +102,7 @@ def _moved(chooser: Chooser, choice: Choice, inputs: Sequence[States], weights: 
             if (ref.i, wanted) in seen:
                 continue
             seen.add((ref.i, wanted))
-            heavy = ref.i < len(weights) and weights[ref.i]
+            heavy = ref.i in weights
             value = chooser.values[ref.i]
             grad = value.differentiable and ref.i not in chooser.constants
             for a, b, n in zip(states.get(ref.i, whole), wanted, chooser.space.sizes, strict=True):

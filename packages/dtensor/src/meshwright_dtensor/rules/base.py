@@ -17,6 +17,8 @@ from meshwright_dtensor._torch import pytree
 from meshwright_dtensor.states import P, R, States
 from meshwright_dtensor.trace import Node, Ref, Value, is_ref
 
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
 Row: TypeAlias = tuple[States, States]
 """(states of node.ins, states of node.outs)."""
 
@@ -212,6 +214,11 @@ def is_random(node: Node) -> bool:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return bool(given != 0.0)
     return True
+
+
+def needs_data(node: Node) -> bool:
+    """Whether what an aten op returns, or of which shape, depends on values of its inputs: it does not run on fake tensors."""
+    return node.op is not None and any(tag in node.op.tags for tag in _DATA_DEPENDENT)
 
 
 def linear_row(view: NodeView, *slots: int) -> Row:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from meshwright_dtensor.following import Moved
 from meshwright_dtensor.states import State
 from meshwright_dtensor.trace import Node, Value
 
@@ -33,6 +34,19 @@ class Saved(NamedTuple):
     output: bool
     nbytes: int
     by: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """What data ranks do beside computing on their own rows.
+
+    Args:
+        moved: collectives of one pass forward and backward for which rows of several ranks meet, and how often each comes.
+        notes: what users should know of it.
+    """
+
+    moved: tuple[tuple[Moved, int], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,7 @@ class Tape:
         tied: first name -> other names of every parameter that has several.
         marks: (module, mesh axis -> state) of each activation that the model marks, where it was run.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
+        division: of the tape of a data rank, what it does beside computing on its own rows; None where that is all.
     """
 
     values: list[Value]
@@ -85,6 +100,7 @@ class Tape:
     recompute: Hashable = ()
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     marks: tuple[tuple[str, Mapping[str, State]], ...] = ()
+    division: Division | None = None
 
     @cached_property
     def _inside(self) -> dict[str, list[int]]:

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 import torch
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.following import Grid
+from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import Known, record
+from meshwright_planner.profile.rows import Rows
 from meshwright_planner.profile.scaling import Family
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.search.basis import Basis
@@ -32,12 +35,39 @@ class Tapes:
     def __init__(self) -> None:
         self._tapes: dict[object, Tape] = {}
         self._families: dict[object, Family | None] = {}
+        self._rows = Rows()
         self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
 
     def of(self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1) -> Tape:
         """The tape of what one rank computes at once: a microbatch of its part of the batch."""
-        shapes = _shapes(basis, degrees, microbatches)
-        return self._find(basis, rules, basis.setting.batch, shapes)
+        batch, shapes = basis.setting.batch, _shapes(basis, degrees, microbatches)
+        own = self._find(basis, rules, batch, shapes)
+        axes = basis.rows_axes(degrees)
+        if not axes or not isinstance(rules, RuleBook):
+            return own
+        counted = {name: tuple(t.shape[:1]) == (batch.size,) for name, t in batch.tensors()}
+        key = (basis.setting.dtype, *shapes.values())
+        many = batch.size >= max(LEARNT)
+        if many and self._family(basis, rules, batch, shapes) is not None:  # of all numbers of rows at once
+            few, more = (self._find(basis, rules, batch, one) for one in self._pair(batch, shapes))
+            pair = (basis.setting.dtype, *self._pair(batch, shapes)[0].values())
+            if self._rows.goes_by_rows(pair, few, more, counted, rules):
+                return own
+        together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
+        grid = Grid(axes, tuple(degrees[a] for a in axes))
+        lying = {
+            name: tuple(basis.batch_states(name, tuple(t.shape), degrees)[a] for a in axes)
+            for name, t in batch.tensors()
+        }
+        return self._rows.of(
+            (key, grid.axes, grid.sizes, *together.values()),
+            own,
+            lambda: self._find(basis, rules, batch, together),
+            grid,
+            rules,
+            lying,
+            basis.run_apart(),
+        )
 
     def other(
         self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1

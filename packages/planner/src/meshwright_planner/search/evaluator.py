@@ -161,6 +161,7 @@ class Search:
             tuple(self._present(point)),
             self.setting.sequence_parallel,
             len(tape.nodes),
+            None if tape.division is None else id(tape),
         )
         model = self._models.get(family)
         if model is None or len(model.problem.tape.values) != len(tape.values):
