@@ -298,6 +298,8 @@ class _Follower:
     # ---- conversions
     def _convert(self, value: int, source: States, target: States, node: Node, back: bool) -> None:
         """As `global_tensor.local_in`: a reduction is shared by all that need it, and what is moved is moved once."""
+        if source == target:
+            return
         between = tuple("I" if a == "P" and b == "X" else a for a, b in zip(source, target, strict=True))
         if between != source:
             self._convert(value, source, between, node, back)

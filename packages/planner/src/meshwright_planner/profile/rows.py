@@ -10,7 +10,7 @@ from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.states import States
 from meshwright_planner.costs.products import by_name
 from meshwright_planner.profile.dividing import apart, divided, plain
-from meshwright_planner.profile.quotient import quotient
+from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.scaling import alike
 from meshwright_planner.profile.tape import Division, Tape
 
@@ -21,11 +21,18 @@ UNLIKE = (
 
 
 def follows(
-    own: Tape, whole: Tape, grid: Grid, book: RuleBook, states: Mapping[str, States], modules: Sequence[str]
+    own: Tape,
+    whole: Tape,
+    merged: Quotient,
+    grid: Grid,
+    book: RuleBook,
+    states: Mapping[str, States],
+    modules: Sequence[str],
 ) -> Followed:
     """What the core does with the rows of `whole`, of which a rank of `grid` has those of `own`.
 
     Args:
+        merged: the quotient of `whole`.
         states: name of a batch tensor -> its states on the grid.
         modules: those that strategies run on each rank's rows.
     """
@@ -44,7 +51,6 @@ def follows(
         inside = bool(prefixes) and f"{whole.nodes[index].module}.".startswith(prefixes)
         return apart(own, whole, index, grid.ndim) if inside else None
 
-    merged = quotient(whole)
     return follow(
         grid, book, whole.nodes, whole.values, whole.grad, start, weights, known, merged.node, whole.results
     )
@@ -53,7 +59,9 @@ def follows(
 class Rows:
     """The tapes of one model's data ranks. A variant of a search shares them."""
 
-    def __init__(self) -> None:
+    def __init__(self, merged: Callable[[Tape], Quotient]) -> None:
+        """`merged`: tape -> its quotient."""
+        self._merged = merged
         self._clean: dict[object, bool] = {}
         self._divided: dict[object, Tape] = {}
 
@@ -68,7 +76,7 @@ class Rows:
         if key not in self._clean:
             grid = Grid(("rows",), (2,))
             states: dict[str, States] = {name: (0 if rows else "I",) for name, rows in counted.items()}
-            found = follows(few, more, grid, book, states, ())
+            found = follows(few, more, self._merged(more), grid, book, states, ())
             self._clean[key] = plain(found, few, more, grid)
         return self._clean[key]
 
@@ -88,7 +96,7 @@ class Rows:
             if not alike(own, every):
                 self._divided[key] = replace(own, origin=None, division=Division(notes=(UNLIKE,)))
             else:
-                found = follows(own, every, grid, book, states, modules)
+                found = follows(own, every, self._merged(every), grid, book, states, modules)
                 same = plain(found, own, every, grid)
                 composites = by_name(book.composites)
                 self._divided[key] = own if same else divided(own, every, found, grid, composites)

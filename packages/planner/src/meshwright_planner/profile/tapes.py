@@ -13,6 +13,7 @@ from meshwright_dtensor.following import Grid
 from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.recording import Known, record
 from meshwright_planner.profile.rows import Rows
 from meshwright_planner.profile.scaling import Family
@@ -35,7 +36,10 @@ class Tapes:
     def __init__(self) -> None:
         self._tapes: dict[object, Tape] = {}
         self._families: dict[object, Family | None] = {}
-        self._rows = Rows()
+        self._rows = Rows(self.quotient)
+        self._quotients: dict[
+            int, tuple[Tape, Quotient]
+        ] = {}  # with the tape, whose number nobody else has then
         self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
 
     def of(self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1) -> Tape:
@@ -68,6 +72,13 @@ class Tapes:
             lying,
             basis.run_apart(),
         )
+
+    def quotient(self, tape: Tape) -> Quotient:
+        """The quotient of a tape, and of all that differ from it in sizes only, made once."""
+        like = tape if tape.origin is None else tape.origin
+        if id(like) not in self._quotients:
+            self._quotients[id(like)] = like, quotient(like)
+        return self._quotients[id(like)][1]
 
     def other(
         self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1

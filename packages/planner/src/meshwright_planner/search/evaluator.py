@@ -20,7 +20,6 @@ from meshwright_planner.placing.legal import Legality, Rules
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms, Unsolved
-from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.recomputation.asked import POLICIES, recompute_rules, repeated_blocks
 from meshwright_planner.recomputation.region import recomputed_blocks
@@ -296,7 +295,11 @@ class Search:
         self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Mapping[str, State]]
     ) -> PlacementProblem:
         """The problem on one axis, or on two; `stored`: how the user stores parameters on each."""
-        repeats, sequence, pins = self._quotient(tape), self.setting.sequence_parallel, _pins(stored)
+        repeats, sequence, pins = (
+            self.shared.tapes.quotient(tape),
+            self.setting.sequence_parallel,
+            _pins(stored),
+        )
         if len(costs) == 1:
             return PlacementProblem(
                 Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, sequence), pins
@@ -307,13 +310,6 @@ class Search:
             for own, some in zip(costs, stored, strict=True)
         ]
         return JointProblem(JointLegality(each, sequence), pins)
-
-    def _quotient(self, tape: Tape) -> Quotient:
-        like = tape if tape.origin is None else tape.origin
-        quotients = self.shared.quotients
-        if id(like) not in quotients:
-            quotients[id(like)] = quotient(like)
-        return quotients[id(like)]
 
     def _place(self, problem: PlacementProblem) -> Placement:
         """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.
