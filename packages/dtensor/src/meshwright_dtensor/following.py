@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,9 +20,9 @@ from meshwright_dtensor.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.collectives import Step
 from meshwright_dtensor.convert import route
 from meshwright_dtensor.cutting import chosen
+from meshwright_dtensor.foreseen import Followed, Grid, Moved
 from meshwright_dtensor.hoisting import check_mutations, hoist, is_view
 from meshwright_dtensor.links import CollectiveKind
-from meshwright_dtensor.regions import local_shape_of
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, needs_data
 from meshwright_dtensor.special import DATA_DEPENDENT, is_in_place
 from meshwright_dtensor.states import I, R, State, States, format_state, forward_kind, gradient_kind
@@ -30,65 +30,7 @@ from meshwright_dtensor.strategy_cost import Phase
 from meshwright_dtensor.trace import Call, Node, Ref, Value, is_ref
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.context import AttentionForm
     from meshwright_dtensor.space import Space
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A mesh that there is not yet.
-
-    Attributes:
-        axes: names, outermost first; ``sizes``: ranks along each.
-        attention: as that of a Space.
-    """
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    attention: Mapping[str, AttentionForm] = field(default_factory=dict)
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.axes)
-
-    def local(self, shape: Sequence[int], states: States) -> tuple[int, ...]:
-        """Shape of what the first rank holds of a value: no rank holds more."""
-        return local_shape_of(tuple(shape), self.sizes, (0,) * self.ndim, states)
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A collective: kind, mesh axis, bytes of the full tensor on it, pass, and the call that needs it.
-
-    `module`, `function`: of the call; `why`: the states converted, or "inside ..." of a composite.
-    """
-
-    kind: CollectiveKind
-    axis: str
-    nbytes: int
-    phase: Phase
-    module: str
-    function: str
-    why: str
-
-
-@dataclass
-class Followed:
-    """What was found.
-
-    Attributes:
-        ins, outs: per node, the states of its inputs and outputs as it runs.
-        lies: value -> its states afterwards, of all that lie otherwise than whole.
-        moved: collectives, but for those of numbers.
-        gathered: node -> why the call that it belongs to has no local program: its inputs are gathered.
-    """
-
-    ins: list[tuple[States, ...]] = field(default_factory=list)
-    outs: list[tuple[States, ...]] = field(default_factory=list)
-    lies: dict[int, States] = field(default_factory=dict)
-    moved: list[Moved] = field(default_factory=list)
-    gathered: dict[int, str] = field(default_factory=dict)
 
 
 def follow(
@@ -107,12 +49,12 @@ def follow(
 
     Args:
         nodes, values: recorded with global shapes.
-        grad: per value, whether a gradient flows to it.
+        grad: per value, whether a gradient may flow to it.
         start: value -> states, of parameters and of inputs.
         weights: those that are parameters.
         known: node -> states of its inputs and outputs where somebody else runs it than the core, None elsewhere.
         like: node -> equal for nodes that do the same with tensors of the same shapes: those are looked at once.
-        results: values that the caller gets.
+        results: values that the caller gets, of which the backward pass starts.
     """
     return _Follower(grid, book, nodes, values, grad, start, weights, known, like, results).run()
 
@@ -147,7 +89,8 @@ class _Follower:
         like: Callable[[int], Hashable],
         results: Collection[int],
     ) -> None:
-        self.grid, self.book, self.nodes, self.values, self.grad = grid, book, nodes, values, grad
+        self.grid, self.book, self.nodes, self.values = grid, book, nodes, values
+        self.grad = _arriving(nodes, grad, results)
         self.weights, self.known, self.like = weights, known, like
         self.whole: States = (I,) * grid.ndim
         self.states: dict[int, States] = dict(start)
@@ -374,7 +317,14 @@ class _Follower:
             row = [tuple(_raw(s[axis]) for s in states) for states in (ins, outs)]
             if not any(isinstance(s, int) for s in row[0]):
                 continue
-            view = NodeView.of(node, self.values, self.grid.sizes[axis])
+            # as the other axes leave it
+            shapes = {
+                ref: self.grid.local(self.values[ref.i].shape, (*lies[:axis], I, *lies[axis + 1 :]))
+                for refs, own in ((node.ins, ins), (node.outs, outs))
+                for ref, lies in zip(refs, own, strict=True)
+            }
+            dtypes = {ref: self.values[ref.i].dtype for ref in shapes}
+            view = NodeView.with_shapes(node, shapes, dtypes, self.grid.sizes[axis])
             total = composite.extra_comm_bytes(view, Strategy(row[0], row[1], "hand"))
             later = total * composite.comm_backward
             passes: tuple[tuple[Phase, float], ...] = (
@@ -395,6 +345,18 @@ class _Follower:
                             f"inside {node.name}",
                         )
                     )
+
+
+def _arriving(nodes: Sequence[Node], grad: Sequence[bool], results: Collection[int]) -> list[bool]:
+    """Per value, whether a gradient comes back to it from the results: nobody may have read it."""
+    found = [False] * len(grad)
+    for i in results:
+        found[i] = grad[i]
+    for node in reversed(nodes):
+        if any(found[r.i] for r in node.outs):
+            for ref in node.ins:
+                found[ref.i] = found[ref.i] or grad[ref.i]
+    return found
 
 
 _NUMBERS = 16

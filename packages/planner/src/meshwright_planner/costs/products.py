@@ -20,8 +20,8 @@ def by_name(composites: Mapping[Callable[..., Any], Composite]) -> dict[str, Com
 
 
 def forward_flops(node: Node, values: Sequence[Value], composites: Mapping[str, Composite]) -> float:
-    """Operations of the forward pass; a composite, which has no torch operation, says its own."""
-    composite = composites.get(node.name) if node.op is None else None
+    """Operations of the forward pass; a composite, which has no torch operation, says its own where they are not known."""
+    composite = composites.get(node.name) if node.op is None and not node.flops else None
     return node.flops if composite is None else float(composite.flops(NodeView.of(node, values, 1)))
 
 

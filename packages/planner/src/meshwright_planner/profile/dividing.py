@@ -2,22 +2,24 @@
 
 A rank that has a part of the rows computes what the whole batch would take, divided: so says a tape that was recorded with its
 rows alone.  Where an operation needs rows of other ranks, the core moves them, or gathers them and computes all of them on every
-rank (`meshwright_dtensor.following` says which).  Here the sizes that one rank has then are put together from two tapes, of all
-rows and of a rank's own.
+rank (`meshwright_dtensor.following` says which).  A rank runs the program of the whole batch on its parts, so the sizes that it has
+follow from a tape of all rows.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright_dtensor._names import listing
 from meshwright_dtensor.boxes import dense_strides
-from meshwright_dtensor.following import Followed, Grid, Moved
+from meshwright_dtensor.foreseen import Followed, Grid, Moved
 from meshwright_dtensor.rules.base import NodeView
 from meshwright_dtensor.rules.composite import Composite
+from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.sizes import human_bytes
 from meshwright_dtensor.states import States
 from meshwright_dtensor.trace import Node, Value
@@ -46,32 +48,137 @@ def apart(own: Tape, whole: Tape, index: int, axes: int) -> tuple[tuple[States, 
     return tuple(states(r.i) for r in node.ins), tuple(states(r.i) for r in node.outs)
 
 
-def divided(own: Tape, whole: Tape, found: Followed, grid: Grid, composites: Mapping[str, Composite]) -> Tape:
-    """The tape of one rank.
+@dataclass
+class Dividing:
+    """What one rank does of a run that was recorded with the rows of all.
 
     Args:
-        own: recorded with the rows of one rank; whole: with those of all.
+        whole: the recorded run.
+        own: the same recorded with the rows of one rank, where it does the same operations then; it says exactly what is kept
+            inside of an operation.
+        rows: those of one rank.
+        start: value -> its states, of inputs and parameters.
         found: what the core does with `whole`.
         grid: the axes that divide rows.
         composites: by the names of their nodes.
     """
-    made: dict[int, States] = {}
-    for node, outs in zip(whole.nodes, found.outs, strict=True):
-        made.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
-    values = [
-        _value(own.values[i], value, grid.local(value.shape, made[i])) if i in made else own.values[i]
-        for i, value in enumerate(whole.values)
-    ]
-    nodes = [
-        _node(k, own, whole, found, grid, values, composites)
-        if _changed(k, own, found, grid, values, whole)
-        else own.nodes[k]
-        for k in range(len(whole.nodes))
-    ]
-    saved = [_saved(a, b, own, whole, values, found, grid) for a, b in zip(own.saved, whole.saved)]
-    return replace(
-        own, values=values, nodes=nodes, saved=saved, origin=None, division=_division(own, whole, found, grid)
-    )
+
+    whole: Tape
+    own: Tape | None
+    rows: int
+    start: Mapping[int, States]
+    found: Followed
+    grid: Grid
+    composites: Mapping[str, Composite]
+
+    def tape(self) -> Tape:
+        """The tape of one rank."""
+        whole = self.whole
+        lies = dict(self.start)
+        for node, outs in zip(whole.nodes, self.found.outs, strict=True):
+            lies.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
+        shapes = [
+            self.grid.local(v.shape, lies[i]) if i in lies else v.shape for i, v in enumerate(whole.values)
+        ]
+        values = [self._value(i, shape) for i, shape in enumerate(shapes)]
+        return replace(
+            whole,
+            values=values,
+            nodes=[self._node(k, values) for k in range(len(whole.nodes))],
+            saved=[self._saved(place, values) for place in range(len(whole.saved))],
+            rows=self.rows,
+            origin=None,
+            division=self._division(),
+        )
+
+    def _value(self, index: int, shape: tuple[int, ...]) -> Value:
+        whole = self.whole.values[index]
+        for known in (whole,) if self.own is None else (self.own.values[index], whole):
+            if shape == known.shape:
+                return known
+        dims = range(len(shape))
+        order = sorted(dims, key=lambda d: -whole.stride[d]) if whole.stride else dims
+        return replace(whole, shape=shape, stride=dense_strides(shape, list(order)))
+
+    def _read(self, k: int) -> list[tuple[int, ...]]:
+        """The shapes in which a node reads its inputs: they may be brought there first."""
+        values = self.whole.values
+        pairs = zip(self.whole.nodes[k].ins, self.found.ins[k], strict=True)
+        return [self.grid.local(values[r.i].shape, s) for r, s in pairs]
+
+    def _part(self, k: int) -> float:
+        """The part of the work of a node that one rank does."""
+        states = (*self.found.ins[k], *self.found.outs[k])
+        shared = (
+            n for axis, n in enumerate(self.grid.sizes) if any(isinstance(s[axis], int) for s in states)
+        )
+        return 1 / math.prod(shared)
+
+    def _node(self, k: int, values: list[Value]) -> Node:
+        node, read = self.whole.nodes[k], self._read(k)
+        if self.own is not None:
+            like = self.own.nodes[k]
+            alone = (self.own.values[r.i].shape for r in (*like.ins, *like.outs))
+            if (
+                list(alone)
+                == [*read, *(values[r.i].shape for r in like.outs)]
+                == [values[r.i].shape for r in (*like.ins, *like.outs)]
+            ):
+                return like
+        flops = node.flops
+        if node.op is None:
+            flops = float(self.composites[node.name].flops(NodeView.of(node, self.whole.values, 1)))
+            return replace(node, flops=flops * self._part(k))
+        view = NodeView.of(node, self.whole.values, 1)
+        op, args, kwargs = localise(view, [values[r.i].shape for r in node.outs], read)
+        if op is not node.op:  # another operation that does the same with a part
+            args, kwargs = node.args, node.kwargs
+        return replace(node, args=args, kwargs=kwargs, flops=flops * self._part(k))
+
+    def _saved(self, place: int, values: list[Value]) -> Saved:
+        """What is kept: of the size in which the node that keeps it reads it."""
+        item = self.whole.saved[place]
+        part = self._part(item.by)
+        if item.value is None or item.root is None:
+            if part < 1 and self.own is not None:
+                return item._replace(nbytes=self.own.saved[place].nbytes)
+            return item._replace(nbytes=round(item.nbytes * part))
+        node, found = self.whole.nodes[item.by], self.found
+        pairs = zip((*node.ins, *node.outs), (*found.ins[item.by], *found.outs[item.by]))
+        states = next((s for r, s in pairs if r.i == item.value), None)
+        seen = self.whole.values[item.value]
+        shape = values[item.value].shape if states is None else self.grid.local(seen.shape, states)
+        if shape == seen.shape:
+            return item
+        if self.own is not None and shape == self.own.values[item.value].shape:
+            return item._replace(nbytes=self.own.saved[place].nbytes)
+        return item._replace(nbytes=math.prod(shape) * seen.dtype.itemsize)
+
+    def _division(self) -> Division:
+        moved = Counter(m for m in self.found.moved if m.nbytes)
+        flows = self._from_rows() if self.own is None else set()
+        alone = [
+            node
+            for k, node in enumerate(self.whole.nodes)
+            if node.call is not None
+            and not any(isinstance(s, int) for s in itertools.chain(*self.found.ins[k], *self.found.outs[k]))
+            and (
+                any(r.i in flows for r in node.outs)
+                if self.own is None
+                else _more(node, self.found.outs[k], self.own, self.whole, self.grid)
+            )
+        ]
+        return Division(
+            tuple(moved.items()), _notes(alone, self.found, self.whole, moved, "+".join(self.grid.axes))
+        )
+
+    def _from_rows(self) -> set[int]:
+        """The values, numbers aside, that are made of inputs whose rows are divided."""
+        flows = {i for i, states in self.start.items() if any(isinstance(s, int) for s in states)}
+        for node in self.whole.nodes:
+            if any(r.i in flows for r in node.ins):
+                flows.update(r.i for r in node.outs)
+        return {i for i in flows if math.prod(self.whole.values[i].shape) > 1}
 
 
 def _more(node: Node, outs: tuple[States, ...], own: Tape, whole: Tape, grid: Grid) -> bool:
@@ -80,85 +187,6 @@ def _more(node: Node, outs: tuple[States, ...], own: Tape, whole: Tape, grid: Gr
         math.prod(grid.local(whole.values[r.i].shape, states)) > math.prod(own.values[r.i].shape)
         for r, states in zip(node.outs, outs, strict=True)
     )
-
-
-def _value(own: Value, whole: Value, shape: tuple[int, ...]) -> Value:
-    if shape == own.shape:
-        return own
-    if shape == whole.shape:
-        return whole
-    order = sorted(range(len(shape)), key=lambda d: -whole.stride[d]) if whole.stride else range(len(shape))
-    return replace(whole, shape=shape, stride=dense_strides(shape, list(order)))
-
-
-def _changed(k: int, own: Tape, found: Followed, grid: Grid, values: list[Value], whole: Tape) -> bool:
-    """Whether a node is another than a rank's rows alone would make it."""
-    node = own.nodes[k]
-    if any(values[r.i].shape != own.values[r.i].shape for r in (*node.ins, *node.outs)):
-        return True
-    pairs = zip(node.ins, found.ins[k], strict=True)
-    return any(grid.local(whole.values[r.i].shape, s) != own.values[r.i].shape for r, s in pairs)
-
-
-def _node(
-    k: int,
-    own: Tape,
-    whole: Tape,
-    found: Followed,
-    grid: Grid,
-    values: list[Value],
-    composites: Mapping[str, Composite],
-) -> Node:
-    node = whole.nodes[k]
-    # arguments speak of sizes: those of the tape of which the results are as large
-    like = own if all(values[r.i].shape == own.values[r.i].shape for r in node.outs) else whole
-    flops = node.flops
-    if node.op is None and node.name in composites:
-        flops = float(composites[node.name].flops(NodeView.of(node, whole.values, 1)))
-    part = 1.0
-    for axis, size in enumerate(grid.sizes):
-        if any(isinstance(s[axis], int) for s in (*found.ins[k], *found.outs[k])):
-            part /= size
-    chosen = like.nodes[k]
-    return replace(chosen, flops=flops * part)
-
-
-def _saved(
-    own: Saved, whole: Saved, few: Tape, more: Tape, values: list[Value], found: Followed, grid: Grid
-) -> Saved:
-    """What is kept: of the size in which the node that keeps it reads it."""
-    node = more.nodes[own.by]
-    split = any(isinstance(s, int) for states in (*found.ins[own.by], *found.outs[own.by]) for s in states)
-    if own.value is None or own.root is None:
-        return own if split else own._replace(nbytes=whole.nbytes)
-    states = next(
-        (
-            s
-            for r, s in zip((*node.ins, *node.outs), (*found.ins[own.by], *found.outs[own.by]))
-            if r.i == own.value
-        ),
-        None,
-    )
-    if states is None:
-        shape = values[own.value].shape
-    else:
-        shape = grid.local(more.values[own.value].shape, states)
-    for kept, tape in ((own, few), (whole, more)):
-        if shape == tape.values[own.value].shape:
-            return own._replace(nbytes=kept.nbytes)
-    return own._replace(nbytes=math.prod(shape) * more.values[own.value].dtype.itemsize)
-
-
-def _division(own: Tape, whole: Tape, found: Followed, grid: Grid) -> Division:
-    moved = Counter(m for m in found.moved if m.nbytes)
-    alone = [
-        node
-        for k, node in enumerate(whole.nodes)
-        if node.call is not None
-        and not any(isinstance(s, int) for states in (*found.ins[k], *found.outs[k]) for s in states)
-        and _more(node, found.outs[k], own, whole, grid)
-    ]
-    return Division(tuple(moved.items()), _notes(alone, found, whole, moved, "+".join(grid.axes)))
 
 
 def _notes(

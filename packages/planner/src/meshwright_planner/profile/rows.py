@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from meshwright_dtensor.following import Followed, Grid, follow
+from meshwright_dtensor.following import follow
+from meshwright_dtensor.foreseen import Followed, Grid
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.states import States
 from meshwright_planner.costs.products import by_name
-from meshwright_planner.profile.dividing import apart, divided, plain
+from meshwright_planner.profile.dividing import Dividing, apart, plain
 from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.scaling import alike
 from meshwright_planner.profile.tape import Division, Tape
 
 UNLIKE = (
-    "what data ranks do where rows meet is not predicted: with fewer rows the model does other operations, as "
-    "where it looks at its data"
+    "what data ranks do where rows meet is not predicted: with fewer rows the model does other operations, and experts run on the "
+    "rows of each rank"
 )
+
+
+def starting(whole: Tape, states: Mapping[str, States], axes: int) -> dict[int, States]:
+    """Value -> states of parameters and inputs; `states`: name of a batch tensor -> its states."""
+    start: dict[int, States] = {}
+    for i, value in enumerate(whole.values):
+        kind, _, name = (value.name or "").partition(":")
+        if kind == "param":  # gradients are summed later
+            start[i] = ("X",) * axes
+        elif kind == "input":
+            start[i] = states[name]
+    return start
 
 
 def follows(
@@ -26,26 +39,17 @@ def follows(
     merged: Quotient,
     grid: Grid,
     book: RuleBook,
-    states: Mapping[str, States],
-    modules: Sequence[str],
+    start: Mapping[int, States],
+    prefixes: tuple[str, ...] = (),
 ) -> Followed:
     """What the core does with the rows of `whole`, of which a rank of `grid` has those of `own`.
 
     Args:
         merged: the quotient of `whole`.
-        states: name of a batch tensor -> its states on the grid.
-        modules: those that strategies run on each rank's rows.
+        start: value -> states of parameters and inputs.
+        prefixes: of the names of what strategies run on each rank's rows.
     """
-    lying: States = ("X",) * grid.ndim  # parameters: gradients are summed later
-    start, weights = {}, set()
-    for i, value in enumerate(whole.values):
-        kind, _, name = (value.name or "").partition(":")
-        if kind == "param":
-            start[i] = lying
-            weights.add(i)
-        elif kind == "input":
-            start[i] = states[name]
-    prefixes = tuple(f"{module}." for module in modules)
+    weights = {i for i in start if (whole.values[i].name or "").startswith("param:")}
 
     def known(index: int) -> tuple[tuple[States, ...], tuple[States, ...]] | None:
         inside = bool(prefixes) and f"{whole.nodes[index].module}.".startswith(prefixes)
@@ -75,8 +79,8 @@ class Rows:
         """
         if key not in self._clean:
             grid = Grid(("rows",), (2,))
-            states: dict[str, States] = {name: (0 if rows else "I",) for name, rows in counted.items()}
-            found = follows(few, more, self._merged(more), grid, book, states, ())
+            start = starting(more, {name: (0 if rows else "I",) for name, rows in counted.items()}, 1)
+            found = follows(few, more, self._merged(more), grid, book, start)
             self._clean[key] = plain(found, few, more, grid)
         return self._clean[key]
 
@@ -90,14 +94,35 @@ class Rows:
         states: Mapping[str, States],
         modules: Sequence[str],
     ) -> Tape:
-        """The tape of one rank; arguments as in `follows`, `whole` where it is not known yet."""
+        """The tape of one rank.
+
+        Args:
+            key: what it depends on.
+            own: recorded with the rows of one rank; whole: with those of all, where it is not known yet.
+            grid: the axes that divide rows.
+            states: name of a batch tensor -> its states on the grid.
+            modules: those that strategies run on each rank's rows.
+        """
         if key not in self._divided:
-            every = whole()
-            if not alike(own, every):
-                self._divided[key] = replace(own, origin=None, division=Division(notes=(UNLIKE,)))
-            else:
-                found = follows(own, every, self._merged(every), grid, book, states, modules)
-                same = plain(found, own, every, grid)
-                composites = by_name(book.composites)
-                self._divided[key] = own if same else divided(own, every, found, grid, composites)
+            self._divided[key] = self._made(own, whole(), grid, book, states, modules)
         return self._divided[key]
+
+    def _made(
+        self,
+        own: Tape,
+        whole: Tape,
+        grid: Grid,
+        book: RuleBook,
+        states: Mapping[str, States],
+        modules: Sequence[str],
+    ) -> Tape:
+        prefixes = tuple(f"{module}." for module in modules)
+        same = alike(own, whole)
+        if not same and prefixes and any(f"{node.module}.".startswith(prefixes) for node in whole.nodes):
+            return replace(own, origin=None, division=Division(notes=(UNLIKE,)))
+        start = starting(whole, states, grid.ndim)
+        found = follows(own, whole, self._merged(whole), grid, book, start, prefixes)
+        if same and plain(found, own, whole, grid):
+            return own
+        known = own if same else None
+        return Dividing(whole, known, own.rows, start, found, grid, by_name(book.composites)).tape()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright_dtensor.following import Moved
+from meshwright_dtensor.foreseen import Moved
 from meshwright_dtensor.states import State
 from meshwright_dtensor.trace import Node, Value
 

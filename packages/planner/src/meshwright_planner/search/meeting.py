@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from meshwright_dtensor.following import Moved
+from meshwright_dtensor.foreseen import Moved
 from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.recomputation.region import recomputed_blocks
