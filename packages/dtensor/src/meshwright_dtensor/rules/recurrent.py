@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright_dtensor.rules.base import NodeView, Row, RuleEntry, Slot
+from meshwright_dtensor.rules.base import NodeView, Row, RuleEntry, Slot, numel
 from meshwright_dtensor.states import R, State
 
 
 def onednn_layer(view: NodeView) -> Iterator[Row]:
     """mkldnn_rnn_layer(x [t, b, i], four weights, h [b, h], c [b, h], ...) -> y [t, b, h], h, c, workspace: the batch.
 
-    The workspace is what the backward pass of the same rank reads, of whatever size that rank's kernel takes.
+    The workspace is what the backward pass of the same rank reads, as large as its rows ask for; empty on fake tensors, unless
+    whoever records says how large it is.
     """
     states = _at(view, {"input": 1, "hx_": 0, "cx_": 0})
     if not view.bound()["batch_sizes"] and len(view.in_shapes[0]) == 3:
-        yield states, (1, 0, 0, R)
+        yield states, (1, 0, 0, 0 if numel(view.out_shapes[3]) else R)
 
 
 def cudnn_layers(view: NodeView) -> Iterator[Row]:

@@ -314,6 +314,20 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Sa
         by = kept.get(item.by if own else item.node)
         if node is not None:
             yield item._replace(node=node, output=own or item.root is None, by=node if by is None else by)
+        elif own and _was_copied(watcher, item.node) and item.node in kept:
+            later = kept[item.node]
+            yield item._replace(node=later, root=None, value=None, output=True, by=later)
+
+
+def _was_copied(watcher: Watcher, index: int) -> bool:
+    """Whether the node before wrote down what this one overwrites: autograd keeps a copy of it (`mul_`)."""
+    copy, written = watcher.nodes[index - 1], watcher.nodes[index] if index < len(watcher.nodes) else None
+    return (
+        written is not None
+        and written.mutates
+        and copy.op is torch.ops.aten.clone.default
+        and copy.ins[0] == written.ins[0]
+    )
 
 
 def _entries(
