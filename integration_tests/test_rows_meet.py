@@ -110,7 +110,7 @@ def test_a_note_says_what_data_parallelism_does_not_help(steps: dict[str, dict[s
     module, call = WHOLE[name]
     (note,) = notes
     where, _, why = note.partition(", which every rank of dp computes for all of the batch: ")
-    assert module in where and call in why and why.endswith(" needs rows that other ranks have")
+    assert module in where and call in why and why.endswith(" needs what other ranks have")
 
 
 def test_the_same_with_shards_and_replicas(rank_pool: RankPool) -> None:
@@ -124,6 +124,19 @@ def test_the_same_with_shards_and_replicas(rank_pool: RankPool) -> None:
             executed.get(("zero", "forward", "all_gather"), 0) - stored
         )
         assert found[name]["planned"] == {k: n for k, n in executed.items() if n}, name
+
+
+def test_the_same_beside_a_tensor_axis(rank_pool: RankPool) -> None:
+    """What that divides is moved by each of its ranks in part."""
+    names = ["index_add of rows", "compared", "batch norm", "gru, rows in the middle", "gru"]
+    found = rank_pool.run(4, step, names, {"dp": 2, "tp": 2, "zero": 0})[0]
+    for name in names:
+        assert found[name]["worst"] < 1e-5
+        planned, executed = (
+            {key: n for key, n in found[name][what].items() if key[0] == "dp"}
+            for what in ("planned", "executed")
+        )
+        assert planned == executed and bool(planned) is (name in TOGETHER), name
 
 
 def test_a_model_that_needs_all_rows_is_not_said_to_take_half() -> None:

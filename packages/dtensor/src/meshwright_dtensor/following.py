@@ -305,6 +305,7 @@ class _Follower:
                         conversion.module,
                         conversion.function,
                         why,
+                        value,
                     )
                 )
 

@@ -42,7 +42,8 @@ class Grid:
 class Moved:
     """A collective: kind, mesh axis, bytes of the full tensor on it, pass, and the call that needs it.
 
-    `module`, `function`: of the call; `why`: the states converted, or "inside ..." of a composite.
+    `module`, `function`: of the call; `why`: the states converted, or "inside ..." of a composite; `value`: what is moved, None
+    inside of a composite.
     """
 
     kind: CollectiveKind
@@ -52,6 +53,7 @@ class Moved:
     module: str
     function: str
     why: str
+    value: int | None = None
 
 
 @dataclass

@@ -201,13 +201,13 @@ def _notes(
     moves: dict[str, int] = {}
     for m, count in moved.items():
         name = _called(m.function, m.module)
-        if m.phase == "forward" and m.kind == "all_gather":
+        if m.phase == "forward" and m.why.endswith("->R"):
             causes[name] = None
         moves[name] = moves.get(name, 0) + m.nbytes * count
     notes = []
     if alone:
         modules = list(dict.fromkeys(node.module or "the model itself" for node in alone))
-        because = f": {listing(list(causes), SHOWN)} needs rows that other ranks have" if causes else ""
+        because = f": {listing(list(causes), SHOWN)} needs what other ranks have" if causes else ""
         notes.append(
             f"data parallelism does not help in {listing(modules, SHOWN)}, which every rank of {axes} computes for all of the "
             f"batch{because}"
