@@ -180,3 +180,27 @@ def test_ranks_keep_what_they_gather(degree: int) -> None:
     tape = search(model, x, world_size=degree).evaluate({"dp": degree}).problem.tape
     kept = {item.nbytes for item in tape.saved if tape.nodes[item.by].module == "second"}
     assert 16 * WIDTH * 4 in kept
+
+
+def test_what_is_little_is_moved_and_changes_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large model; rows of normed features meet in two sums each way."""
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(9))
+    )
+    x = torch.randn(256, WIDTH)
+    exact = moved(model, x)
+    monkeypatch.setattr("meshwright_planner.profile.rows.SMALL", 0)
+    monkeypatch.setattr("meshwright_planner.profile.tapes.SMALL", 0)
+    assert exact == moved(model, x) and exact["all_reduce", "backward"] == 2 * 4 * WIDTH
+    assert [n for n in notes(model, x) if n.startswith("rows meet across dp in batch_norm (1)")]
+    tape = search(model, x).evaluate({"dp": 2}).problem.tape
+    assert tape.division is not None and tape.origin is not None
+
+
+def test_no_long_run_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright_planner.profile.rows.REAL_WORK", 0.0)
+    found = best(Between(masked), torch.randn(16, WIDTH), world_size=2, dp=2)
+    assert any(
+        n.startswith("what data ranks do where rows meet is not predicted") for n in found.provenance.notes
+    )
+    assert not moved(Between(masked), torch.randn(16, WIDTH))

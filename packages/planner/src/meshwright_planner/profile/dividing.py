@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from meshwright_dtensor._names import listing
 from meshwright_dtensor.boxes import dense_strides
 from meshwright_dtensor.foreseen import Followed, Grid, Moved
+from meshwright_dtensor.hoisting import is_view
 from meshwright_dtensor.rules.base import NodeView
 from meshwright_dtensor.rules.composite import Composite
 from meshwright_dtensor.rules.localise import localise
@@ -28,12 +29,27 @@ from meshwright_planner.profile.tape import Division, Saved, Tape
 SHOWN = 4
 """Modules that a note names."""
 
+LITTLE, FEW = 0.01, 4
+"""The part of what a model makes, and the number of collectives, up to which rows that meet change no decision."""
+
 
 def plain(found: Followed, own: Tape, whole: Tape, grid: Grid) -> bool:
     """Whether every operation goes row by row: nothing is moved, and every rank computes on its rows alone."""
     return not found.moved and not any(
         _more(node, found.outs[k], own, whole, grid) for k, node in enumerate(whole.nodes)
     )
+
+
+def little(found: Followed, own: Tape, whole: Tape, grid: Grid) -> bool:
+    """Whether what is moved and computed beside a rank's own rows makes no difference to what is costed."""
+    made = more = 0
+    for k, node in enumerate(whole.nodes):
+        if node.call is not None and not is_view(node):
+            made += sum(own.values[r.i].nbytes for r in node.outs)
+            if _more(node, found.outs[k], own, whole, grid):
+                more += sum(whole.values[r.i].nbytes for r in node.outs)
+    moved = sum(m.nbytes for m in found.moved)
+    return len(found.moved) <= FEW and more + moved <= LITTLE * made
 
 
 def apart(own: Tape, whole: Tape, index: int, axes: int) -> tuple[tuple[States, ...], tuple[States, ...]]:
@@ -46,6 +62,12 @@ def apart(own: Tape, whole: Tape, index: int, axes: int) -> tuple[tuple[States, 
         return ("I" if dim is None else dim,) * axes
 
     return tuple(states(r.i) for r in node.ins), tuple(states(r.i) for r in node.outs)
+
+
+def with_moves(own: Tape, whole: Tape, found: Followed, grid: Grid) -> Tape:
+    """The tape of one rank's rows, and what it moves beside."""
+    notes = Dividing(whole, own, own.rows, {}, found, grid, {}).division()
+    return replace(own, origin=own if own.origin is None else own.origin, division=notes)
 
 
 @dataclass
@@ -88,7 +110,7 @@ class Dividing:
             saved=[self._saved(place, values) for place in range(len(whole.saved))],
             rows=self.rows,
             origin=None,
-            division=self._division(),
+            division=self.division(),
         )
 
     def _value(self, index: int, shape: tuple[int, ...]) -> Value:
@@ -154,7 +176,8 @@ class Dividing:
             return item._replace(nbytes=self.own.saved[place].nbytes)
         return item._replace(nbytes=math.prod(shape) * seen.dtype.itemsize)
 
-    def _division(self) -> Division:
+    def division(self) -> Division:
+        """What it does beside computing on its own rows."""
         moved = Counter(m for m in self.found.moved if m.nbytes)
         flows = self._from_rows() if self.own is None else set()
         alone = [
@@ -182,8 +205,8 @@ class Dividing:
 
 
 def _more(node: Node, outs: tuple[States, ...], own: Tape, whole: Tape, grid: Grid) -> bool:
-    """Whether a rank makes more of a result of `node` than its own rows ask for."""
-    return any(
+    """Whether a rank computes more of a result of `node` than its own rows ask for."""
+    return not is_view(node) and any(
         math.prod(grid.local(whole.values[r.i].shape, states)) > math.prod(own.values[r.i].shape)
         for r, states in zip(node.outs, outs, strict=True)
     )

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from meshwright_dtensor.following import follow
 from meshwright_dtensor.foreseen import Followed, Grid
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.states import States
-from meshwright_planner.costs.products import by_name
-from meshwright_planner.profile.dividing import Dividing, apart, plain
+from meshwright_planner.costs.products import by_name, forward_flops
+from meshwright_planner.profile.dividing import Dividing, apart, little, plain, with_moves
 from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.scaling import alike
 from meshwright_planner.profile.tape import Division, Tape
+
+MUCH = (
+    "what data ranks do where rows meet is not predicted: the model looks at its data, and a run of the whole batch here would "
+    "take long"
+)
+
+REAL_WORK = 1e11
+"""Operations that a real run of all rows may take for this: some seconds of a processor."""
+
+SMALL = 500
+"""Operations of a model that is looked at exactly, however little its rows meet: that takes no time."""
+
+Meeting = Literal["never", "little", "much"]
 
 UNLIKE = (
     "what data ranks do where rows meet is not predicted: with fewer rows the model does other operations, and experts run on the "
@@ -66,23 +81,26 @@ class Rows:
     def __init__(self, merged: Callable[[Tape], Quotient]) -> None:
         """`merged`: tape -> its quotient."""
         self._merged = merged
-        self._clean: dict[object, bool] = {}
+        self._met: dict[object, Meeting] = {}
         self._divided: dict[object, Tape] = {}
 
-    def goes_by_rows(
+    def meet(
         self, key: object, few: Tape, more: Tape, counted: Mapping[str, bool], book: RuleBook
-    ) -> bool:
-        """Whether all of a model goes row by row, as two tapes of it tell: one has twice the rows of the other.
+    ) -> Meeting:
+        """How much rows of a model meet, as two tapes of it tell: one has twice the rows of the other.
 
         Looked at once for two ranks: what more ranks would have to move, two have to. `counted`: whether a batch tensor has
         the rows of the batch; `key`: what it depends on.
         """
-        if key not in self._clean:
+        if key not in self._met:
             grid = Grid(("rows",), (2,))
             start = starting(more, {name: (0 if rows else "I",) for name, rows in counted.items()}, 1)
             found = follows(few, more, self._merged(more), grid, book, start)
-            self._clean[key] = plain(found, few, more, grid)
-        return self._clean[key]
+            if plain(found, few, more, grid):
+                self._met[key] = "never"
+            else:
+                self._met[key] = "little" if little(found, few, more, grid) else "much"
+        return self._met[key]
 
     def of(
         self,
@@ -104,7 +122,13 @@ class Rows:
             modules: those that strategies run on each rank's rows.
         """
         if key not in self._divided:
-            self._divided[key] = self._made(own, whole(), grid, book, states, modules)
+            work = math.prod(grid.sizes) * sum(
+                forward_flops(node, own.values, by_name(book.composites)) for node in own.nodes
+            )
+            if own.real and work > REAL_WORK:
+                self._divided[key] = replace(own, origin=None, division=Division(notes=(MUCH,)))
+            else:
+                self._divided[key] = self._made(own, whole(), grid, book, states, modules)
         return self._divided[key]
 
     def _made(
@@ -124,5 +148,7 @@ class Rows:
         found = follows(own, whole, self._merged(whole), grid, book, start, prefixes)
         if same and plain(found, own, whole, grid):
             return own
+        if same and (len(own.nodes) > SMALL and little(found, own, whole, grid)):
+            return with_moves(own, whole, found, grid)
         known = own if same else None
         return Dividing(whole, known, own.rows, start, found, grid, by_name(book.composites)).tape()

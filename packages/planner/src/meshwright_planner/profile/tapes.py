@@ -15,7 +15,7 @@ from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.recording import Known, record
-from meshwright_planner.profile.rows import Rows
+from meshwright_planner.profile.rows import SMALL, Rows
 from meshwright_planner.profile.scaling import Family
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.search.basis import Basis
@@ -42,8 +42,18 @@ class Tapes:
         ] = {}  # with the tape, whose number nobody else has then
         self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
 
-    def of(self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1) -> Tape:
-        """The tape of what one rank computes at once: a microbatch of its part of the batch."""
+    def of(
+        self,
+        basis: Basis,
+        rules: Rules,
+        degrees: Mapping[str, int],
+        microbatches: int = 1,
+        rough: bool = False,
+    ) -> Tape:
+        """The tape of what one rank computes at once: a microbatch of its part of the batch.
+
+        `rough`: what makes no difference may be left out.
+        """
         batch, shapes = basis.setting.batch, _shapes(basis, degrees, microbatches)
         own = self._find(basis, rules, batch, shapes)
         axes = basis.rows_axes(degrees)
@@ -51,11 +61,15 @@ class Tapes:
             return own
         counted = {name: tuple(t.shape[:1]) == (batch.size,) for name, t in batch.tensors()}
         key = (basis.setting.dtype, *shapes.values())
-        many = batch.size >= max(LEARNT)
-        if many and self._family(basis, rules, batch, shapes) is not None:  # of all numbers of rows at once
+        many, large = batch.size >= max(LEARNT), len(own.nodes) > SMALL
+        if not many or self._family(basis, rules, batch, shapes) is None:
+            if rough and large:  # each number of rows would have to be recorded
+                return own
+        else:  # of all numbers of rows at once
             few, more = (self._find(basis, rules, batch, one) for one in self._pair(batch, shapes))
             pair = (basis.setting.dtype, *self._pair(batch, shapes)[0].values())
-            if self._rows.goes_by_rows(pair, few, more, counted, rules):
+            met = self._rows.meet(pair, few, more, counted, rules)
+            if met == "never" or (met == "little" and rough and large):
                 return own
         together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
         grid = Grid(axes, tuple(degrees[a] for a in axes))

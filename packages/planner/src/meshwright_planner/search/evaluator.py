@@ -149,7 +149,7 @@ class Search:
             PlanError: a strategy cannot have it so.
         """
         axes = self._searched(point)
-        tape = self._tape(point)
+        tape = self._tape(point, rough=True)
         exact = self._placed.get(self._key(point, tape, axes))
         if exact is not None:
             return self._costed(point, exact, axes, rough=True)
@@ -160,7 +160,7 @@ class Search:
             tuple(self._present(point)),
             self.setting.sequence_parallel,
             len(tape.nodes),
-            None if tape.division is None else id(tape),
+            None if tape.division is None or tape.origin is not None else id(tape),
         )
         model = self._models.get(family)
         if model is None or len(model.problem.tape.values) != len(tape.values):
@@ -172,7 +172,7 @@ class Search:
         known = self.shared.models.get(family)
         if known is not None and len(known[0].tape.values) == len(tape.values):
             return self._new(*known)
-        found = self._exact(point, axes)
+        found = self._exact(point, axes, tape)
         self.shared.models[family] = found.problem, found.placement
         return found
 
@@ -223,15 +223,16 @@ class Search:
             return False
         return any(d > 1 and not self.setting.strategies[a].divides for a, d in point.degrees)
 
-    def _tape(self, point: Point) -> Tape:
-        return self.shared.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
+    def _tape(self, point: Point, rough: bool = False) -> Tape:
+        degrees = dict(point.degrees)
+        return self.shared.tapes.of(self.basis, self.rules, degrees, point.microbatches, rough)
 
     def _key(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
         sequence = self.setting.sequence_parallel  # variants may have it otherwise
         return (id(tape), *self._joined(point, axes), self._meshed(point), sequence, *self._present(point))
 
-    def _exact(self, point: Point, axes: Axes) -> Placed:
-        tape = self._tape(point)
+    def _exact(self, point: Point, axes: Axes, tape: Tape | None = None) -> Placed:
+        tape = self._tape(point) if tape is None else tape
         key = self._key(point, tape, axes)
         if key not in self._placed:
             problem = self._problem(point, tape, axes)
