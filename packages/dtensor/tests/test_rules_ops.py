@@ -88,6 +88,10 @@ COVERAGE: list[tuple[str, tuple[Any, Any]]] = [
     ("attention: heads", ((1, 1, 1), (1, 1))),
     ("attention: mask", ((0, 0, 0, 0), (0, 0))),
     ("in place: add_", ((1, 0), (1,))),
+    ("in place: transpose_", ((0,), (2,))),
+    ("in place: index_put_ mask", ((0, 0, "R"), (0,))),
+    ("in place: index_put_ mask", ((2, "R", "R"), (2,))),
+    ("in place: index_put_ mask rows", ((1, "R", 0), (1,))),
 ]
 
 

@@ -6,9 +6,9 @@ when it meets anything it cannot stay Partial with; never move a weight where an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from meshwright_dtensor.random import is_drawn_alike
 from meshwright_dtensor.regions import local_shape_of, uneven_dims
@@ -18,13 +18,33 @@ from meshwright_dtensor.states import I, P, R, State, States, X, forward_kind, g
 from meshwright_dtensor.trace import Node, Ref, Value
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.space import Space
+    from meshwright_dtensor.context import AttentionForm
 
 _WEIGHT = 1000.0
 """How much dearer it is to move a parameter than an activation of the same size."""
 
 _STEP = 1e-6
 """Cost of a conversion that moves nothing: staying put wins ties."""
+
+
+class Axes(Protocol):
+    """What a choice depends on of a mesh: a :class:`~meshwright_dtensor.space.Space`, or a mesh that there is not yet."""
+
+    @property
+    def attention(self) -> Mapping[str, AttentionForm]:
+        """Axis name -> how it shares attention (see context.share_attention)."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names, outermost first."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks along each."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
 
 
 @dataclass(slots=True)
@@ -71,7 +91,7 @@ class Chooser:
 
     def __init__(
         self,
-        space: Space,
+        space: Axes,
         book: RuleBook,
         nodes: Sequence[Node],
         values: Sequence[Value],
@@ -81,12 +101,12 @@ class Chooser:
         self.space, self.book, self.nodes, self.values, self.constants = space, book, nodes, values, constants
 
     def run(
-        self, inputs: Sequence[States], weights: Sequence[bool], outputs: Sequence[State | None] = ()
+        self, inputs: Mapping[int, States], weights: Collection[int], outputs: Sequence[State | None] = ()
     ) -> Choice:
         """States for every node.
 
         Args:
-            inputs: states of the first values, in order.
+            inputs: value -> its states, of those that the nodes do not make; what is not among them lies whole.
             weights: which of the inputs are parameters.
             outputs: per mesh axis a state that the last node's first output should have, where legal.
         """
@@ -115,14 +135,13 @@ class Chooser:
     def _axis(
         self,
         axis: int,
-        inputs: Sequence[States],
-        weights: Sequence[bool],
+        inputs: Mapping[int, States],
+        weights: Collection[int],
         earlier: list[list[Strategy]],
         goal: State | None,
     ) -> list[Strategy]:
         n = self.space.sizes[axis]
-        env: dict[int, State] = {i: states[axis] for i, states in enumerate(inputs)}
-        heavy = {i for i, w in enumerate(weights) if w}
+        env: dict[int, State] = {i: states[axis] for i, states in inputs.items()}
         attention = self.space.attention.get(self.space.axes[axis])
         chosen: list[Strategy] = []
         for k, node in enumerate(self.nodes):
@@ -137,7 +156,7 @@ class Chooser:
             for order, row in enumerate(rows):
                 if _touches(node, row, frozen):
                     continue
-                key = self._cost(node, row, env, n, heavy, want)
+                key = self._cost(node, row, env, n, weights, want)
                 if key is not None and (best_key is None or (*key, order) < best_key):
                     best, best_key = row, (*key, order)
             if best is None:
@@ -168,7 +187,13 @@ class Chooser:
         return refine(view, rows, lambda ref: self.values[ref.i].differentiable)
 
     def _cost(
-        self, node: Node, row: Strategy, env: dict[int, State], n: int, heavy: set[int], goal: State | None
+        self,
+        node: Node,
+        row: Strategy,
+        env: dict[int, State],
+        n: int,
+        heavy: Collection[int],
+        goal: State | None,
     ) -> tuple[float, float, int] | None:
         current = [env.get(r.i, I) for r in node.ins]
         spread = any(not _replicated(s) for s in current)

@@ -22,8 +22,10 @@ from meshwright_dtensor._torch import fake_mode, pytree, quiet_fakes, without_mo
 from meshwright_dtensor.boxes import dim_order_of
 from meshwright_dtensor.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.commlog import record
+from meshwright_dtensor.cutting import chosen
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.global_tensor import DetachedView
+from meshwright_dtensor.hoisting import check_mutations, hoist
 from meshwright_dtensor.regions import Region, local_shape_of, region_of
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
 from meshwright_dtensor.runs import Runs
@@ -157,12 +159,17 @@ def derive(
         tuple(want if want else m.states)
         for m, want in zip(layouts, list(forced) or [None] * len(layouts), strict=True)
     ]
+    given = dict(enumerate(start))
     plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
     with without_modes():
-        choice = Chooser(space, space.rulebook, traced.nodes, traced.values, plain).run(start, weights, goal)
-    produced, first, hoisted = _hoist(traced, choice, start, len(layouts))
+        chooser = Chooser(space, space.rulebook, traced.nodes, traced.values, plain)
+        choice = chosen(chooser, given, {i for i, w in enumerate(weights) if w}, goal)
+    results = refs_in(traced.out)
+    produced, wanted, hoisted = hoist(traced.nodes, results, choice, given)
+    first = list(wanted.values())
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
-    gathered_view = _check_mutations(traced, choice, [m.states for m in layouts], copies)
+    lying = {i: m.states for i, m in enumerate(layouts)}
+    gathered_view = check_mutations(traced.nodes, results, choice, lying, copies)
     out = pytree.tree_map(
         lambda x: _layout_of(space, traced, produced, x) if isinstance(x, Ref) else x,
         traced.out,
@@ -204,59 +211,6 @@ def _is_output(traced: Traced) -> bool:
 def _layout_of(space: Space, traced: Traced, states: dict[int, States], ref: Ref) -> Layout:
     value = traced.values[ref.i]
     return space.layout(states.get(ref.i, space.replicated), value.shape, value.dtype)
-
-
-def _hoist(
-    traced: Traced, choice: Choice, start: list[States], inputs: int
-) -> tuple[dict[int, States], list[States], bool]:
-    """States of every value as produced; what the inputs become if all conversions are done up front; whether they can."""
-    produced: dict[int, States] = dict(enumerate(start))
-    wanted: dict[int, States] = {}
-    possible = True
-    for node, ins, outs in zip(traced.nodes, choice.ins, choice.outs, strict=True):
-        for ref, states in zip(node.ins, ins, strict=True):
-            if ref.i < inputs:
-                possible &= wanted.setdefault(ref.i, states) == states
-            elif ref.i in produced:
-                possible &= produced[ref.i] == states
-        for ref, states in zip(node.outs, outs, strict=True):
-            produced[ref.i] = states
-    for ref in refs_in(traced.out):
-        if ref.i < inputs:
-            possible &= wanted.setdefault(ref.i, produced[ref.i]) == produced[ref.i]
-    return produced, [wanted.get(i, s) for i, s in enumerate(start)], possible
-
-
-def _check_mutations(traced: Traced, choice: Choice, states: list[States], copies: set[int]) -> bool:
-    """Refuse a write through a view that was moved; tell whether an output is a view that was moved.
-
-    Inputs in ``copies`` are such views already, and so are views of them.
-
-    Raises:
-        Underivable: the write would not reach the tensor it is meant for.
-    """
-    inputs = len(states)
-    root: dict[int, int] = {i: i for i in range(inputs)}
-    moved: dict[int, bool] = {i: i in copies for i in range(inputs)}
-    current: dict[int, States] = dict(enumerate(states))
-    for node, ins, outs in zip(traced.nodes, choice.ins, choice.outs, strict=True):
-        aliasing = node.op is not None and any(r.alias_info is not None for r in node.op._schema.returns)
-        if node.ins and (aliasing or node.mutates):
-            i = node.ins[0].i
-            shifted = moved.get(i, False) or (
-                i in current and current[i] != ins[0] and not _same_values(current[i], ins[0])
-            )
-            if node.mutates and i in root and shifted:
-                raise Underivable("writes through a view that had to be moved")
-            if i in root:
-                for ref in node.outs:
-                    root[ref.i], moved[ref.i] = root[i], shifted
-        current.update({r.i: s for r, s in zip(node.outs, outs, strict=True)})
-    return any(moved.get(r.i, False) for r in refs_in(traced.out) if r.i in root)
-
-
-def _same_values(a: States, b: States) -> bool:
-    return all(x == y or {x, y} == {"I", "X"} for x, y in zip(a, b, strict=True))
 
 
 @dataclass(slots=True)

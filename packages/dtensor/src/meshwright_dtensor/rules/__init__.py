@@ -24,6 +24,7 @@ from meshwright_dtensor.rules.base import (
     Strategy,
     finish,
     is_random,
+    needs_data,
     replicate,
     shardable,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "finish",
     "is_random",
     "localise",
+    "needs_data",
     "refine",
     "replicate",
     "shardable",

@@ -17,6 +17,8 @@ from meshwright_dtensor._torch import pytree
 from meshwright_dtensor.states import P, R, States
 from meshwright_dtensor.trace import Node, Ref, Value, is_ref
 
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
 Row: TypeAlias = tuple[States, States]
 """(states of node.ins, states of node.outs)."""
 
@@ -178,9 +180,12 @@ def _fits(view: NodeView, ins: States, outs: States) -> bool:
 
 
 def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:
-    """(input, output) positions that are one storage; None when a mutated input is not among the outputs."""
+    """(input, output) positions that are one storage; None when a mutated input is not among the outputs.
+
+    What only changes a shape in place (transpose_) writes to no storage: its result lies where the rule says.
+    """
     op = view.node.op
-    if op is None or not op._schema.is_mutable:
+    if op is None or not op._schema.is_mutable or torch.Tag.inplace_view in op.tags:
         return []
     bound, ties = view.bound(), []
     for argument in op._schema.arguments:
@@ -201,14 +206,19 @@ def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:
 
 
 def is_random(node: Node) -> bool:
-    """Whether an aten op draws random numbers: attention without dropout does not, although it is tagged so."""
+    """Whether an aten op draws random numbers: attention or a recurrent layer without dropout does not, although tagged so."""
     if node.op is None or torch.Tag.nondeterministic_seeded not in node.op.tags:
         return False
     for position, argument in enumerate(node.op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+        if argument.name in ("dropout_p", "dropout"):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return bool(given != 0.0)
     return True
+
+
+def needs_data(node: Node) -> bool:
+    """Whether what an aten op returns, or of which shape, depends on values of its inputs: it does not run on fake tensors."""
+    return node.op is not None and any(tag in node.op.tags for tag in _DATA_DEPENDENT)
 
 
 def linear_row(view: NodeView, *slots: int) -> Row:

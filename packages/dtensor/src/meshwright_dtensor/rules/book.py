@@ -14,6 +14,7 @@ from meshwright_dtensor.rules import (
     indexing,
     matmul,
     pointwise,
+    recurrent,
     reductions,
     stock,
     views,
@@ -26,6 +27,7 @@ from meshwright_dtensor.rules.base import (
     base_name,
     finish,
     is_random,
+    needs_data,
     replicate,
 )
 from meshwright_dtensor.rules.check import check
@@ -35,8 +37,6 @@ from meshwright_dtensor.trace import Ref
 
 Rule: TypeAlias = Callable[[NodeView], Iterable[Row]]
 """Yields legal rows; those that do not fit the shapes or the axis size are dropped by the book."""
-
-_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RuleBook:
@@ -122,7 +122,7 @@ class RuleBook:
             own = node.op.namespace in ("aten", "prims")
             entry = RuleEntry(pointwise.pointwise, "pointwise" if own else "plugin")
         if entry is None:
-            if not self._use_stock or any(tag in node.op.tags for tag in _DATA_DEPENDENT):
+            if not self._use_stock or needs_data(node):
                 return [replicate(view)]
             return self._checked(view, stock.suggestions(view), "dtensor")
         if entry.source == "plugin":
@@ -137,7 +137,7 @@ class RuleBook:
 def first_party_rules() -> dict[str, RuleEntry]:
     """op name -> rule."""
     rules: dict[str, RuleEntry] = {}
-    for module in (views, pointwise, reductions, matmul, attention, indexing, factories):
+    for module in (views, pointwise, reductions, matmul, attention, indexing, factories, recurrent):
         rules.update(module.RULES)
     return rules
 

@@ -99,11 +99,13 @@ class Composite(ABC):
         name: name of its nodes.
         functions: the torch functions it stands for.
         located: its local functions are called with (tensors, site of the call), to log communication inside.
+        comm_backward: the part of `extra_comm_bytes` that the backward pass communicates.
     """
 
     name: ClassVar[str]
     functions: ClassVar[tuple[Callable[..., Any], ...]]
     located: ClassVar[bool] = False
+    comm_backward: ClassVar[float] = 0.0
 
     @abstractmethod
     def normalise(
@@ -132,7 +134,7 @@ class Composite(ABC):
         return 0.0
 
     def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
-        """Bytes all-reduced inside the call under ``strategy``, forward and backward together."""
+        """Bytes all-reduced inside the call under ``strategy``, forward and backward together (see `comm_backward`)."""
         return 0.0
 
 

@@ -64,10 +64,12 @@ def index(view: NodeView) -> Iterator[Row]:
 
 
 def index_put(view: NodeView) -> Iterator[Row]:
-    """index_put(self, indices, values): dims of self that no index touches."""
+    """index_put(self, indices, values): dims of self that no index touches; all of them where a mask takes one value."""
     bound = view.bound()
     plan = _index_plan(view, bound["indices"])
     values = bound["values"]
+    if isinstance(values, Slot):
+        yield from _masked_put(view, bound["indices"], values)
     if plan is None or not isinstance(values, Slot):
         return
     landing, _, _, rank = plan
@@ -78,6 +80,29 @@ def index_put(view: NodeView) -> Iterator[Row]:
         states[0] = dim
         own = target - whole + len(shapes[values.index])
         if own >= 0 and shapes[values.index][own] == shapes[0][dim] and shapes[0][dim] > 1:
+            states[values.index] = own
+        yield tuple(states), (dim,)
+
+
+def _masked_put(view: NodeView, indices: list[Any], values: Slot) -> Iterator[Row]:
+    """x[mask] = values, of a boolean mask over the first dims of x and values that all its places take alike: every dim of x."""
+    given = [index for index in indices if index is not None]
+    if len(given) != 1 or indices[0] is not given[0] or not isinstance(given[0], Slot):
+        return
+    slot, shapes = given[0].index, view.in_shapes
+    if view.dtype(view.node.ins[slot]) is not torch.bool:
+        return
+    masked, whole = len(shapes[slot]), shapes[0]
+    put = shapes[values.index]
+    if len(put) > len(whole) - masked + 1 or (len(put) == len(whole) - masked + 1 and put[0] != 1):
+        return  # a value of its own for every place
+    for dim in range(len(whole)):
+        states: list[State] = [R] * len(shapes)
+        states[0] = dim
+        own = dim - len(whole) + len(put)
+        if dim < masked:
+            states[slot] = dim
+        elif own >= 0 and put[own] == whole[dim]:
             states[values.index] = own
         yield tuple(states), (dim,)
 

@@ -215,7 +215,7 @@ RULES: Mapping[str, RuleEntry] = {
     for names, rule in (
         ("view _unsafe_view reshape _reshape_alias view_copy", reshape),
         ("squeeze squeeze_", squeeze),
-        ("permute transpose t numpy_T transpose_copy t_copy permute_copy", permute),
+        ("permute transpose t numpy_T transpose_copy t_copy permute_copy transpose_ t_", permute),
         ("unsqueeze", unsqueeze),
         ("expand expand_copy", expand),
         ("slice narrow slice_copy", keep_untouched),

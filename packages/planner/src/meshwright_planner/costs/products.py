@@ -25,14 +25,15 @@ def by_name(composites: Mapping[Callable[..., Any], Composite]) -> dict[str, Com
 
 
 def forward_flops(node: Node, values: Sequence[Value], composites: Mapping[str, Composite]) -> float:
-    """Operations of the forward pass; a composite, which has no torch operation, says its own.
+    """Operations of the forward pass; a composite, which has no torch operation, says its own where they are not known.
 
     Of causal attention the half that is not masked counts.
     """
-    composite = composites.get(node.name) if node.op is None else None
+    composite = composites.get(node.name) if node.op is None and not node.flops else None
     if composite is not None:
         return float(composite.flops(NodeView.of(node, values, 1)))
-    if node.flops and base_name(node) in ATTENTION and _torch.argument(node.op, node.args, "is_causal"):
+    causal = node.op is not None and base_name(node) in ATTENTION and node.flops
+    if causal and _torch.argument(node.op, node.args, "is_causal"):
         return node.flops / 2
     return node.flops
 

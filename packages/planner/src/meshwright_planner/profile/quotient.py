@@ -134,7 +134,8 @@ class _Merger:
                 self.visit(name)
 
     def _signature(self, name: str) -> tuple[Any, _Block]:
-        source = self.tape.copied.get(name)
+        # of the copies of a block data ranks may compute some for all rows, others not
+        source = self.tape.copied.get(name) if self.tape.division is None else None
         if source in self._said and len(self.span[source]) == len(self.span[name]):
             return self._said[source], self._copy(name)
         self._said[name], block = self._look(name)

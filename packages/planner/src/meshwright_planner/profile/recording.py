@@ -366,6 +366,9 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[tu
         if node is not None:
             output = own or item.root is None
             yield item._replace(node=node, output=output, by=node if by is None else by), again
+        elif own and _was_copied(watcher, item.node) and item.node in kept:
+            later = kept[item.node]
+            yield item._replace(node=later, root=None, value=None, output=True, by=later), again
 
 
 def _kept_by_policies(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
@@ -381,6 +384,17 @@ def _kept_by_policies(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> 
         for tensor in tensors:
             if not watcher.storage_of(tensor, []):  # inner to a composite
                 yield Saved(index, None, None, True, tensor.numel() * tensor.element_size(), index)
+
+
+def _was_copied(watcher: Watcher, index: int) -> bool:
+    """Whether the node before wrote down what this one overwrites: autograd keeps a copy of it (`mul_`)."""
+    copy, written = watcher.nodes[index - 1], watcher.nodes[index] if index < len(watcher.nodes) else None
+    return (
+        written is not None
+        and written.mutates
+        and copy.op is torch.ops.aten.clone.default
+        and copy.ins[0] == written.ins[0]
+    )
 
 
 def _entries(

@@ -69,7 +69,7 @@ class Family:
         own = self.at(other.rows)
         return (
             own is not None
-            and _alike(own, other)
+            and alike(own, other)
             and all(x.shape == y.shape and x.stride == y.stride for x, y in zip(own.values, other.values))
             and all(_same((n.args, n.kwargs), (m.args, m.kwargs)) for n, m in zip(own.nodes, other.nodes))
             and all(math.isclose(n.flops, m.flops) for n, m in zip(own.nodes, other.nodes))
@@ -78,7 +78,7 @@ class Family:
 
     def _learn(self, second: Tape) -> None:
         a, b = self.first, second
-        if not _alike(a, b):
+        if not alike(a, b):
             raise _Bent("the tapes are of different operations")
         self._values: list[tuple[int, _Rule, _Rule]] = []
         for i, (x, y) in enumerate(zip(a.values, b.values, strict=True)):
@@ -139,7 +139,8 @@ class Family:
         return lambda rows: float(round(x * (rows / a) ** power))
 
 
-def _alike(a: Tape, b: Tape) -> bool:
+def alike(a: Tape, b: Tape) -> bool:
+    """Whether two tapes are of the same operations, whatever their sizes."""
     return (
         (len(a.values), len(a.nodes)) == (len(b.values), len(b.nodes))
         and (len(a.saved), len(a.dropped)) == (len(b.saved), len(b.dropped))

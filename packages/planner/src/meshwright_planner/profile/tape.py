@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from meshwright_dtensor.foreseen import Moved
 from meshwright_dtensor.states import State
 from meshwright_dtensor.trace import Node, Value
 from meshwright_planner.profile.checkpoints import times_again
@@ -35,6 +36,19 @@ class Saved(NamedTuple):
     output: bool
     nbytes: int
     by: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """What data ranks do beside computing on their own rows.
+
+    Args:
+        moved: collectives of one pass forward and backward for which rows of several ranks meet, and how often each comes.
+        notes: what users should know of it.
+    """
+
+    moved: tuple[tuple[Moved, int], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,7 @@ class Tape:
         returned: every value that the model returns, in whatever it does.
         calls: (module that calls, module that is called) of every call of a module.
         origin: the tape that this one differs from in sizes only, None where it was recorded itself.
+        division: of the tape of a data rank, what it does beside computing on its own rows; None where that is all.
     """
 
     values: list[Value]
@@ -104,6 +119,7 @@ class Tape:
     marks: tuple[tuple[str, Mapping[str, State]], ...] = ()
     returned: tuple[int, ...] = ()
     calls: frozenset[tuple[str, str]] = frozenset()
+    division: Division | None = None
 
     @cached_property
     def _inside(self) -> dict[str, list[int]]:

@@ -9,9 +9,13 @@ from collections.abc import Mapping
 import torch
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.foreseen import Grid
+from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch
+from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.recording import Known, record
+from meshwright_planner.profile.rows import SMALL, Rows
 from meshwright_planner.profile.scaling import Family
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.search.basis import Basis
@@ -33,12 +37,63 @@ class Tapes:
         self._tapes: dict[object, Tape] = {}
         self._about: dict[object, Tape | None] = {}
         self._families: dict[object, Family | None] = {}
+        self._rows = Rows(self.quotient)
+        self._quotients: dict[
+            int, tuple[Tape, Quotient]
+        ] = {}  # with the tape, whose number nobody else has then
         self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
 
-    def of(self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1) -> Tape:
-        """The tape of what one rank computes at once: a microbatch of its part of the batch."""
-        shapes = _shapes(basis, degrees, microbatches)
-        return self._find(basis, rules, basis.setting.batch, shapes)
+    def of(
+        self,
+        basis: Basis,
+        rules: Rules,
+        degrees: Mapping[str, int],
+        microbatches: int = 1,
+        rough: bool = False,
+    ) -> Tape:
+        """The tape of what one rank computes at once: a microbatch of its part of the batch.
+
+        `rough`: what makes no difference may be left out.
+        """
+        batch, shapes = basis.setting.batch, _shapes(basis, degrees, microbatches)
+        own = self._find(basis, rules, batch, shapes)
+        axes = basis.rows_axes(degrees)
+        if not axes or not isinstance(rules, RuleBook):
+            return own
+        counted = {name: tuple(t.shape[:1]) == (batch.size,) for name, t in batch.tensors()}
+        key = (basis.setting.dtype, *shapes.values())
+        many, large = batch.size >= max(LEARNT), len(own.nodes) > SMALL
+        if not many or self._family(basis, rules, batch, shapes) is None:
+            if rough and large:  # each number of rows would have to be recorded
+                return own
+        else:  # of all numbers of rows at once
+            few, more = (self._find(basis, rules, batch, one) for one in self._pair(batch, shapes))
+            pair = (basis.setting.dtype, *self._pair(batch, shapes)[0].values())
+            met = self._rows.meet(pair, few, more, counted, rules)
+            if met == "never" or (met == "little" and rough and large):
+                return own
+        together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
+        grid = Grid(axes, tuple(degrees[a] for a in axes))
+        lying = {
+            name: tuple(basis.batch_states(name, tuple(t.shape), degrees)[a] for a in axes)
+            for name, t in batch.tensors()
+        }
+        return self._rows.of(
+            (key, grid.axes, grid.sizes, *together.values()),
+            own,
+            lambda: self._find(basis, rules, batch, together),
+            grid,
+            rules,
+            lying,
+            basis.run_apart(),
+        )
+
+    def quotient(self, tape: Tape) -> Quotient:
+        """The quotient of a tape, and of all that differ from it in sizes only, made once."""
+        like = tape if tape.origin is None else tape.origin
+        if id(like) not in self._quotients:
+            self._quotients[id(like)] = like, quotient(like)
+        return self._quotients[id(like)][1]
 
     def about(
         self, basis: Basis, rules: Rules, degrees: Mapping[str, int], microbatches: int = 1

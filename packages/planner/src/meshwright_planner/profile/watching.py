@@ -11,6 +11,7 @@ import torch
 from meshwright_dtensor.trace import DEVICE, Recorder, is_product, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
+from meshwright_planner.profile import workspaces
 from meshwright_planner.profile.checkpoints import Checkpoint, Checkpoints, Place
 from meshwright_planner.profile.gradients import Note, functions
 
@@ -174,7 +175,23 @@ class Watcher(Recorder):
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Recorder.compute."""
         out = None if self.fake is None else _torch.shaped(self.fake, func, args, kwargs)
-        return super().compute(func, args, kwargs) if out is None else out
+        out = super().compute(func, args, kwargs) if out is None else out
+        if self.fake is not None and workspaces.is_layer(func) and _torch.is_fake(args[0]):
+            return self._with_workspace(out, args)
+        return out
+
+    def _with_workspace(
+        self, out: tuple[torch.Tensor, ...], args: tuple[Any, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of a recurrent layer, with what it keeps as large as it is on the processor."""
+        x, *weights, hidden = *args[:5], args[10]
+        place = workspaces.WORKSPACE
+        if out[place].numel() or x.device.type != "cpu":
+            return out
+        nbytes = workspaces.workspace_bytes(x, tuple(weights), hidden, tuple(args[7:]))
+        with self.fake:
+            kept = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+        return (*out[:place], kept, *out[place + 1 :])
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_fake(tensor):

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import nn
 
 from meshwright_dtensor.batches import BatchSize
+from meshwright_dtensor.states import State
 from meshwright_dtensor.strategy import Link, SearchRequest
 from meshwright_dtensor.units import parameter_units
 from meshwright_planner.costs.memory import Sizes
@@ -21,7 +22,7 @@ class Basis:
     """A setting, and what the strategies that it leaves open find in its model."""
 
     def __init__(self, setting: Setting, surveyed: Surveys) -> None:
-        self.setting = setting
+        self.setting, self._surveyed = setting, surveyed
         axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
         self.surveys = surveyed.of({axis: setting.strategies[axis] for axis in axes})
 
@@ -69,21 +70,42 @@ class Basis:
         """Into how many parts the rows of the batch are divided."""
         return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())
 
-    def local_shape(
-        self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int], microbatches: int = 1
-    ) -> tuple[int, ...]:
-        """The shape of a batch tensor as one rank has it, of one of its microbatches."""
-        local, sizes = list(shape), self.setting.batch.sizes
+    def batch_states(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> dict[str, State]:
+        """How a batch tensor lies on each axis of several ranks."""
+        left, sizes = list(shape), self.setting.batch.sizes
+        found: dict[str, State] = {}
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] == 1:
                 continue
             # an axis further in sees the rows that those further out have left
-            seen = (local[0], *shape[1:]) if local else ()
-            state = strategy.batch_state(name, seen, sizes, degrees[axis])
+            seen = (left[0], *shape[1:]) if left else ()
+            state = found[axis] = strategy.batch_state(name, seen, sizes, degrees[axis])
             if isinstance(state, int):
-                local[state] = -(-local[state] // degrees[axis])
+                left[state] = -(-left[state] // degrees[axis])
             if sizes.rows is not None:
                 sizes = BatchSize(max(1, sizes.rows // strategy.batch_factor(degrees[axis])), sizes.tokens)
+        return found
+
+    def rows_axes(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of several ranks that divide the rows of the batch, outermost first."""
+        strategies = self.setting.strategies.items()
+        return tuple(
+            a for a, s in strategies if degrees[a] > 1 and s.batch_factor(degrees[a]) > 1 and not s.divides
+        )
+
+    def run_apart(self) -> tuple[str, ...]:
+        """Modules that strategies run on the rows that each rank has, whatever they do with them."""
+        found = self._surveyed.of(self.setting.strategies)
+        return tuple(module for survey in found.values() for module in survey.modules)
+
+    def local_shape(
+        self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int], microbatches: int = 1
+    ) -> tuple[int, ...]:
+        """The shape of a batch tensor as one rank has it, of one of its microbatches."""
+        local = list(shape)
+        for axis, state in self.batch_states(name, shape, degrees).items():
+            if isinstance(state, int):
+                local[state] = -(-local[state] // degrees[axis])
         if microbatches > 1 and local and shape[0] == self.setting.batch.size:
             local[0] = -(-local[0] // microbatches)
         return tuple(local)

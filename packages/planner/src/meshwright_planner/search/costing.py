@@ -16,6 +16,7 @@ from meshwright_planner.placing.placed import Placed
 from meshwright_planner.placing.placement import Placement
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.easing import Again, Easing
+from meshwright_planner.search.meeting import rows_meet
 from meshwright_planner.search.points import Point
 from meshwright_planner.search.setting import SHARED, Setting
 from meshwright_planner.search.surveys import placements
@@ -173,6 +174,9 @@ def cost(
     inside = placement.communication_seconds * divided.operations
     for axis, own_share in zip(searched, problem.shares(placed.placement)):
         exposed[axis] = exposed.get(axis, 0.0) + inside * own_share * busy
+    for axis, use, seconds in rows_meet(basis, placed, times, degrees):
+        exposed[axis] = exposed.get(axis, 0.0) + use.count * seconds * busy
+        uses.append((axis, use))
     placed_apart = sum(trained / degrees[a] for a, (_, trained) in own.items())
     if outer is not None:  # gradients are in other memory until the step is over
         lasting = 0.0

@@ -20,7 +20,6 @@ from meshwright_planner.placing.legal import Legality, Rules
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms, Unsolved
-from meshwright_planner.profile.quotient import Quotient, quotient
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.recomputation.asked import POLICIES, recompute_rules, repeated_blocks
 from meshwright_planner.recomputation.region import recomputed_blocks
@@ -160,7 +159,7 @@ class Search:
         far = self._far(point, axes, beyond) if math.isfinite(beyond) else None
         if far is not None:
             return far
-        tape = self._tape(point)
+        tape = self._tape(point, rough=True)
         exact = self._placed.get(self._key(point, tape, axes))
         if exact is not None:
             return self._costed(point, exact, axes, True, beyond)
@@ -189,13 +188,14 @@ class Search:
             tuple(self._present(point)),
             self.setting.sequence_parallel,
             len(tape.nodes),
+            None if tape.division is None or tape.origin is not None else id(tape),
         )
 
     def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
         known = self.shared.models.get(family)
         if known is not None and len(known[0].tape.values) == len(tape.values):
             return self._new(*known)
-        found = self._exact(point, axes)
+        found = self._exact(point, axes, tape)
         self.shared.models[family] = found.problem, found.placement
         return found
 
@@ -246,15 +246,16 @@ class Search:
             return False
         return any(d > 1 and not self.setting.strategies[a].divides for a, d in point.degrees)
 
-    def _tape(self, point: Point) -> Tape:
-        return self.shared.tapes.of(self.basis, self.rules, dict(point.degrees), point.microbatches)
+    def _tape(self, point: Point, rough: bool = False) -> Tape:
+        degrees = dict(point.degrees)
+        return self.shared.tapes.of(self.basis, self.rules, degrees, point.microbatches, rough)
 
     def _key(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
         sequence = self.setting.sequence_parallel  # variants may have it otherwise
         return (id(tape), *self._joined(point, axes), self._meshed(point), sequence, *self._present(point))
 
-    def _exact(self, point: Point, axes: Axes) -> Placed:
-        tape = self._tape(point)
+    def _exact(self, point: Point, axes: Axes, tape: Tape | None = None) -> Placed:
+        tape = self._tape(point) if tape is None else tape
         key = self._key(point, tape, axes)
         if key not in self._placed:
             problem = self._problem(point, tape, axes)
@@ -321,7 +322,11 @@ class Search:
         self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Mapping[str, State]]
     ) -> PlacementProblem:
         """The problem on one axis, or on two; `stored`: how the user stores parameters on each."""
-        repeats, sequence, pins = self._quotient(tape), self.setting.sequence_parallel, _pins(stored)
+        repeats, sequence, pins = (
+            self.shared.tapes.quotient(tape),
+            self.setting.sequence_parallel,
+            _pins(stored),
+        )
         if len(costs) == 1:
             return PlacementProblem(
                 Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, sequence), pins
@@ -332,13 +337,6 @@ class Search:
             for own, some in zip(costs, stored, strict=True)
         ]
         return JointProblem(JointLegality(each, sequence), pins)
-
-    def _quotient(self, tape: Tape) -> Quotient:
-        like = tape if tape.origin is None else tape.origin
-        quotients = self.shared.quotients
-        if id(like) not in quotients:
-            quotients[id(like)] = quotient(like)
-        return quotients[id(like)]
 
     def _place(self, problem: PlacementProblem) -> Placement:
         """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.

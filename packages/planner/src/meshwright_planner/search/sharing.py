@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.placing.placement import Placement, PlacementProblem
-from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.profile.tapes import Tapes
 from meshwright_planner.search.surveys import Surveys
@@ -23,7 +22,6 @@ class Shared:
             parameters themselves; without the links and those axes, the first of them.
         placements: by problem and optimizer.
         models: by all but the sizes: a problem, and a placement that others start from.
-        quotients: by tape.
         rules: request for recomputation -> its rules.
         blocks: patterns of the blocks that repeat, None before they are asked for.
         named: names of those blocks, None before they are asked for.
@@ -36,7 +34,6 @@ class Shared:
     problems: dict[tuple[object, ...], PlacementProblem] = field(default_factory=dict)
     placements: dict[tuple[object, ...], Placement] = field(default_factory=dict)
     models: dict[tuple[object, ...], tuple[PlacementProblem, Placement]] = field(default_factory=dict)
-    quotients: dict[int, Quotient] = field(default_factory=dict)
     rules: dict[str, tuple[RecomputeRule, ...]] = field(default_factory=dict)
     blocks: tuple[str, ...] | None = None
     named: tuple[str, ...] | None = None

@@ -126,6 +126,7 @@ def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: 
         notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
     if setting.cluster.name.startswith(PREFIX):
         notes.append(f"planned for the machine at hand: {setting.cluster.source}")
+    notes += own.problem.tape.division.notes if own.problem.tape.division is not None else ()
     notes += [*_beyond(setting, own), *idle_axes(own), *_marked(own)]
     for slow in setting.cluster.slow_among(setting.world_size):
         notes.append(_slow(slow))

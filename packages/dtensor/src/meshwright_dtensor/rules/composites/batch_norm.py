@@ -23,6 +23,7 @@ class BatchNorm(Composite):
 
     name: ClassVar[str] = "batch_norm"
     functions: ClassVar[tuple[Any, ...]] = (F.batch_norm,)
+    comm_backward: ClassVar[float] = 0.5
 
     def normalise(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,0 +1,151 @@
+"""Where rows of a batch meet, data ranks gather them or move them: the planner says the same bytes and the same operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from meeting_models import ALONE, TOGETHER
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plugins import discover
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import auto_parallelize
+from meshwright_planner import plan
+from meshwright_planner.placing.placed import Placed
+from meshwright_planner.planners.eager import EagerPlanner, default_rules
+from meshwright_planner.search.evaluator import Search
+
+MODELS = {**ALONE, **TOGETHER}
+NUMBERS = 16
+"""Bytes: sums of numbers (a loss, whether there was a gradient) are in no plan."""
+
+
+def built(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model and its batch, the same on every rank."""
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    return make(), torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def foreseen(name: str, **degrees: int) -> float:
+    """Operations of products that the planner expects of one rank."""
+    model, x = built(name)
+    request = PlanRequest(cluster="laptop-cpu", world_size=2, **degrees)  # type: ignore[arg-type]
+    search = Search(EagerPlanner().setting(model, x, request, discover()), default_rules())
+    found = search.evaluate(degrees)
+    return Placed(search.basis, search.rules, found.problem, found.placement).flops
+
+
+def step(rank: int, world: int, names: list[str], options: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Name -> what is planned and what one parallel step does, and how far that is from one device."""
+    found = {}
+    for name in names:
+        (model, x), (reference, _) = built(name), built(name)
+        expected = reference(x)
+        expected.backward()
+        auto_parallelize(model, x, cluster="laptop-cpu", **options)
+        with communication() as log, FlopCounterMode(display=False) as counter:
+            loss = model(x)
+            loss.backward()
+        worst = abs(float(loss.detach().full_tensor() / expected.detach()) - 1)
+        scale = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+        for parameter, own in zip(model.parameters(), reference.parameters(), strict=True):
+            if own.grad is not None:
+                worst = max(worst, float((parameter.grad.full_tensor() - own.grad).abs().max()) / scale)
+        executed, planned = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+        for event in log.events:
+            if event.function != "data" and event.nbytes > NUMBERS:
+                executed[event.axis, event.phase, event.kind] += event.nbytes
+        for c in model.parallel_plan.collectives:
+            if "gradients" not in c.why and c.why != "parameters" and c.nbytes > NUMBERS:
+                planned[c.axis, c.phase, c.kind] += c.nbytes * c.count
+        found[name] = {
+            "worst": worst,
+            "executed": dict(executed),
+            "planned": dict(planned),
+            "flops": counter.get_total_flops(),
+            "notes": model.parallel_plan.provenance.notes,
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(rank_pool: RankPool) -> dict[str, dict[str, Any]]:
+    """Those of all models on two data ranks."""
+    return rank_pool.run(2, step, list(MODELS), {"dp": 2, "zero": 0})[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_foreseen_is_done(steps: dict[str, dict[str, Any]], name: str) -> None:
+    found = steps[name]
+    assert found["worst"] < 1e-5
+    assert found["planned"] == found["executed"]
+    assert bool(found["executed"]) is (name in TOGETHER)
+    assert foreseen(name, dp=2) == found["flops"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_note_says_where_rows_meet(steps: dict[str, dict[str, Any]], name: str) -> None:
+    notes = [note for note in steps[name]["notes"] if note.startswith("rows meet across dp in ")]
+    assert bool(notes) is (name in TOGETHER)
+
+
+WHOLE = {
+    "masked_select": ("the model itself", "masked_select"),
+    "rows by mask": ("second", "__getitem__"),
+    "routed": ("the model itself", "where"),
+    "lstm, rows in the middle": ("second", "lstm (layer)"),
+}
+"""Name -> a module that every rank computes whole, and a call that makes it so."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_note_says_what_data_parallelism_does_not_help(steps: dict[str, dict[str, Any]], name: str) -> None:
+    notes = [n for n in steps[name]["notes"] if n.startswith("data parallelism does not help in ")]
+    module, call = WHOLE[name]
+    (note,) = notes
+    where, _, why = note.partition(", which every rank of dp computes for all of the batch: ")
+    assert module in where and call in why and why.endswith(" needs what other ranks have")
+
+
+def test_the_same_with_shards_and_replicas(rank_pool: RankPool) -> None:
+    """Two axes divide the rows: what is inner is moved first."""
+    names = ["batch norm", "routed", "lstm, rows in the middle", "sort rows"]
+    found = rank_pool.run(4, step, names, {"dp": 4, "zero": 1, "zero_degree": 2})[0]
+    for name in names:
+        executed = {k: n for k, n in found[name]["executed"].items() if k[2] != "reduce_scatter"}
+        stored = sum(p.numel() * 4 for p in built(name)[0].parameters())
+        executed["zero", "forward", "all_gather"] = (
+            executed.get(("zero", "forward", "all_gather"), 0) - stored
+        )
+        assert found[name]["planned"] == {k: n for k, n in executed.items() if n}, name
+
+
+def test_the_same_beside_a_tensor_axis(rank_pool: RankPool) -> None:
+    """What that divides is moved by each of its ranks in part."""
+    names = ["index_add of rows", "compared", "batch norm", "gru, rows in the middle", "gru"]
+    found = rank_pool.run(4, step, names, {"dp": 2, "tp": 2, "zero": 0})[0]
+    for name in names:
+        assert found[name]["worst"] < 1e-5
+        planned, executed = (
+            {key: n for key, n in found[name][what].items() if key[0] == "dp"}
+            for what in ("planned", "executed")
+        )
+        assert planned == executed and bool(planned) is (name in TOGETHER), name
+
+
+def test_a_model_that_needs_all_rows_is_not_said_to_take_half() -> None:
+    def compute(name: str, **degrees: int) -> float:
+        model, x = built(name)
+        found = plan(model, x, cluster="laptop-cpu", planner="manual", **degrees)
+        assert not isinstance(found, list) and found.predicted is not None
+        return float(found.predicted.compute_seconds)
+
+    # all but the first product
+    whole = compute("lstm, rows in the middle", world_size=1)
+    assert compute("lstm, rows in the middle", world_size=2, dp=2) > 0.8 * whole

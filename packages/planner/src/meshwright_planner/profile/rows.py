@@ -1,0 +1,154 @@
+"""Where rows of a batch meet: the tapes of data ranks of models that do not go row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from meshwright_dtensor.following import follow
+from meshwright_dtensor.foreseen import Followed, Grid
+from meshwright_dtensor.rules import RuleBook
+from meshwright_dtensor.states import States
+from meshwright_planner.costs.products import by_name, forward_flops
+from meshwright_planner.profile.dividing import Dividing, apart, little, plain, with_moves
+from meshwright_planner.profile.quotient import Quotient
+from meshwright_planner.profile.scaling import alike
+from meshwright_planner.profile.tape import Division, Tape
+
+MUCH = (
+    "what data ranks do where rows meet is not predicted: the model looks at its data, and a run of the whole batch here would "
+    "take long"
+)
+
+REAL_WORK = 1e11
+"""Operations that a real run of all rows may take for this: some seconds of a processor."""
+
+SMALL = 500
+"""Operations of a model that is looked at exactly, however little its rows meet: that takes no time."""
+
+Meeting = Literal["never", "little", "much"]
+
+UNLIKE = (
+    "what data ranks do where rows meet is not predicted: with fewer rows the model does other operations, and experts run on the "
+    "rows of each rank"
+)
+
+
+def starting(whole: Tape, states: Mapping[str, States], axes: int) -> dict[int, States]:
+    """Value -> states of parameters and inputs; `states`: name of a batch tensor -> its states."""
+    start: dict[int, States] = {}
+    for i, value in enumerate(whole.values):
+        kind, _, name = (value.name or "").partition(":")
+        if kind == "param":  # gradients are summed later
+            start[i] = ("X",) * axes
+        elif kind == "input":
+            start[i] = states[name]
+    return start
+
+
+def follows(
+    own: Tape,
+    whole: Tape,
+    merged: Quotient,
+    grid: Grid,
+    book: RuleBook,
+    start: Mapping[int, States],
+    prefixes: tuple[str, ...] = (),
+) -> Followed:
+    """What the core does with the rows of `whole`, of which a rank of `grid` has those of `own`.
+
+    Args:
+        merged: the quotient of `whole`.
+        start: value -> states of parameters and inputs.
+        prefixes: of the names of what strategies run on each rank's rows.
+    """
+    weights = {i for i in start if (whole.values[i].name or "").startswith("param:")}
+
+    def known(index: int) -> tuple[tuple[States, ...], tuple[States, ...]] | None:
+        inside = bool(prefixes) and f"{whole.nodes[index].module}.".startswith(prefixes)
+        return apart(own, whole, index, grid.ndim) if inside else None
+
+    return follow(
+        grid, book, whole.nodes, whole.values, whole.grad, start, weights, known, merged.node, whole.results
+    )
+
+
+class Rows:
+    """The tapes of one model's data ranks. A variant of a search shares them."""
+
+    def __init__(self, merged: Callable[[Tape], Quotient]) -> None:
+        """`merged`: tape -> its quotient."""
+        self._merged = merged
+        self._met: dict[object, Meeting] = {}
+        self._divided: dict[object, Tape] = {}
+
+    def meet(
+        self, key: object, few: Tape, more: Tape, counted: Mapping[str, bool], book: RuleBook
+    ) -> Meeting:
+        """How much rows of a model meet, as two tapes of it tell: one has twice the rows of the other.
+
+        Looked at once for two ranks: what more ranks would have to move, two have to. `counted`: whether a batch tensor has
+        the rows of the batch; `key`: what it depends on.
+        """
+        if key not in self._met:
+            grid = Grid(("rows",), (2,))
+            start = starting(more, {name: (0 if rows else "I",) for name, rows in counted.items()}, 1)
+            found = follows(few, more, self._merged(more), grid, book, start)
+            if plain(found, few, more, grid):
+                self._met[key] = "never"
+            else:
+                self._met[key] = "little" if little(found, few, more, grid) else "much"
+        return self._met[key]
+
+    def of(
+        self,
+        key: object,
+        own: Tape,
+        whole: Callable[[], Tape],
+        grid: Grid,
+        book: RuleBook,
+        states: Mapping[str, States],
+        modules: Sequence[str],
+    ) -> Tape:
+        """The tape of one rank.
+
+        Args:
+            key: what it depends on.
+            own: recorded with the rows of one rank; whole: with those of all, where it is not known yet.
+            grid: the axes that divide rows.
+            states: name of a batch tensor -> its states on the grid.
+            modules: those that strategies run on each rank's rows.
+        """
+        if key not in self._divided:
+            work = math.prod(grid.sizes) * sum(
+                forward_flops(node, own.values, by_name(book.composites)) for node in own.nodes
+            )
+            if own.real and work > REAL_WORK:
+                self._divided[key] = replace(own, origin=None, division=Division(notes=(MUCH,)))
+            else:
+                self._divided[key] = self._made(own, whole(), grid, book, states, modules)
+        return self._divided[key]
+
+    def _made(
+        self,
+        own: Tape,
+        whole: Tape,
+        grid: Grid,
+        book: RuleBook,
+        states: Mapping[str, States],
+        modules: Sequence[str],
+    ) -> Tape:
+        prefixes = tuple(f"{module}." for module in modules)
+        same = alike(own, whole)
+        if not same and prefixes and any(f"{node.module}.".startswith(prefixes) for node in whole.nodes):
+            return replace(own, origin=None, division=Division(notes=(UNLIKE,)))
+        start = starting(whole, states, grid.ndim)
+        found = follows(own, whole, self._merged(whole), grid, book, start, prefixes)
+        if same and plain(found, own, whole, grid):
+            return own
+        if same and (len(own.nodes) > SMALL and little(found, own, whole, grid)):
+            return with_moves(own, whole, found, grid)
+        known = own if same else None
+        return Dividing(whole, known, own.rows, start, found, grid, by_name(book.composites)).tape()

@@ -1,0 +1,77 @@
+"""What a recurrent layer of a CPU keeps for its backward pass: oneDNN says it only when it runs.
+
+On fake tensors the workspace of ``aten.mkldnn_rnn_layer`` is empty, on real ones it holds the gates and states of every step:
+most of what an LSTM keeps. It grows with the rows, and with the steps but for an offset, so four small real runs of the same
+layer say what a row takes (0.3% less than it really is from some hundred bytes a row on; pages are rounded up).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from meshwright_dtensor._torch import without_modes
+
+WORKSPACE = 3
+"""Which result of the operation it is."""
+
+STEPS, ROWS = (8, 16), (16, 32)
+"""Of the small runs: fewer show how memory is rounded."""
+
+WIDEST = 1024
+"""Features of the widest layer that is run: what a wider one keeps grows with its width."""
+
+Tensor = torch.Tensor
+
+
+def is_layer(func: object) -> bool:
+    """Whether an operation has such a workspace."""
+    return func is torch.ops.aten.mkldnn_rnn_layer.default
+
+
+def workspace_bytes(x: Tensor, weights: tuple[Tensor, ...], hidden: int, rest: tuple[Any, ...]) -> int:
+    """Bytes that the layer keeps for x [steps, rows, features]; 0 where it cannot be run here.
+
+    `rest`: the arguments of the operation after its states.
+    """
+    steps, rows, features = x.shape
+    shrunk = min(1.0, WIDEST / max(hidden, features))
+    sizes = max(1, round(features * shrunk)), max(1, round(hidden * shrunk))
+    gates = weights[0].shape[0] // hidden
+    first, more = _per_row(sizes, gates, x.dtype, _sized(rest, hidden, sizes[1]))
+    return rows * max(0, round((first + more * (steps - STEPS[0])) / shrunk))
+
+
+def _sized(rest: tuple[Any, ...], hidden: int, shrunk: int) -> tuple[Any, ...]:
+    """The arguments for another number of hidden features."""
+    reverse, batch_sizes, mode, _, *others = rest
+    given = tuple(batch_sizes) if isinstance(batch_sizes, (list, tuple)) else batch_sizes
+    return (reverse, given, mode, shrunk, *others)
+
+
+@functools.lru_cache(maxsize=64)
+def _per_row(
+    sizes: tuple[int, int], gates: int, dtype: torch.dtype, rest: tuple[Any, ...]
+) -> tuple[float, float]:
+    """Bytes of one row at the fewest steps, and of one step more."""
+    features, hidden = sizes
+    reverse, batch_sizes, *others = rest
+
+    def kept(steps: int, rows: int, weights: list[Tensor]) -> int:
+        x, state = torch.zeros(steps, rows, features, dtype=dtype), torch.zeros(rows, hidden, dtype=dtype)
+        given = (x, *weights, state, state, reverse, list(batch_sizes), *others)
+        return int(torch.ops.aten.mkldnn_rnn_layer(*given)[WORKSPACE].untyped_storage().nbytes())
+
+    few, many = ROWS
+    with without_modes(), torch.enable_grad():
+        shapes = ((gates * hidden, features), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
+        weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        try:
+            first, last = (
+                (kept(steps, many, weights) - kept(steps, few, weights)) / (many - few) for steps in STEPS
+            )
+        except RuntimeError:  # no such kernel on this machine
+            return 0.0, 0.0
+    return first, (last - first) / (STEPS[1] - STEPS[0])
