@@ -138,7 +138,9 @@ class Search:
             problem = own.problem
             tight = None if hopeless else self._within(problem, self._tight(candidate, own))
             if tight is not None:
-                return self._costed(point, self._new(placed.problem, tight), axes)
+                fitting = self._costed(point, self._new(placed.problem, tight), axes)
+                if not fitting.excess_bytes:
+                    return fitting
             # nothing fits: show the placement that comes closest
             least = self._within(problem, MemoryTerms(1e-6, factor))
             if least is not None:
