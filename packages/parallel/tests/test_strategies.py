@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -88,6 +89,21 @@ def test_what_stage_3_holds() -> None:
     whole = 2**20 * (2 + 1 + 2 + 1)
     held = 2**20 * (2 * 1 + 1 / 4 + 0.5)
     assert Zero().cost(request, 4, LINK).parameters == pytest.approx(1 / 4 + held / whole)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_less_than_nothing_is_hidden(stage: int) -> None:
+    """Where nothing hides, all is exposed, to the last bit."""
+    dice = random.Random(stage)
+    for _ in range(200):
+        units = tuple(
+            tuple(
+                ParameterSize((4 * dice.randint(1, 99), dice.randint(1, 99)), (), (4, 2), True)
+                for _ in range(3)
+            )
+            for _ in range(dice.randint(1, 4))
+        )
+        assert Zero().cost(SearchRequest(4, 4, stage=stage, units=units), 4, LINK).overlapped_seconds >= 0.0
 
 
 def test_states() -> None:

@@ -68,7 +68,7 @@ class Data(Strategy):
         use = CollectiveUse("all_reduce", round(each), count, "backward", "gradients, in buckets")
         return StrategyCost(
             exposed_seconds=exposed,
-            overlapped_seconds=total - exposed,
+            overlapped_seconds=max(0.0, total - exposed),
             collectives=(use,),
             lasting=min(1.0, staying / request.gradient_bytes),
             bucket=BUCKET_BYTES,

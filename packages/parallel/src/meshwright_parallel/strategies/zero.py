@@ -150,7 +150,9 @@ class Zero(Strategy):
         return StrategyCost(
             exposed_seconds=exposed,
             stall=stall,
-            overlapped_seconds=total - exposed,
+            overlapped_seconds=max(
+                0.0, total - exposed
+            ),  # sums of the same in another order differ in the last bit
             parameters=(shards + held) / whole,
             gradients=gradients / trained if trained else 1.0,
             optimizer=own / trained if trained else 1.0,
