@@ -164,6 +164,10 @@ class PlacementProblem:
         first, second = self.tape.nodes[maker], self.tape.nodes[node]
         return first.call is not None and (first.call, first.call_inputs) == (second.call, second.call_inputs)
 
+    def writes(self, node: int, position: int) -> bool:
+        """Whether a node writes to this input of it."""
+        return node != RESULT and position == 0 and self.tape.nodes[node].mutates
+
     def stays(self, value: int) -> bool:
         """Whether a value that is stored sharded is used as it is stored.
 

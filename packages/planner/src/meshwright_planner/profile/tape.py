@@ -17,6 +17,9 @@ from meshwright_dtensor.trace import Node, Value
 from meshwright_planner.profile.checkpoints import times_again
 from meshwright_planner.profile.gradients import Note, flows
 
+_MAKING = ("zeros", "empty", "ones", "full")
+"""Parts of the names of operations that make tensors of which no value was computed."""
+
 
 class Saved(NamedTuple):
     """A tensor that autograd keeps because of one node.
@@ -72,7 +75,7 @@ class Tape:
         grad: per value, whether a gradient flows to it.
         flows: per node and tensor input, whether the node hands a gradient to it.
         again: per node, how often checkpoints of the model itself run it again in the backward pass.
-        writes: nodes that write to a part of something which others read whole.
+        writes: nodes that write to a part of something which others read whole, and that make what is written to.
         saved: what autograd keeps.
         dropped: what checkpoints of the model itself give up, and have again while they run again.
         inside: per node, numbers of those that it runs in.
@@ -220,11 +223,12 @@ def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     stored = {roots.get(i, i) for i in live}
     kept: list[int] = []
     writes: list[int] = []
+    worth = _worth_knowing(tape, roots)
     for index in range(len(tape.nodes) - 1, -1, -1):
         node = tape.nodes[index]
         read = any(r.i in live for r in node.outs)
-        if not read and node.mutates and any(roots.get(r.i, r.i) in stored for r in node.outs):
-            writes.append(index)
+        if not read and index in worth and any(roots.get(r.i, r.i) in stored for r in node.outs):
+            writes += [index, worth[index]]
         elif not read:
             continue
         kept.append(index)
@@ -233,5 +237,29 @@ def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     kept.reverse()
     tape.nodes = [tape.nodes[i] for i in kept]
     found = {old: new for new, old in enumerate(kept)}
-    tape.writes = frozenset(found[index] for index in writes)
+    tape.writes = frozenset(found[index] for index in writes if index in found)
+    return found
+
+
+def _worth_knowing(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
+    """Nodes that write what products make to something that is made for it (zeros, say), and the node that makes it.
+
+    What lies as it is computed is written to where it lies: a plan could only bring it elsewhere, where writes do not reach it.
+    """
+    maker = {ref.i: index for index, node in enumerate(tape.nodes) for ref in node.outs}
+    products: list[bool] = []  # per node, whether it or what it reads is a product
+    fresh: list[bool] = []  # per node, whether no value goes into what it makes
+    for node in tape.nodes:
+        before = [maker[r.i] for r in node.ins if r.i in maker and maker[r.i] < len(products)]
+        # a composite, which has no torch operation, says later what it computes
+        products.append(bool(node.flops) or node.op is None or any(products[k] for k in before))
+        fresh.append(node.op is not None and any(word in node.name for word in _MAKING))
+    found: dict[int, int] = {}
+    for index, node in enumerate(tape.nodes):
+        if node.mutates and any(
+            maker[r.i] < index and products[maker[r.i]] for r in node.ins[1:] if r.i in maker
+        ):
+            base = maker.get(roots.get(node.ins[0].i, node.ins[0].i))
+            if base is not None and fresh[base]:
+                found[index] = base
     return found
