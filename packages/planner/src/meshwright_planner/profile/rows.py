@@ -85,17 +85,24 @@ class Rows:
         self._divided: dict[object, Tape] = {}
 
     def meet(
-        self, key: object, few: Tape, more: Tape, counted: Mapping[str, bool], book: RuleBook
+        self,
+        key: object,
+        few: Tape,
+        more: Tape,
+        counted: Mapping[str, bool],
+        book: RuleBook,
+        modules: Sequence[str],
     ) -> Meeting:
         """How much rows of a model meet, as two tapes of it tell: one has twice the rows of the other.
 
         Looked at once for two ranks: what more ranks would have to move, two have to. `counted`: whether a batch tensor has
-        the rows of the batch; `key`: what it depends on.
+        the rows of the batch; `key`: what it depends on; `modules`: those that strategies run on each rank's rows.
         """
         if key not in self._met:
             grid = Grid(("rows",), (2,))
             start = starting(more, {name: (0 if rows else "I",) for name, rows in counted.items()}, 1)
-            found = follows(few, more, self._merged(more), grid, book, start)
+            prefixes = tuple(f"{module}." for module in modules) if alike(few, more) else ()
+            found = follows(few, more, self._merged(more), grid, book, start, prefixes)
             if plain(found, few, more, grid):
                 self._met[key] = "never"
             else:

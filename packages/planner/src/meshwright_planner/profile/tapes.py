@@ -68,8 +68,9 @@ class Tapes:
                 return own
         else:  # of all numbers of rows at once
             few, more = (self._find(basis, rules, batch, one) for one in self._pair(batch, shapes))
-            pair = (basis.setting.dtype, *self._pair(batch, shapes)[0].values())
-            met = self._rows.meet(pair, few, more, counted, rules)
+            modules = tuple(basis.run_apart())
+            pair = (basis.setting.dtype, *self._pair(batch, shapes)[0].values(), modules)
+            met = self._rows.meet(pair, few, more, counted, rules, modules)
             if met == "never" or (met == "little" and rough and large):
                 return own
         together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
