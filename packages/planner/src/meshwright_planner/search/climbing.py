@@ -31,7 +31,8 @@ def _primes(number: int) -> list[int]:
 
 
 def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts."""
+    """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts; for axes along
+    which strategies place parameters themselves (experts), the widest of those."""
     strategies = search.setting.strategies
     searched = next(
         (a for a, s in strategies.items() if s.placement_search and len({d.get(a, 1) for d in legal}) > 1),
@@ -48,4 +49,16 @@ def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[s
         found[tuple(own[0].items())] = own[0]
         middle = own[len(own) // 2]
     found[tuple(middle.items())] = middle  # of the widest
+    for axis, survey in search.surveys.items():  # what a strategy takes apart itself, as far apart as it goes
+        if survey.parameters and any(d.get(axis, 1) > 1 for d in legal):
+            widest = max(
+                legal,
+                key=lambda d: (
+                    d.get(axis, 1),
+                    -d.get(searched or "", 1),
+                    -d.get(dividing or "", 1),
+                    d.get(SHARED, 1),
+                ),
+            )
+            found[tuple(widest.items())] = widest
     return list(found.values())
