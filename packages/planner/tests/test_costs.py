@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from operations import kept
 from planner_models import HOST, Mlp, Transformer, tokens
 from torch import nn
 
@@ -96,22 +97,6 @@ def test_a_large_product_is_bound_by_flops_and_a_norm_by_bytes() -> None:
     assert seconds == pytest.approx(3 * nbytes / (3.35e12 * 0.8))
 
 
-def really_kept(model: nn.Module, batch: Batch) -> int:
-    """Bytes of the distinct storages that autograd keeps in a real run, parameters aside."""
-    own = {p.data_ptr() for p in model.parameters()}
-    held: list[torch.Tensor] = []
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        held.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(*batch.args, **batch.kwargs)
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    assert out.requires_grad
-    return sum(size for address, size in sizes.items() if address not in own)
-
-
 def test_what_autograd_keeps_is_what_it_really_keeps() -> None:
     book = RuleBook.first_party()
     for model, batch in (
@@ -120,7 +105,7 @@ def test_what_autograd_keeps_is_what_it_really_keeps() -> None:
         (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softmax(-1), nn.ReLU()), Batch.of(torch.randn(3, 8))),
     ):
         tape = record(model, batch, book.composites)
-        assert tape.activation_bytes == pytest.approx(really_kept(model, batch), rel=0.01), type(model)
+        assert tape.activation_bytes == pytest.approx(kept(model, batch), rel=0.01), type(model)
 
 
 def test_dead_code_is_dropped_and_gradients_flow_where_they_should() -> None:

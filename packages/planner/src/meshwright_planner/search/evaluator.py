@@ -167,7 +167,7 @@ class Search:
             return self._costed(point, exact, axes, True, beyond)
         family = self._family(point, tape, axes)
         model = self._models.get(family)
-        if model is None or len(model.problem.tape.values) != len(tape.values):
+        if model is None:
             model = self._models[family] = self._model(family, point, tape, axes)
         own = model if model.problem.tape is tape else model.at(tape)
         return self._costed(point, own, axes, True, beyond)
@@ -176,7 +176,7 @@ class Search:
         """The estimate by tapes of more rows, where that is far beyond: a tape of one row need not be recorded then."""
         about = self.shared.tapes.about(self.basis, self.rules, dict(point.degrees), point.microbatches)
         model = None if about is None else self._models.get(self._family(point, about, axes))
-        if about is None or model is None or len(model.problem.tape.values) != len(about.values):
+        if about is None or model is None:
             return None
         found = self._costed(point, model.at(about), axes, True, beyond)
         return found if found.step_seconds >= FAR * beyond else None
@@ -190,12 +190,13 @@ class Search:
             tuple(self._present(point)),
             self.setting.sequence_parallel,
             len(tape.nodes),
+            len(tape.values),
             None if tape.division is None or tape.origin is not None else id(tape),
         )
 
     def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
         known = self.shared.models.get(family)
-        if known is not None and len(known[0].tape.values) == len(tape.values):
+        if known is not None:
             return self._new(*known)
         found = self._exact(point, axes, tape)
         self.shared.models[family] = found.problem, found.placement
