@@ -150,9 +150,8 @@ class Zero(Strategy):
         return StrategyCost(
             exposed_seconds=exposed,
             stall=stall,
-            overlapped_seconds=max(
-                0.0, total - exposed
-            ),  # sums of the same in another order differ in the last bit
+            # sums of the same in another order differ in the last bit
+            overlapped_seconds=max(0.0, total - exposed),
             parameters=(shards + held) / whole,
             gradients=gradients / trained if trained else 1.0,
             optimizer=own / trained if trained else 1.0,
