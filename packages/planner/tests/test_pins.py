@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,10 +24,11 @@ from planner_models import (
 )
 from torch import nn
 
-from meshwright_dtensor.errors import PluginError, UsageError
+from meshwright_dtensor.errors import PlanError, PluginError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
+from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner, ManualPlanner, explain
 
 
@@ -38,6 +40,34 @@ def test_degrees_are_searched_and_pins_kept() -> None:
     assert seconds == sorted(seconds)
     assert dict(best(model, batch, world_size=4, tp=2).degrees) == {"dp": 2, "tp": 2}
     assert dict(best(model, batch, world_size=4, dp=1).degrees) == {"dp": 1, "tp": 4}
+
+
+class Late(DataLike):
+    """Refuses two ranks, but only when it is asked exactly, as one may whose estimates are far from the best."""
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        if degree == 2 and not request.rough:
+            raise PlanError("degrees.dp", degree, "two are one too few", "1")
+        return super().cost(request, degree, link)
+
+
+def test_what_is_refused_only_when_it_is_evaluated_is_not_taken() -> None:
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, top_k=9)
+    planner = EagerPlanner(host_of(Late, TensorLike))
+    plans = planner.plan(Transformer(), tokens(rows=8), request)
+    assert {tuple(p.degrees.values()) for p in plans} == {(4, 1), (1, 4)}
+
+
+class Never(Late):
+    def degrees(self, request: SearchRequest) -> Iterable[int]:
+        return [2]
+
+
+def test_where_all_is_refused_when_it_is_evaluated_the_reason_is_raised() -> None:
+    with pytest.raises(PlanError, match="two are one too few"):
+        EagerPlanner(host_of(Never)).plan(
+            Transformer(), tokens(rows=8), PlanRequest(cluster=LAPTOP_CPU, world_size=2)
+        )
 
 
 class Rival(TensorLike):

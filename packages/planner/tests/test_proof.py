@@ -314,3 +314,22 @@ def test_what_the_proof_finds_to_be_faster_is_returned() -> None:
     ranked, proof = settle(search, [slow], [degrees], {points[1]: slow})
     assert [c.point for c in ranked] == points[1:]
     assert proof.words.startswith("bounded") and proof.gap(slow.step_seconds) > 0.0
+
+
+class Careful(DataLike):
+    """Refuses to keep everything, but only when it is asked exactly."""
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        if not request.rough and not request.recompute:
+            raise PlanError("degrees.dp", degree, "less must be kept", "1")
+        return super().cost(request, degree, link)
+
+
+def test_what_the_proof_finds_to_be_faster_may_be_refused() -> None:
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
+    search = search_of(Transformer(layers=2), tokens(rows=8), request, host_of(Careful))
+    (degrees,) = search.combinations()
+    point = Point.of(degrees, 0, {}, "full")
+    slow = search.evaluate(point)
+    ranked, _ = settle(search, [slow], [degrees], {point: slow})
+    assert ranked[-1] is slow and all(c.point.recompute for c in ranked)

@@ -13,29 +13,21 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.placing.program import Unsolved
+from meshwright_planner.search.answering import FEW, SPARE, exactly
 from meshwright_planner.search.asides import left_out, refusals
-from meshwright_planner.search.bounding import floor_bytes, least_bytes
+from meshwright_planner.search.bounding import floor_bytes
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.climbing import neighbours, starts
 from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.narrowing import EXACT, LONG, narrowed
 from meshwright_planner.search.points import BY_STAGE, Point
 from meshwright_planner.search.setting import SHARED, ended_by
-
-FEW = 64
-"""Combinations of degrees up to which each is looked at."""
-
-SPARE = 2
-"""Configurations beyond those asked for that are evaluated exactly, since estimates are not exact."""
-
-CLOSE = 0.02
-"""Part of the best predicted step within which configurations are evaluated exactly too, as many as there are asked for."""
 
 SLACK = 1.1
 """How much slower than the best so far a configuration may be that does not fit and is not given up: other ways are faster."""
@@ -45,9 +37,6 @@ FEW_WAYS = 12
 
 REFINED = 6
 """Combinations of degrees for which every way of a strategy is tried."""
-
-NEARER = 6
-"""Configurations that cannot fit and are evaluated all the same, to say what comes nearest to fitting."""
 
 Degrees = tuple[tuple[str, int], ...]
 
@@ -242,9 +231,7 @@ class _Explorer:
             self.estimates += 1
             found = self.search.estimate(point, self.bound)
         except PlanError as refused:
-            self.refused.append(refused)
-            if self.keeps and not isinstance(refused, Unsolved):  # of that nothing is known
-                self.known[point] = None
+            self._refuse(point, refused)
             return None
         if self.keeps:
             self.known[point] = found
@@ -276,6 +263,31 @@ class _Explorer:
                 if there is not None and (now is None or estimated(there) < estimated(now)):
                     now, here, better = there, key, True
                     break
+
+    def evaluate(self, point: Point) -> Candidate | None:
+        """The exact answer; None where a strategy refuses, which an estimate of what is far from the best does not ask."""
+        try:
+            return self.search.evaluate(point)
+        except PlanError as refused:
+            self._refuse(point, refused)
+            axis = refused.field.removeprefix("degrees.")
+            for key in self.found:
+                if (axis, refused.value) in key:
+                    self.found[key] = [c for c in self.found[key] if self._can_be_had(c.point)]
+            return None
+
+    def _can_be_had(self, point: Point) -> bool:
+        try:
+            self.search.estimate(point)
+        except PlanError as refused:
+            self._refuse(point, refused)
+            return False
+        return True
+
+    def _refuse(self, point: Point, refused: PlanError) -> None:
+        self.refused.append(refused)
+        if self.keeps and not isinstance(refused, Unsolved):  # of that nothing is known
+            self.known[point] = None
 
     def ranked(self) -> list[Candidate]:
         """Every estimate, best first."""
@@ -326,7 +338,9 @@ def _explored(
     estimates = explorer.ranked()
     if not estimates:
         raise explorer.refused[0]
-    exact = _exactly(search, estimates, wanted, len(legal), explorer.ended)
+    exact = exactly(search, estimates, explorer.evaluate, wanted, len(legal) <= EXACT, explorer.ended)
+    if not exact:
+        raise explorer.refused[0]
     return Explored(
         sorted(exact, key=rank),
         every,
@@ -338,45 +352,6 @@ def _explored(
         left_out(search.setting, every, some, LONG, climbed=len(legal) > FEW, ended=explorer.ended),
         tuple(refusals(explorer.refused, [key for key, own in explorer.found.items() if own])),
     )
-
-
-def _exactly(
-    search: Search, estimates: Sequence[Candidate], wanted: int, combinations: int, late: bool
-) -> list[Candidate]:
-    """The best of the estimates, evaluated; `late`: no more than are wanted."""
-    if late:
-        found = [search.evaluate(estimate.point) for estimate in estimates[:wanted]]
-        if any(not c.excess_bytes for c in found):
-            return found
-    chosen = list(_first_of_each(estimates)) if combinations <= EXACT else []
-    least = estimates[0].step_seconds * (1 + CLOSE)
-    close = [c for c in estimates[: 2 * (wanted + SPARE)] if not c.excess_bytes and c.step_seconds <= least]
-    points = dict.fromkeys(c.point for c in (*chosen, *estimates[: wanted + SPARE], *close))
-    exact = [search.evaluate(point) for point in points]
-    # with placements chosen for the memory, more may fit than estimates say
-    sizes, limit, nearer = search.basis.sizes, search.setting.limit, 0
-    for estimate in estimates:
-        fitting = sum(not c.excess_bytes for c in exact)
-        if fitting >= wanted or len(points) >= FEW:
-            break
-        if estimate.point in points:
-            continue
-        least = least_bytes(estimate, sizes)
-        if least > limit:  # it does not fit, but may come nearer than all others
-            if fitting or nearer >= NEARER or least >= min(c.total_bytes for c in exact):
-                continue
-            nearer += 1
-        points[estimate.point] = None
-        exact.append(search.evaluate(estimate.point))
-    return exact
-
-
-def _first_of_each(estimates: Iterable[Candidate]) -> Iterator[Candidate]:
-    seen: set[Degrees] = set()
-    for candidate in estimates:
-        if candidate.point.degrees not in seen:
-            seen.add(candidate.point.degrees)
-            yield candidate
 
 
 def estimated(candidate: Candidate) -> tuple[Any, ...]:

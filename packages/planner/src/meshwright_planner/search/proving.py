@@ -69,8 +69,13 @@ def settle(
         better = sorted((c for c in _exact(proof.settled) if c.step_seconds < best), key=rank)[:MORE]
         if not better:
             return ranked, proof
-        ranked = sorted([*ranked, *(search.evaluate(c.point) for c in better)], key=rank)
         known = {**(known or {}), **proof.settled}
+        for point in (c.point for c in better):
+            try:
+                ranked.append(search.evaluate(point))
+            except PlanError:  # an estimate does not ask all that the exact answer does
+                known[point] = None
+        ranked.sort(key=rank)
 
 
 def prove(
