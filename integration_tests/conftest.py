@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from meshwright_dtensor.testing import RankPool
 
@@ -14,3 +15,11 @@ def rank_pool() -> Iterator[RankPool]:
     """Real ranks on this machine, started on first use and kept for the session."""
     with RankPool(preload=["meshwright_planner", "transformers.models.llama.modeling_llama"]) as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """What a test begins in this process, for a world of one rank, is not there for the next."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

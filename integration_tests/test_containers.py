@@ -44,16 +44,17 @@ def test_planned_pipelines_are_one_device(rank_pool: RankPool, name: str) -> Non
         assert len(stages) == 2
 
 
-@pytest.mark.parametrize("name", ["dicts", "bypassed", "raw"])
 @pytest.mark.parametrize(
-    "pins",
+    ("name", "pins"),
     [
-        {"dp": 2, "zero": 3},
-        {"tp": 2},
-        {"dp": 2, "schedule": "zbv"},
-        {"dp": 2, "recompute": "full"},
+        ("dicts", {"dp": 2, "zero": 3}),
+        ("raw", {"dp": 2, "zero": 3}),
+        ("raw", {"tp": 2}),
+        ("bypassed", {"tp": 2}),
+        ("bypassed", {"dp": 2, "schedule": "zbv"}),
+        ("dicts", {"dp": 2, "recompute": "full"}),
     ],
-    ids=["zero3", "tp", "zbv", "recompute"],
+    ids=str,
 )
 def test_with_everything_around_them(rank_pool: RankPool, name: str, pins: dict[str, Any]) -> None:
     for wrong, _ in rank_pool.run(4, check, name, {"pp": 2, "microbatches": 2, **ALONE, **pins}):

@@ -92,24 +92,32 @@ def step(rank: int, world: int, names: list[str], options: dict[str, int]) -> di
     return found
 
 
-@pytest.fixture(scope="module")
-def steps(rank_pool: RankPool) -> dict[str, dict[str, Any]]:
-    """Those of all models on two data ranks."""
-    return rank_pool.run(2, step, list(MODELS), {"dp": 2, "zero": 0})[0]
+class Steps(dict[str, dict[str, Any]]):
+    """Those of models on two data ranks, each made when it is first asked for: workers share the tests."""
+
+    def __init__(self, pool: RankPool) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        self.update(self.pool.run(2, step, [name], {"dp": 2, "zero": 0})[0])
+        return self[name]
+
+
+@pytest.fixture(scope="session")
+def steps(rank_pool: RankPool) -> Steps:
+    """Shared by the tests of a worker."""
+    return Steps(rank_pool)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_foreseen_is_done(steps: dict[str, dict[str, Any]], name: str) -> None:
+def test_what_is_foreseen_is_done(steps: Steps, name: str) -> None:
     found = steps[name]
     assert found["worst"] < 1e-5
     assert found["planned"] == found["executed"]
     assert bool(found["executed"]) is (name in TOGETHER)
     assert foreseen(name, dp=2) == found["flops"]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_note_says_where_rows_meet(steps: dict[str, dict[str, Any]], name: str) -> None:
-    notes = [note for note in steps[name]["notes"] if note.startswith("rows meet across dp in ")]
+    notes = [note for note in found["notes"] if note.startswith("rows meet across dp in ")]
     assert bool(notes) is (name in TOGETHER)
 
 
@@ -123,7 +131,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_note_says_what_data_parallelism_does_not_help(steps: dict[str, dict[str, Any]], name: str) -> None:
+def test_a_note_says_what_data_parallelism_does_not_help(steps: Steps, name: str) -> None:
     notes = [n for n in steps[name]["notes"] if n.startswith("data parallelism does not help in ")]
     module, call = WHOLE[name]
     (note,) = notes

@@ -52,12 +52,12 @@ def planned(width: int, rows: int, planner: str = "eager", **pins: object) -> Pa
 @pytest.mark.parametrize(("width", "rows"), [(256, 16), (128, 1024)])
 def test_schedule_and_microbatches_are_the_best_that_may_be_pinned(width: int, rows: int) -> None:
     """On few rows one microbatch is, on many rows several; and which schedule is depends on that."""
-    pins = itertools.product(SCHEDULES, (1, 2, 4, 8, 16))
+    pins = itertools.product(SCHEDULES, (1, 2, 4, 16))
     each = [planned(width, rows, "manual", pp=2, tp=2, schedule=s, microbatches=n) for s, n in pins]
     steps = [plan.predicted.step_seconds for plan in each if plan is not None and plan.predicted is not None]
     found = planned(width, rows, pp=2, tp=2)
     assert (
-        len(steps) > 20 and found is not None and found.predicted is not None and found.pipeline is not None
+        len(steps) > 16 and found is not None and found.predicted is not None and found.pipeline is not None
     )
     assert found.predicted.step_seconds == pytest.approx(min(steps))
     assert (found.pipeline.microbatches == 1) == (rows == 16)
