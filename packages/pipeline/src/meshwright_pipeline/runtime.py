@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -135,8 +136,10 @@ class Running:
     ) -> None:
         self.runtime, self.calls, self.ends, self.numbers = runtime, calls, ends, numbers
         self.step = Step(failure=failure)
-        self.mail = Mail(runtime, batch, backward, self.fail)
         self.held: dict[tuple[int, int], _Held] = {}
+        # not a method of this: what a step holds must go when it ends, and not when cycles are looked for
+        self.fail = partial(_fail, self.step, self.held)
+        self.mail = Mail(runtime, batch, backward, self.fail)
         self.gradients: dict[int, Sequence[Tensor | None]] | None = None
         self.cut_off = False  # something did not come, since another rank has failed
         self.began = time.perf_counter()
@@ -189,12 +192,6 @@ class Running:
         self.mail.pass_on(action, made)
         end = time.perf_counter()
         self.step.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
-
-    def fail(self, failure: Failure) -> None:
-        """Compute no more, since this has gone wrong."""
-        if self.step.failure is None:
-            self.step.failure = failure
-            self.held.clear()
 
     # ---- compute
     def _compute(self, action: Action, given: list[Tensor]) -> list[Tensor]:
@@ -267,6 +264,13 @@ class Running:
         if halves is not None:
             halves.second()
         return []
+
+
+def _fail(step: Step, held: dict[tuple[int, int], _Held], failure: Failure) -> None:
+    """Compute no more, since this has gone wrong."""
+    if step.failure is None:
+        step.failure = failure
+        held.clear()
 
 
 class _Arrived(torch.autograd.Function):

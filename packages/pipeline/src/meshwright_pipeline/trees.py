@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,24 +18,22 @@ from meshwright_pipeline._torch import pytree
 
 def map_leaves(change: Callable[[int, torch.Tensor], Any], tree: Any) -> Any:
     """The same tree with every tensor replaced by `change(index of the leaf, tensor)`."""
-    count = 0
+    return _mapped(change, tree, itertools.count())
 
-    def mapped(tree: Any) -> Any:
-        nonlocal count
-        leaves, spec = pytree.tree_flatten(tree)
-        found = []
-        for leaf in leaves:
-            fields = _fields(leaf)
-            if fields is None:
-                found.append(change(count, leaf) if isinstance(leaf, torch.Tensor) else leaf)
-                count += 1
-            else:
-                found.append(made := copy.copy(leaf))
-                for name, value in fields.items():
-                    object.__setattr__(made, name, mapped(value))  # it may be frozen
-        return pytree.tree_unflatten(found, spec)
 
-    return mapped(tree)
+def _mapped(change: Callable[[int, torch.Tensor], Any], tree: Any, counting: Iterator[int]) -> Any:
+    leaves, spec = pytree.tree_flatten(tree)
+    found = []
+    for leaf in leaves:
+        fields = _fields(leaf)
+        if fields is None:
+            index = next(counting)
+            found.append(change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        else:
+            found.append(made := copy.copy(leaf))
+            for name, value in fields.items():
+                object.__setattr__(made, name, _mapped(change, value, counting))  # it may be frozen
+    return pytree.tree_unflatten(found, spec)
 
 
 def leaves_of(tree: Any) -> list[Any]:
