@@ -27,6 +27,7 @@ from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, Strateg
 from meshwright_dtensor.testing import RankPool
 from meshwright_pipeline import call_of, mixing, pipeline
 from meshwright_pipeline.mixing import Rowless, look
+from meshwright_pipeline.still import Still
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.units import find_units
 
@@ -208,6 +209,58 @@ def test_blocks_of_any_size_are_looked_at() -> None:
     with torch.device("meta"):
         mixed, plain = Wide(lambda x: x - x[..., -1:].mean(0)), Wide(lambda x: x - x.mean(-1, keepdim=True))
     assert found(mixed, ids) is not None and found(plain, ids) is None
+
+
+class Image(nn.Module):
+    """Wide convolutions, with `change` of what is between them in a unit."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Conv2d(3, 64, 3), nn.ModuleList(Images(change) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": x.square().mean()}
+
+
+class Images(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(64, 96, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(96, 64, 4, stride=2, padding=1)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.change(torch.relu(self.down(x))))
+
+
+def test_wide_convolutions_are_looked_at() -> None:
+    batch = {"x": torch.zeros(4, 3, 10, 10)}
+    mixed = Image(lambda x: x - x[:, :1, :1, :1].mean(0))
+    plain = Image(lambda x: x - x.mean((1, 2, 3), keepdim=True))
+    assert found(mixed, batch) is not None and found(plain, batch) is None
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d])
+@pytest.mark.parametrize("channels", [(48, 40), (33, 65)])
+def test_of_a_wide_convolution_every_channel_takes_part(
+    kind: type[nn.Conv2d], channels: tuple[int, int]
+) -> None:
+    layer = kind(*channels, 3, stride=2, padding=1, dilation=1)
+    dims = layer.weight.dim() - 2
+    x = torch.randn(2, channels[0], *[7] * dims)
+    with torch.no_grad():
+        real = layer(x)
+        with Still():
+            made, other = layer(x), layer(x.index_fill(1, torch.tensor(channels[0] - 1), 0.0))
+            alone = layer(x[:1])
+    assert made.shape == real.shape and not torch.equal(made, other)
+    torch.testing.assert_close(made[:1], alone)
+    inner = made.flatten(2)[..., made.flatten(2).shape[-1] // 2]
+    assert bool((inner != layer.bias).all())
+    assert 0.2 < float(made.std() / real.std()) < 5
 
 
 # ---- plans

@@ -1,7 +1,7 @@
 """Numbers for a look at modules without their weights: stand-ins that take little memory, and no randomness.
 
-A large stand-in is a view in which elements repeat; a product with one is made of as many of its elements as it takes for
-every input to reach an output, so that a block of any size costs what its activations cost.
+A large stand-in is a view in which elements repeat; a product with one, or a convolution of many channels, is made of as many
+of its elements as it takes for every input to reach an output, so that a block of any size costs what its activations cost.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ Tensor = torch.Tensor
 
 MOST = 1 << 26
 """Elements of a large stand-in that an operation other than a product may read."""
+
+CHANNELS = 1 << 10
+"""Pairs of channels of a convolution from which not each is multiplied."""
 
 _STRIDES = (1, 7, 17, 29, 41, 53)
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "linear": (0, 1)}
@@ -62,6 +65,8 @@ class Still(TorchDispatchMode):
         name = op_name(func)
         if draws(func, args, kwargs):
             return _drawn(func, name, args, kwargs)
+        if name == "convolution" and _is_wide(args):
+            return _convolution(func, *args)
         if self._large and not func.is_view:
             read = [t.numel() for t in tensors_of((args, kwargs)) if self._is_large(t)]
             if read and name in _PRODUCTS and self._is_large(args[_PRODUCTS[name][1]]):
@@ -115,3 +120,33 @@ def _product(name: str, args: Any, kwargs: Any) -> Tensor:
         return made * kwargs.get("alpha", 1) + args[0] * kwargs.get("beta", 1)
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
     return made if bias is None else made + bias
+
+
+def _is_wide(args: Any) -> bool:
+    """Whether a convolution joins so many channels that it would take much longer than anything else."""
+    outer, inner = args[1].shape[:2]
+    return args[8] == 1 and outer * inner > CHANNELS
+
+
+def _convolution(
+    func: Any,
+    given: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    more: Any,
+    groups: int,
+) -> Tensor:
+    """A convolution in which every input channel reaches an output channel, and every output channel has one."""
+    inner, outer = weight.shape[:2] if transposed else reversed(weight.shape[:2])
+    every = torch.arange(max(inner, outer), device=given.device)
+    into, out = every % inner, every % outer
+    own = (weight[into, out] if transposed else weight[out, into]) * math.sqrt(inner * outer / len(every))
+    made = func(
+        given[:, into], own.unsqueeze(1), None, stride, padding, dilation, transposed, more, len(every)
+    )
+    summed = made.new_zeros((made.shape[0], outer, *made.shape[2:])).index_add_(1, out, made)
+    return summed if bias is None else summed + bias.view(-1, *[1] * (made.dim() - 2))
