@@ -42,8 +42,9 @@ def check(report: Any, states: set[str], no_measure: set[tuple[str, bool]]) -> N
     assert {(entry["kind"], entry["step"] < 0) for entry in entries if not entry["measured"]} == no_measure
 
 
-def test_three_steps_are_those_of_one_device() -> None:
-    done = run_ranks(["verify", "--model", "gpt2", "--optimizer", "adamw", *LAYOUT, *SIZE], launcher=False)
+def test_three_steps_are_those_of_one_device(rank_pool: RankPool, tmp_path: Path) -> None:
+    arguments = ["verify", "--model", "gpt2", "--optimizer", "adamw", *LAYOUT, *SIZE]
+    done, *_ = run_on(rank_pool, 4, arguments, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     check(json.loads(done.stdout), {"exp_avg", "exp_avg_sq", "step"}, {("parameter", False)})
 
