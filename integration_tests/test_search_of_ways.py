@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from zoo import llama
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UsageError
@@ -61,3 +62,23 @@ def test_schedule_and_microbatches_are_the_best_that_may_be_pinned(width: int, r
     )
     assert found.predicted.step_seconds == pytest.approx(min(steps))
     assert (found.pipeline.microbatches == 1) == (rows == 16)
+
+
+def test_what_holds_too_much_in_large_microbatches_is_tried_in_small_ones() -> None:
+    """Where memory is short another schedule may be the fastest, at more microbatches than are best for the one looked at first."""
+    with torch.device("meta"):
+        model = llama(
+            vocab_size=32000, hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
+            intermediate_size=5504, max_position_embeddings=1024,
+        )  # fmt: skip
+        ids = torch.empty(128, 1024, dtype=torch.long)
+
+    def seconds(**pins: object) -> float:
+        plan = mw.plan(
+            model, {"input_ids": ids, "labels": ids}, cluster="p3.16xlarge", world_size=8, precision="fp16",
+            pp=2, tp=4, dp=1, cp=1, memory_limit="7GiB", **pins,
+        )  # type: ignore[arg-type]  # fmt: skip
+        assert isinstance(plan, ParallelPlan) and plan.predicted is not None
+        return plan.predicted.step_seconds
+
+    assert seconds() == pytest.approx(min(seconds(schedule=name) for name in ("1f1b", "zbv", "interleaved")))

@@ -130,11 +130,30 @@ class _Explorer:
             else:
                 for way in alike:
                     self._try(key, way)
+        for name in (n for n in ways[0] if isinstance(ways[0][n], int)):
+            self._follow_relieved(key, ways, name)
 
-    def _follow(self, key: Degrees, ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
-        """From one way to its neighbour, and on as long as that is better: down, or where that is not, up."""
+    def _follow_relieved(self, key: Degrees, ways: Sequence[Mapping[str, Any]], name: str) -> None:
+        """More of them in ways that only memory keeps from being the best: of smaller microbatches less is held."""
+        seen = set[tuple[tuple[str, Any], ...]]()
+        for own in sorted(self.found[key], key=estimated):
+            best, now = min(self.found[key], key=estimated), dict(own.point.way)
+            others = {k: v for k, v in now.items() if k != name}
+            alone = self.free.get((key, own.point.way))
+            if tuple(others.items()) in seen or own.point.recompute is None or own.excess_bytes or not alone:
+                continue
+            seen.add(tuple(others.items()))
+            if min(seconds for seconds, _ in alone.values()) < best.step_seconds:
+                alike = [w for w in ways if {k: v for k, v in w.items() if k != name} == others]
+                self._follow(key, sorted(alike, key=lambda w: int(str(w[name]))), now, down=False)
+
+    def _follow(
+        self, key: Degrees, ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], down: bool = True
+    ) -> None:
+        """From one way to its neighbour, and on as long as that is better: `down`, or where that is not, up."""
         best = here = self._try(key, now)
-        for direction in (range(ways.index(now) - 1, -1, -1), range(ways.index(now) + 1, len(ways))):
+        below, above = range(ways.index(now) - 1, -1, -1), range(ways.index(now) + 1, len(ways))
+        for direction in (below, above) if down else (above,):
             for place in direction:
                 found = self._try(key, ways[place])
                 if found is not None and best is not None and estimated(found) >= estimated(best):
