@@ -123,6 +123,29 @@ ALONE: MappingProxyType[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = 
 )
 """Name -> (model, shape of a batch): rows go through alone."""
 
+
+def shifted(h: Tensor) -> Tensor:
+    """Every row is written to where the next one is."""
+    made = torch.zeros_like(h)
+    made[1:] = h[:-1]
+    return made
+
+
+def first_of(h: Tensor) -> Tensor:
+    """One row is made of another."""
+    made = torch.zeros_like(h)
+    made[0] = h[1] * 2
+    return made + h
+
+
+def turned(h: Tensor) -> Tensor:
+    """The same where rows are columns, of a square."""
+    h = h.transpose(0, 1)
+    made = torch.zeros_like(h)
+    made[:, 0] = h[:, 1] * 2
+    return (made + h).transpose(0, 1)
+
+
 TOGETHER: MappingProxyType[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = MappingProxyType(
     {
         "sort rows": (lambda: Between(lambda h: h.sort(0).values), (ROWS, WIDTH)),
@@ -136,6 +159,10 @@ TOGETHER: MappingProxyType[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]
         "rows by mask": (lambda: Between(lambda h: h[h[:, 0] > -9.0]), (ROWS, WIDTH)),
         "routed": (lambda: Between(routed), (ROWS, WIDTH)),
         "compared": (lambda: Between(compared), (ROWS, WIDTH)),
+        "shifted": (lambda: Between(shifted), (ROWS, WIDTH)),
+        "first row": (lambda: Between(first_of), (ROWS, WIDTH)),
+        "first row of numbers": (lambda: Between(lambda h: first_of(h[:, 0])[:, None] * h), (ROWS, WIDTH)),
+        "first row, turned": (lambda: Between(turned), (WIDTH, WIDTH)),
         "batch norm": (Normed, (ROWS, 3, 4, 4)),
         "lstm, rows in the middle": (lambda: Recurrent(nn.LSTM), (ROWS, TIME, WIDTH)),
         "gru, rows in the middle": (lambda: Recurrent(nn.GRU), (ROWS, TIME, WIDTH)),

@@ -198,3 +198,11 @@ def test_what_cannot_be_had_is_refused_by_name(option: dict[str, Any]) -> None:
 
 def test_degree_one_of_an_unowned_axis_asks_for_nothing() -> None:
     assert "pp" not in best(Transformer(layers=1), tokens(), pp=1, cp=1, ep=1).degrees
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_a_batch_may_have_any_number_of_rows(rows: int) -> None:
+    """Also fewer than the two numbers of rows that others follow from."""
+    for world in (1, 2):
+        plan = best(Transformer(), tokens(rows=rows), world_size=world)
+        assert plan.predicted is not None and plan.predicted.step_seconds > 0

@@ -66,10 +66,26 @@ class PlainBlock(nn.Module):
         return x + self.mlp(x)
 
 
+class Filled(nn.Module):
+    """Writes what it computes, step by step, to a tensor that it makes with values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, h = torch.zeros(4, *x.shape, device=x.device, dtype=x.dtype), x
+        for step in range(4):
+            h = self.cell(h).tanh()
+            found[step] = h
+        return found.square()
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "mlp": lambda: (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Mlp(16, 32)), (torch.randn(4, 3, 8),)),
     "convolutions": lambda: (Convolutions(), (torch.randn(2, 3, 8, 8),)),
     "attention": lambda: (Plain(), (torch.randn(2, 6, 16),)),
+    "filled": lambda: (Filled(), (torch.randn(8, 16),)),
     "transformer": lambda: (Transformer(layers=3), tokens()),
     "tied": lambda: (Transformer(layers=2, tied=True), tokens()),
 }

@@ -228,15 +228,18 @@ class _Follower:
             self._convert(i, self.states.get(i, self.whole), self.whole, first, back)
         target = first.call_inputs[0] if is_in_place(first.call.function) and first.call_inputs else None
         lies = self.whole if target is None else self.states.get(target, self.whole)
-        aliases = {target}
+        aliases, named = {target}, {target}  # of those, the ones that have all of it
         for k, node in zip(group.places, group.nodes, strict=True):
             self.found.gathered[k] = why
             self._ran(k, *self._outside(node))
             if node.ins and node.ins[0].i in aliases and (node.mutates or is_view(node)):
                 aliases.update(r.i for r in node.outs)
-                if node.mutates and lies != self.whole:
-                    self._convert(node.outs[0].i, self.whole, lies, node, self.grad[node.outs[0].i])
-                    self.states[node.outs[0].i] = lies
+                if node.mutates and node.ins[0].i in named:
+                    named.update(r.i for r in node.outs)
+                if node.mutates and lies != self.whole and target is not None:
+                    written = node.outs[0].i if node.outs[0].i in named else target
+                    self._convert(written, self.whole, lies, node, self.grad[written])
+                    self.states[written] = lies
 
     # ---- conversions
     def _convert(self, value: int, source: States, target: States, node: Node, back: bool) -> None:
@@ -351,12 +354,22 @@ class _Follower:
 def _arriving(nodes: Sequence[Node], grad: Sequence[bool], results: Collection[int]) -> list[bool]:
     """Per value, whether a gradient comes back to it from the results: nobody may have read it."""
     found = [False] * len(grad)
+    root: dict[int, int] = {}
+    for node in nodes:
+        if node.ins and (node.mutates or is_view(node)):
+            root.update((r.i, root.get(node.ins[0].i, node.ins[0].i)) for r in node.outs)
     for i in results:
         found[i] = grad[i]
+    arrived = {root.get(i, i) for i in results if grad[i]}
     for node in reversed(nodes):
-        if any(found[r.i] for r in node.outs):
+        # who writes to a part of a tensor is read by those who read the tensor
+        part = node.mutates and node.ins and root.get(node.ins[0].i, node.ins[0].i) in arrived
+        if part or any(found[r.i] for r in node.outs):
             for ref in node.ins:
                 found[ref.i] = found[ref.i] or grad[ref.i]
+            for ref in node.outs if part else ():
+                found[ref.i] = found[ref.i] or any(grad[r.i] for r in node.ins)
+            arrived.update(root.get(r.i, r.i) for r in node.ins if grad[r.i])
     return found
 
 

@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.states import State, States, forward_kind
+from meshwright_dtensor.states import State, States
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.program import Conversion
 
 RESULT = -1
 """Stands for whoever receives the model's results, as the consumer of an edge."""
-
-
-def relabelled(source: State, target: State) -> bool:
-    """Whether the same values lie there, with gradients that are partial in one and complete in the other.
-
-    What is written after that reaches the values, and gradients of those who read the source do not go through the write.
-    """
-    return source != target and all(
-        forward_kind(a) == forward_kind(b) for a, b in zip(along(source), along(target), strict=True)
-    )
 
 
 def along(state: State | States) -> States:

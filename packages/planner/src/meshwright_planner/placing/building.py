@@ -27,7 +27,7 @@ from meshwright_dtensor.states import State, forward_kind, is_shard
 from meshwright_dtensor.strategy import CollectiveKind
 from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
-from meshwright_planner.placing.answer import RESULT, Placement, along, relabelled, seconds_of
+from meshwright_planner.placing.answer import RESULT, Placement, along, seconds_of
 from meshwright_planner.placing.program import Conversion, Event, MemoryTerms, Phase, Program, User
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Build:
                 stuck = fixed or (stays and is_shard(source))
                 for target, arrived in arriving.items():
                     same = source == target
-                    if (stuck and not same) or (written and relabelled(source, target)):
+                    if (stuck and not same) or (written and not same):
                         continue
                     way = ways[source, target]
                     if way is None:

@@ -165,7 +165,7 @@ class Tapes:
         rows = {shapes[name][0] for name in counted}
         if len(rows) != 1 or rows & {*LEARNT, *(() if one_too else (1,))}:
             return None
-        if one_too and size < max(LEARNT):
+        if size < max(LEARNT):
             return None
         family = self._family(basis, rules, batch, shapes)
         return None if family is None else family.at(rows.pop())

@@ -154,6 +154,15 @@ class Watcher(Recorder):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:
                 return super().__torch_dispatch__(func, types, args, kwargs)
+        if self.fake is not None:
+            tensors = leaves((args, kwargs), torch.Tensor)
+            written = {id(t) for t in tensors if _has_gradient(t)}
+            if func._schema.is_mutable and not _torch.is_fake(args[0]) and any(map(_torch.is_fake, tensors)):
+                written.add(id(args[0]))
+            if written:
+                args, kwargs = pytree.tree_map_only(
+                    torch.Tensor, lambda t: self._known(t) if id(t) in written else t, (args, kwargs)
+                )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def composed(
@@ -193,6 +202,10 @@ class Watcher(Recorder):
             kept = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
         return (*out[:place], kept, *out[place + 1 :])
 
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stand-in of what has values, as the same value in the same storage."""
+        return self.stand_in(tensor, self.ref(tensor).i, self.storage_of(tensor, []))
+
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_fake(tensor):
             return tensor
@@ -201,6 +214,11 @@ class Watcher(Recorder):
         if id(tensor) in self._tainted:
             self._tainted.add(id(fake))
         return fake
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    """Whether it was made with values, and written to with what has none, but a gradient: torch's stand-in for it has neither."""
+    return tensor.requires_grad and not _torch.is_fake(tensor)
 
 
 def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshwright_dtensor.states import State
-from meshwright_planner.placing.answer import RESULT, along, relabelled
+from meshwright_planner.placing.answer import RESULT, along
 from meshwright_planner.placing.building import TIE, Build
 from meshwright_planner.placing.joint.pricing import Stage, stages
 from meshwright_planner.placing.program import Conversion, MemoryTerms
@@ -70,7 +70,7 @@ class JointBuild(Build):
                 for target in wanted:
                     if source != target and (fixed or not self.problem.may_move(value, source, target)):
                         continue
-                    if written and relabelled(source, target):
+                    if written and source != target:
                         continue
                     way = stages(along(source), along(target))
                     if way is None:

@@ -1,0 +1,84 @@
+"""What is written in place is planned to stay as it lies, as the core leaves it: the bytes planned are those communicated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.testing import RankPool
+from meshwright_parallel import auto_parallelize
+
+WIDTH, ROWS = 16, 16
+
+
+class Written(nn.Module):
+    """Two products, and an operation that writes between or behind them."""
+
+    def __init__(self, operation: Callable[[Written, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.operation = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(self, x)
+
+
+def added(model: Written, x: Tensor) -> Tensor:
+    y = model.down(model.up(x))
+    y.add_(x)
+    return y.tanh().square().mean() + y.mean()
+
+
+def summed(model: Written, x: Tensor) -> Tensor:
+    h = model.up(x)
+    total = torch.zeros_like(model.down(h))
+    for i in range(3):
+        total += model.down(h * i)
+    return total.square().mean()
+
+
+def gated(model: Written, x: Tensor) -> Tensor:
+    h = model.up(x)
+    gate = torch.sigmoid(2 * h)
+    h = h.sin()
+    h.mul_(gate)
+    return model.down(h).square().mean() + h.mean()
+
+
+MODELS = {"added": added, "summed": summed, "gated": gated}
+
+
+def step(rank: int, size: int, name: str) -> tuple[float, Counter[str], Counter[str]]:
+    """How far from one device, what is planned, what is communicated."""
+    torch.manual_seed(0)
+    alone = Written(MODELS[name])
+    torch.manual_seed(0)
+    model = Written(MODELS[name])
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    expected = alone(x)
+    expected.backward()
+    auto_parallelize(model, x, cluster="laptop-cpu", tp=2)
+    with communication() as log:
+        loss = model(x)
+        loss.backward()
+    worst = abs(float(loss.detach().full_tensor() - expected.detach()))
+    for own, one in zip(model.parameters(), alone.parameters(), strict=True):
+        worst = max(worst, float((own.grad.full_tensor() - one.grad).abs().max()))  # type: ignore[union-attr]
+    planned, sent = Counter[str](), Counter[str]()
+    for use in model.parallel_plan.collectives:
+        planned[f"{use.phase} {use.kind}"] += use.nbytes * use.count
+    for event in log.events:
+        if event.nbytes > 16:  # sums of numbers are in no plan
+            sent[f"{event.phase} {event.kind}"] += event.nbytes
+    return worst, planned, sent
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_planned_is_communicated(rank_pool: RankPool, name: str) -> None:
+    for worst, planned, sent in rank_pool.run(2, step, name):
+        assert worst < 1e-5
+        assert planned == sent
