@@ -257,9 +257,8 @@ def _make(
     if target is not None:
         forced, goal = target.states(space, layouts)
         if in_place and forced:
-            forced[0] = (
-                None  # what is written stays as it lies: a write to a copy reaches it, or its gradient, never
-            )
+            # what is written stays as it lies: a write to a copy reaches it, or its gradient, never
+            forced[0] = None
     try:
         once = sorted(set(_repeats(tensors)))
         weights = [isinstance(tensors[i], MeshParameter) for i in once]
