@@ -49,7 +49,70 @@ def gated(model: Written, x: Tensor) -> Tensor:
     return model.down(h).square().mean() + h.mean()
 
 
-MODELS = {"added": added, "summed": summed, "gated": gated}
+def part(model: Written, x: Tensor) -> Tensor:
+    """What is computed goes to a part of what was computed before."""
+    h = model.up(x).clone()
+    h[..., :24] = h[..., 24:48] * 3
+    return model.down(h).square().mean()
+
+
+def other(model: Written, x: Tensor) -> Tensor:
+    """A product goes to a part of what another product made."""
+    h = model.up(x) * 1.0
+    y = torch.cat([x, model.down(h)], -1)
+    y[..., :WIDTH] = model.down(h.tanh())
+    return y.square().mean()
+
+
+def view(model: Written, x: Tensor) -> Tensor:
+    h = model.up(x).view(-1, 4, 16)
+    h[:, 0].zero_()
+    return model.down(h.flatten(1)).square().mean()
+
+
+def clamped(model: Written, x: Tensor) -> Tensor:
+    h = model.up(x) * 1.0
+    h[:, :3].clamp_(min=0)
+    return model.down(h).square().mean()
+
+
+def constant(model: Written, x: Tensor) -> Tensor:
+    h = model.up(x) * 1.0
+    h[:, 3] = 0.0
+    return model.down(h).square().mean()
+
+
+def increased(model: Written, x: Tensor) -> Tensor:
+    y = model.down(model.up(x))
+    y[:, :3] += 1
+    y[:, 5:8] *= x[:, :3]
+    return y.square().mean()
+
+
+def row(model: Written, x: Tensor) -> Tensor:
+    h = model.up(x) * 1.0
+    h[3] = h[10] * 2
+    return model.down(h).square().mean()
+
+
+def seen(model: Written, x: Tensor) -> Tensor:
+    """A view that was taken before shows what is written to all of it."""
+    h = model.up(x) * 1.0
+    first = h[:, :16]
+    h.mul_(0.5)
+    return model.down(h).square().mean() + first.mean()
+
+
+def relieved(model: Written, x: Tensor) -> Tensor:
+    """A view that only its writer's readers see."""
+    h = model.up(x) * 1.0
+    first = h[:, :16]
+    first.relu_()
+    return first.square().mean() + model.down(h).square().mean()
+
+
+CASES = (added, summed, gated, part, other, view, clamped, constant, increased, row, seen, relieved)
+MODELS = {case.__name__: case for case in CASES}
 
 
 def step(rank: int, size: int, name: str) -> tuple[float, Counter[str], Counter[str]]:

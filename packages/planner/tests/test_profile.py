@@ -81,11 +81,29 @@ class Filled(nn.Module):
         return found.square()
 
 
+class Parts(nn.Module):
+    """Writes what it computes to parts of what it has computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mlp, self.down = nn.Linear(16, 32), Mlp(8, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).clone()
+        h[..., :8] = self.mlp(h[..., 8:16].clone())
+        h = torch.cat([h[..., :16], torch.zeros_like(h[..., 16:])], -1)
+        h[..., 16:24] = self.mlp(x[..., :8])
+        gate = self.mlp(x[..., 8:])
+        h[..., 24:] *= gate
+        return self.down(h).square()
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "mlp": lambda: (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Mlp(16, 32)), (torch.randn(4, 3, 8),)),
     "convolutions": lambda: (Convolutions(), (torch.randn(2, 3, 8, 8),)),
     "attention": lambda: (Plain(), (torch.randn(2, 6, 16),)),
     "filled": lambda: (Filled(), (torch.randn(8, 16),)),
+    "parts": lambda: (Parts(), (torch.randn(8, 16),)),
     "transformer": lambda: (Transformer(layers=3), tokens()),
     "tied": lambda: (Transformer(layers=2, tied=True), tokens()),
 }

@@ -165,8 +165,10 @@ class PlacementProblem:
         return first.call is not None and (first.call, first.call_inputs) == (second.call, second.call_inputs)
 
     def writes(self, node: int, position: int) -> bool:
-        """Whether a node writes to this input of it."""
-        return node != RESULT and position == 0 and self.tape.nodes[node].mutates
+        """Whether a node writes to this input of it, or is a view of it that something is written to through."""
+        if node == RESULT or position:
+            return False
+        return self.tape.nodes[node].mutates or node in self.tape.through
 
     def stays(self, value: int) -> bool:
         """Whether a value that is stored sharded is used as it is stored.

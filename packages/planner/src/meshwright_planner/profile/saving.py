@@ -46,9 +46,14 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[tu
         if node is not None:
             output = own or item.root is None
             yield item._replace(node=node, output=output, by=node if by is None else by), again
-        elif own and _was_copied(watcher, item.node) and item.node in kept:
-            later = kept[item.node]
-            yield item._replace(node=later, root=None, value=None, output=True, by=later), again
+            continue
+        writer = (
+            item.node if own else item.node + 1
+        )  # what it writes to, or multiplies with, is kept before it
+        if writer in kept and _was_copied(watcher, writer):
+            later = kept[writer]
+            item = item._replace(root=None, value=None) if own else item
+            yield item._replace(node=later, output=own, by=later), again
 
 
 def _kept_by_policies(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:

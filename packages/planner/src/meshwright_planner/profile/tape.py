@@ -75,7 +75,9 @@ class Tape:
         grad: per value, whether a gradient flows to it.
         flows: per node and tensor input, whether the node hands a gradient to it.
         again: per node, how often checkpoints of the model itself run it again in the backward pass.
-        writes: nodes that write to a part of something which others read whole, and that make what is written to.
+        writes: nodes that write to a part of something which others read whole, and that make what is written to, where
+            that is made for it.
+        through: views that something is written to through.
         saved: what autograd keeps.
         dropped: what checkpoints of the model itself give up, and have again while they run again.
         inside: per node, numbers of those that it runs in.
@@ -113,6 +115,7 @@ class Tape:
     flows: list[tuple[bool, ...]] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
     writes: frozenset[int] = frozenset()
+    through: frozenset[int] = frozenset()
     dropped: list[Saved] = field(default_factory=list)
     inside: list[tuple[int, ...]] = field(default_factory=list)
     unused: tuple[tuple[Node, int], ...] = ()
@@ -226,11 +229,11 @@ def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     worth = _worth_knowing(tape, roots)
     for index in range(len(tape.nodes) - 1, -1, -1):
         node = tape.nodes[index]
-        read = any(r.i in live for r in node.outs)
-        if not read and index in worth and any(roots.get(r.i, r.i) in stored for r in node.outs):
-            writes += [index, worth[index]]
-        elif not read:
-            continue
+        if not any(r.i in live for r in node.outs):
+            if not node.mutates or not any(roots.get(r.i, r.i) in stored for r in node.outs):
+                continue
+            if index in worth:
+                writes += [index, worth[index]]
         kept.append(index)
         live.update(r.i for r in node.ins)
         stored.update(roots.get(r.i, r.i) for r in node.ins)
@@ -238,7 +241,33 @@ def _remove_dead_code(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
     tape.nodes = [tape.nodes[i] for i in kept]
     found = {old: new for new, old in enumerate(kept)}
     tape.writes = frozenset(found[index] for index in writes if index in found)
+    tape.through = _written_through(tape, roots)
     return found
+
+
+def _written_through(tape: Tape, roots: Mapping[int, int]) -> frozenset[int]:
+    """Views of what is stored, not of a copy that lies otherwise: something is written through them, or while they are there."""
+    maker = {ref.i: index for index, node in enumerate(tape.nodes) for ref in node.outs}
+    read: dict[int, int] = {}  # value -> its last reader
+    written: dict[int, list[int]] = defaultdict(list)  # first value of a storage -> who writes to it
+    for index, node in enumerate(tape.nodes):
+        read.update((r.i, index) for r in node.ins)
+        if node.mutates:
+            written[roots.get(node.ins[0].i, node.ins[0].i)].append(index)
+    read.update(dict.fromkeys(tape.results, len(tape.nodes)))
+    found: set[int] = set()
+    for root, writers in written.items():
+        ends = [tape.nodes[k].ins[0].i for k in writers]
+        ends += (
+            i for i in read if roots.get(i) == root and any(maker.get(i, k) < k < read[i] for k in writers)
+        )
+        for at in ends:
+            while at in roots and at in maker:
+                above = maker[at]
+                if not tape.nodes[above].mutates:
+                    found.add(above)
+                at = tape.nodes[above].ins[0].i
+    return frozenset(found)
 
 
 def _worth_knowing(tape: Tape, roots: Mapping[int, int]) -> dict[int, int]:
