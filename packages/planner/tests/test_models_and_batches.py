@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,11 @@ def test_a_model_that_needs_more_rows_than_a_rank_has() -> None:
     assert plans[0].degrees["dp"] == 4
     with pytest.raises(UsageError, match="Expected more than 1 value per channel"):
         eager().plan(model, torch.randn(1, 16), PlanRequest(cluster=LAPTOP_CPU, world_size=1))
+
+
+def test_a_batch_in_an_object_is_told_where_tensors_are_looked_for() -> None:
+    with pytest.raises(UsageError, match=r"no tensor, only SimpleNamespace; .*dicts, tuples, lists"):
+        best(Mlp(), {"x": SimpleNamespace(x=torch.randn(2, 64))})
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -63,6 +63,28 @@ class Never(Late):
         return [2]
 
 
+class Chosen(DataLike):
+    """Lets one choose a number, and yes or no."""
+
+    def ways(self, request: SearchRequest, degree: int) -> Iterable[dict[str, object]]:
+        return [{"overlap": overlap, "pieces": n} for n in range(1, 17) for overlap in (True, False)]
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        CHOSEN.append((pieces := request.options["pieces"], overlap := request.options["overlap"]))
+        found = super().cost(request, degree, link)
+        return replace(found, exposed_seconds=found.exposed_seconds + abs(pieces - 5) + overlap)
+
+
+CHOSEN: list[tuple[int, bool]] = []
+
+
+def test_yes_and_no_are_chosen_like_names_and_numbers_step_by_step() -> None:
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, dp=4)
+    (plan,) = EagerPlanner(host_of(Chosen, TensorLike)).plan(Transformer(), tokens(rows=8), request)
+    assert plan.predicted is not None and plan.predicted.step_seconds < 1
+    assert (5, False) in CHOSEN
+
+
 def test_where_all_is_refused_when_it_is_evaluated_the_reason_is_raised() -> None:
     with pytest.raises(PlanError, match="two are one too few"):
         EagerPlanner(host_of(Never)).plan(

@@ -316,6 +316,8 @@ def test_faults_are_checked() -> None:
         parse_link_fault("0:nvlnk=0.5", DGX_H100, 16)
     with pytest.raises(UsageError, match=r"predicted\.split"):
         simulate(ParallelPlan.from_dict({"world_size": 1, "degrees": {}}), DGX_H100)
+    with pytest.raises(UsageError, match="world_size"):
+        simulate(ParallelPlan.from_dict({"world_size": 4, "degrees": {"dp": 2}}), DGX_H100)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

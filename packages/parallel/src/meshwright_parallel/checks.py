@@ -185,7 +185,8 @@ def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any)
     size = size_of(args, kwargs)
     if size.rows is None:
         raise UsageError(
-            "batch holds no tensor with dims; give one example of what model(...) is called with"
+            "batch holds no tensor with dims; give one example of what model(...) is called with, its tensors in dicts, tuples, "
+            "lists or classes that are registered with torch.utils._pytree"
         )
 
     def look(name: str, tensor: torch.Tensor) -> torch.Tensor:

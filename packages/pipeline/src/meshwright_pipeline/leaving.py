@@ -7,7 +7,8 @@ path alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import OWN_PARTS
-from meshwright_pipeline.trees import held_in, leaves_of, tensors_of
+from meshwright_pipeline.trees import held_in, leaves_of
 
-Attributes = dict[str, tuple[Any, tuple[int, ...]]]
-"""Place -> what is there, and which leaves it has."""
+Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
+"""Place -> what is there, and what gives each of its leaves, tensors while they are alive."""
 
 
 class CannotBeCut(UnsupportedError):
@@ -38,13 +39,26 @@ def part_of(unit: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def attributes(unit: nn.Module) -> Attributes:
-    """Those of all its parts. What is there is kept alive, so that nothing else can take its id."""
+    """Those of all its parts."""
     return {
-        f"{path}:{name}": (value, tuple(map(id, leaves_of(value))))
+        f"{path}:{name}": (value, tuple(map(_held, _inside(value))))
         for path, part in unit.named_modules()
         for name, value in part.__dict__.items()
         if name not in OWN_PARTS and _may_hold(type(value))
     }
+
+
+def _held(leaf: Any) -> Callable[[], Any]:
+    """What gives a leaf: its tensors are not kept alive for that, they may hold the graph of a step."""
+    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
+
+
+def _inside(value: Any) -> list[Any]:
+    """The leaves of what is in an attribute; none where it holds itself, which nobody could send."""
+    try:
+        return leaves_of(value)
+    except RecursionError:
+        return []
 
 
 def _may_hold(kind: type) -> bool:
@@ -57,13 +71,17 @@ def _may_hold(kind: type) -> bool:
 def left(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any], frozenset[str]]:
     """What holds other tensors than before, by place, and where that has been added to what was there, and stays."""
     found, grown = dict[str, Any](), set[str]()
-    for place, (value, ids) in attributes(unit).items():
+    for place, (value, now) in attributes(unit).items():
         old = before.get(place)
-        if (old is None or old[1] != ids) and tensors_of(value):
+        if (old is None or not _same(old[1], now)) and any(isinstance(leaf(), torch.Tensor) for leaf in now):
             found[place] = value
             if old is not None and old[0] is value:
                 grown.add(place)
     return found, frozenset(grown)
+
+
+def _same(before: Sequence[Callable[[], Any]], now: Sequence[Callable[[], Any]]) -> bool:
+    return len(before) == len(now) and all(old() is new() for old, new in zip(before, now, strict=True))
 
 
 def check_objects(unit: str, output: Any, given: Any) -> None:

@@ -61,7 +61,10 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
     if issubclass(kind, SimpleNamespace):
         fields = vars(leaf)
     elif dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module):
-        fields = {one.name: getattr(leaf, one.name) for one in dataclasses.fields(leaf)}
+        names = (one.name for one in dataclasses.fields(leaf))
+        fields = {
+            name: getattr(leaf, name) for name in names if hasattr(leaf, name)
+        }  # others are not set yet
     else:
         return None
     return dict(fields) if _has_tensors(fields) else None

@@ -51,7 +51,13 @@ class Batch:
                 f"batch is a {type(batch).__name__}; give a dict of keyword arguments, a tuple of arguments or a tensor"
             )
         if not any(True for _ in result.tensors()):
-            raise UsageError("batch holds no tensor; give one example of what model(...) is called with")
+            kinds = ", ".join(
+                sorted({type(x).__name__ for x in pytree.tree_leaves((result.args, result.kwargs))})
+            )
+            raise UsageError(
+                f"batch holds no tensor{f', only {kinds}' if kinds else ''}; give one example of what model(...) is called with, "
+                "its tensors in dicts, tuples, lists or classes that are registered with torch.utils._pytree"
+            )
         if not result.size:
             name, tensor = next((name, t) for name, t in result.tensors() if t.dim())
             raise UsageError(

@@ -37,6 +37,19 @@ from meshwright_planner.profile.watching import REAL_ELEMENTS, Watcher
 REAL_RUN_LIMIT_BYTES = 4 * 2**30
 
 
+class NoRunError(UsageError):
+    """A model raises when it is called with its batch, or with a part of it; `what`: which model raised what."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"{what} when called with this batch on tensors without values; check that model(**batch) runs on one device"
+        )
+
+    def __reduce__(self) -> tuple[type[NoRunError], tuple[str]]:
+        return type(self), (self.what,)
+
+
 @dataclass
 class Known:
     """What recordings of one model in one dtype share.
@@ -216,10 +229,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
             except Exception as error:
                 if isinstance(error, (MeshwrightError, UnlikeError, *_torch.LOOKS_AT_DATA)):
                     raise
-                raise UsageError(
-                    f"{type(model).__name__} raised {_line(error)} when called with this batch on "
-                    f"tensors without values; check that model(**batch) runs on one device"
-                ) from error
+                raise NoRunError(f"{type(model).__name__} raised {_line(error)}") from error
     results, scalar = _results(out)
     if not results:
         raise UsageError(

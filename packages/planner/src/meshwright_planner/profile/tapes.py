@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 import torch
 
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.foreseen import Grid
 from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.quotient import Quotient, quotient
-from meshwright_planner.profile.recording import Known, record
+from meshwright_planner.profile.recording import Known, NoRunError, record
 from meshwright_planner.profile.rows import SMALL, Rows
 from meshwright_planner.profile.scaling import Family
 from meshwright_planner.profile.tape import Tape
@@ -41,6 +41,7 @@ class Tapes:
         self._quotients: dict[
             int, tuple[Tape, Quotient]
         ] = {}  # with the tape, whose number nobody else has then
+        self._failed: dict[object, NoRunError] = {}
         self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
 
     def of(
@@ -54,9 +55,16 @@ class Tapes:
         """The tape of what one rank computes at once: a microbatch of its part of the batch.
 
         `rough`: what makes no difference may be left out.
+
+        Raises:
+            PlanError: the model runs on its batch, and not on such a part of it.
+            UsageError: it does not run.
         """
         batch, shapes = basis.setting.batch, _shapes(basis, degrees, microbatches)
-        own = self._find(basis, rules, batch, shapes)
+        try:
+            own = self._find(basis, rules, batch, shapes)
+        except NoRunError as error:
+            raise self._refusal(basis, rules, degrees, microbatches, error) from error
         axes = basis.rows_axes(degrees)
         if not axes or not isinstance(rules, RuleBook):
             return own
@@ -146,10 +154,46 @@ class Tapes:
                 raise
             return tape
 
+    def _refusal(
+        self,
+        basis: Basis,
+        rules: Rules,
+        degrees: Mapping[str, int],
+        microbatches: int,
+        error: NoRunError,
+    ) -> UsageError:
+        """What to say where a model does not run on a rank's part of its batch: the degree, or the microbatches, at fault."""
+        whole = {name: tuple(t.shape) for name, t in basis.setting.batch.tensors()}
+        for axis, degree in degrees.items():
+            alone = _shapes(basis, {a: degree if a == axis else 1 for a in degrees}, 1)
+            if degree > 1 and alone != whole and self._fails(basis, rules, alone):
+                return _in_parts(f"degrees.{axis}", degree, error, alone)
+        parts = _shapes(basis, degrees, microbatches)
+        if parts == whole or self._fails(basis, rules, whole):
+            return error
+        if microbatches > 1 and not self._fails(basis, rules, _shapes(basis, degrees, 1)):
+            return _in_parts("microbatches", microbatches, error, parts)
+        axis = next(a for a, d in degrees.items() if d > 1 and _shapes(basis, {**degrees, a: 1}, 1) != parts)
+        return _in_parts(f"degrees.{axis}", degrees[axis], error, parts)
+
+    def _fails(self, basis: Basis, rules: Rules, shapes: dict[str, tuple[int, ...]]) -> bool:
+        try:
+            self._find(basis, rules, basis.setting.batch, shapes)
+        except NoRunError:
+            return True
+        return False
+
     def _recorded(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
         local = batch.map(lambda name, t: _part(t, shapes[name]))
         dtype = basis.setting.dtype
-        return record(basis.setting.model, local, rules.composites, dtype, self._known[dtype])
+        key = (dtype, *shapes.values())
+        if key in self._failed:
+            raise self._failed[key]
+        try:
+            return record(basis.setting.model, local, rules.composites, dtype, self._known[dtype])
+        except NoRunError as error:
+            self._failed[key] = error
+            raise
 
     def _scaled(
         self,
@@ -213,6 +257,12 @@ class Tapes:
         return {
             name: (rows, *shape[1:]) if whole[name] == batch.size else shape for name, shape in shapes.items()
         }
+
+
+def _in_parts(field: str, value: int, error: NoRunError, shapes: Mapping[str, tuple[int, ...]]) -> PlanError:
+    shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    rule = f"the model has to run on a rank's part of the batch, and {error.what} on {shown}"
+    return PlanError(field, value, rule, "1")
 
 
 def _part(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.planning import KEYWORDS
 from meshwright_planner.search import sequence
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.setting import SHARED
@@ -27,14 +28,14 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
             length = setting.batch.sequence_length
             rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
             allowed = list(setting.strategies[axis].degrees(requests[axis]))
-            options = ", ".join(map(str, allowed))
+            options, word = ", ".join(map(str, allowed)), KEYWORDS.get(axis, axis)
             nearest = min(allowed, key=lambda d: (abs(d - degree), d), default=1)
             reason = setting.strategies[axis].refusal(requests[axis], degree)
             if reason is not None:
                 raise PlanError(f"degrees.{axis}", degree, reason, options)
             raise UsageError(
-                f"{axis}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
-                f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}; the nearest is {axis}={nearest}"
+                f"{word}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
+                f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}; the nearest is {word}={nearest}"
             )
     whole = [
         c for c in _products(legal, setting.world_size) if _one_search(basis, c) and _rows_divide(basis, c)

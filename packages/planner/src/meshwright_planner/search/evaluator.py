@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.states import State
 from meshwright_planner.costs.memory import parameter_factor
@@ -113,7 +113,10 @@ class Search:
     def _any_tape(self, degrees: Mapping[str, int]) -> Tape:
         """One of those of the model, for what is the same whatever the degrees."""
         if self.shared.tape is None:
-            self.shared.tape = self.shared.tapes.of(self.basis, self.rules, degrees)
+            try:
+                self.shared.tape = self.shared.tapes.of(self.basis, self.rules, degrees)
+            except PlanError:  # it does not run on a part of its batch
+                self.shared.tape = self.shared.tapes.of(self.basis, self.rules, dict.fromkeys(degrees, 1))
         return self.shared.tape
 
     # ---- exact

@@ -116,21 +116,22 @@ class _Explorer:
         """Try other ways of strategies for these degrees: all where they are few, else one choice after the other, numbers first
         (which schedule is the fastest depends on the number of microbatches more than that does on it)."""
         ways = self.search.ways(dict(key), thorough=True)
+        ways += [way for way in (dict(c.point.way) for c in self.found[key]) if way not in ways]
         if len(ways) <= FEW_WAYS:
             for way in ways:
                 self._try(key, way)
             return
-        for name in 2 * sorted(ways[0], key=lambda n: not isinstance(ways[0][n], int)):
+        for name in 2 * sorted(ways[0], key=lambda n: not _is_number(ways[0][n])):
             best = min(self.found[key], key=estimated, default=None)
             now = dict(best.point.way) if best is not None else ways[0]
             others = {k: v for k, v in now.items() if k != name}
             alike = [w for w in ways if {k: v for k, v in w.items() if k != name} == others]
-            if isinstance(now[name], int):
+            if _is_number(now[name]):
                 self._follow(key, sorted(alike, key=lambda w: int(str(w[name]))), now)
             else:
                 for way in alike:
                     self._try(key, way)
-        for name in (n for n in ways[0] if isinstance(ways[0][n], int)):
+        for name in filter(lambda n: _is_number(ways[0][n]), ways[0]):
             self._follow_relieved(key, ways, name)
 
     def _follow_relieved(self, key: Degrees, ways: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -378,11 +379,16 @@ def estimated(candidate: Candidate) -> tuple[Any, ...]:
     return (candidate.excess_bytes, *rank(candidate)[1:])
 
 
+def _is_number(choice: object) -> bool:
+    """Whether a choice is one of numbers that say how much: yes and no are none."""
+    return isinstance(choice, int) and not isinstance(choice, bool)
+
+
 def _middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Of the first choices of all else, the one in the middle."""
     name = list(ways[0])[-1]
-    numbers = next((n for n in ways[0] if isinstance(ways[0][n], int)), name)
+    numbers = next((n for n in ways[0] if _is_number(ways[0][n])), name)
     own = [w for w in ways if all(w[n] == ways[0][n] for n in ways[0] if n != numbers)]
-    if isinstance(ways[0][numbers], int):
+    if _is_number(ways[0][numbers]):
         own.sort(key=lambda way: int(way[numbers]))
     return own[len(own) // 2]

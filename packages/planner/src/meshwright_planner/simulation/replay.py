@@ -182,9 +182,11 @@ def simulate(
     `host` is where schedules are found; None discovers what is installed.
 
     Raises:
+        PlanError: the plan's degrees do not make its world size.
         UsageError: the plan holds no prediction, or its schedule cannot be replayed.
         InfeasibleError: a link is gone that nothing replaces.
     """
+    plan.validate_for()
     faults = Faults(tuple(stragglers), tuple(link_faults))
     sound_load = Workload(plan, cluster, host=host)
     sound = run(sound_load.programs())
