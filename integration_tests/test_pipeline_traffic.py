@@ -109,10 +109,15 @@ def step(rank: int, size: int, name: str, pins: dict[str, Any]) -> tuple[Sent, S
     planned, sent = Counter[str](), Counter[str]()
     for use in plan.collectives:
         if use.axis == "pp" and use.kind == "send_recv":
-            planned[use.phase] += use.count * use.nbytes
+            tied = use.why == "gradients that several ranks hold"
+            planned["tied" if tied else use.phase] += use.count * use.nbytes
     for event in log.events:
-        if event.axis == "pp" and event.kind == "send_recv" and event.function == "pipeline":
-            sent[event.phase] += event.nbytes
+        if event.axis == "pp" and event.kind == "send_recv":
+            sent["tied" if event.function == "tied parameters" else event.phase] += event.nbytes
+    tied_planned, tied_sent = planned.pop("tied", 0), sent.pop("tied", 0)
+    if plan.degree("pp") == 2:  # each rank sends all of them, and whether it has each
+        names = sum(1 for _ in made.model().parameters())
+        assert tied_planned <= tied_sent <= tied_planned + 4 * names and bool(tied_planned) == bool(tied_sent)
     return dict(planned), dict(sent)
 
 

@@ -27,6 +27,7 @@ from meshwright_pipeline.predicting import Prediction, StageCosts, early_part, l
 from meshwright_pipeline.reading import Read, Run
 from meshwright_pipeline.relieving import relieve
 from meshwright_pipeline.surveying import Surveyed, surveyed
+from meshwright_pipeline.tied_costs import tied_sums
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
 """What the runtime costs the host, in operations: of each forward, of each unit in it, and of each parameter whose gradient a
@@ -87,14 +88,15 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
             asked -= more
     parts, step, fullest = now.parts, now.step, now.fullest
     whole, around = found.whole * shape.microbatches, STEP_CALLS * request.call_seconds
+    summing, sums = case.tied(parts)
     times = list(zip(now.costs.forward, now.costs.backward, strict=True))
     return StrategyCost(
-        exposed_seconds=max(0.0, step.seconds - step.silent),
+        exposed_seconds=max(0.0, step.seconds - step.silent) + summing,
         parameters=fullest.share,
         gradients=fullest.share,
         optimizer=fullest.share,
         activations=fullest.peak.kept / (found.kept * shape.microbatches),
-        collectives=tuple(_messages(parts, schedule, shape)),
+        collectives=(*_messages(parts, schedule, shape), *sums),
         compute=(step.silent + around) / whole,
         idle=max(0.0, step.silent - max(step.busy)) / whole,
         stages=tuple((ahead + back) / found.whole for ahead, back in times),
@@ -185,12 +187,20 @@ class _Case:
         )
         if self.tail is not None:
             step = with_tail(step, self.tail, owners[-1], shape.microbatches)
-        owned = found.once(
-            ("owned", schedule.name, shape, parts.cuts),
-            lambda: _owned(schedule, shape, parts.held, self.known),
-        )
-        fullest = max(_ranks(step, owned, parts.messages), key=lambda one: one.total(request))
+        fullest = max(_ranks(step, self.owned(parts), parts.messages), key=lambda one: one.total(request))
         return _Outcome(parts, costs, step, fullest)
+
+    def owned(self, parts: Divided) -> list[_Owned]:
+        """What every rank holds, with these stages."""
+        return self.found.once(
+            ("owned", self.schedule.name, self.shape, parts.cuts),
+            lambda: _owned(self.schedule, self.shape, parts.held, self.known),
+        )
+
+    def tied(self, parts: Divided) -> tuple[float, tuple[CollectiveUse, ...]]:
+        """What sums of gradients take that several ranks hold, with these stages."""
+        held = [names for _, names, _ in self.owned(parts)]
+        return tied_sums(held, self.known, self.request, self.link)
 
     def operations(self, outcome: _Outcome) -> float:
         """Of what the rank with most work computes, the part that is operations of the model."""

@@ -363,8 +363,11 @@ class PipelinedCall:
         return [*(gradients[name] for name, _ in sinks), *beside]
 
     def _settle_later(self) -> None:
-        """When this backward pass and the reductions that follow it have ended, make copies of tied parameters equal."""
-        if self.place.mesh is None or self.place.mesh.size() == 1 or not self.tied.any:
+        """When this backward pass and the reductions that follow it have ended, make copies of tied parameters equal.
+
+        Sums over two ranks, or none, have one order, and are equal.
+        """
+        if self.place.mesh is None or self.place.mesh.size() <= 2 or not self.tied.any:
             return
 
         def settle() -> None:

@@ -99,6 +99,13 @@ class Surveyed:
                 found.setdefault(self.unit(alias), set()).add(name)
         return {unit: frozenset(names) for unit, names in found.items()}
 
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """First names of the parameters that require a gradient."""
+        if self.model is None:
+            return frozenset(self.names)
+        return frozenset(own[0] for own, parameter in all_names(self.model) if parameter.requires_grad)
+
     def share(self, names: frozenset[str]) -> float:
         """The part of all bytes of parameters that these are, by their first names."""
         if names not in self._shares:

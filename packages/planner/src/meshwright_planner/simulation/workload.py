@@ -18,6 +18,8 @@ from meshwright_planner.simulation.passes import SHARED, Gathers, computing, dra
 from meshwright_planner.simulation.steps import Step, steps_of
 
 PASSES = ("forward", "backward")
+TIED = "gradients that several ranks hold"
+"""What a pipeline says of their sums."""
 NOTHING = 1e-9
 """Part of what a rank computes that is taken for the error of sums."""
 MOST = 2048
@@ -173,6 +175,8 @@ class Workload:
         if self.handed:  # the ranks of a pipeline agree on the loss before gradients are handed over
             whole = frozenset((place, other) for other in range(len(self.steps)))
             program += [Post(whole, "end", 0.0), Drain(whole, "end", "the end of the schedule")]
+            tied = self._tied(own)
+            program += [Work(tied, TIED, "communication")] if tied else []
             program += [post for _, post in every]
         streams = {(p.group, p.stream): p for _, p in every}.values()
         program += [drained(post, taken) for post in sorted(streams, key=lambda p: p.after is not None)]
@@ -294,13 +298,18 @@ class Workload:
             )
         return max(totals) or 1.0
 
+    def _tied(self, ranks: Sequence[int]) -> float:
+        """Seconds of summing gradients of parameters that several stages hold."""
+        own = [c for c in self.plan.collectives if c.axis == "pp" and c.why == TIED]
+        return sum(c.count * self._seconds(c, ["pp"], set(ranks)) for c in own)
+
     def _message(self, step: Step, ranks: Sequence[int]) -> float:
         """Seconds of what a step hands on to the next stage; 0 to a stage of the same rank."""
         if step.local:
             return 0.0
         phase = "forward" if step.kind == "F" else "backward"
         cut = step.stage if step.kind == "F" else step.stage - 1
-        messages = [c for c in self.plan.collectives if c.axis == "pp" and c.phase == phase]
+        messages = [c for c in self.plan.collectives if c.axis == "pp" and c.phase == phase and c.why != TIED]
         own = [c for c in messages if _cut(c) == cut] or messages
         if not own:
             return 0.0
