@@ -10,6 +10,9 @@ from meshwright_dtensor.links import CollectiveKind
 
 Phase = Literal["forward", "backward"]
 
+TIED = "gradients that several ranks hold"
+"""Why of the messages in which ranks that hold different modules sum gradients of what they both have."""
+
 
 @dataclass(frozen=True)
 class CollectiveUse:

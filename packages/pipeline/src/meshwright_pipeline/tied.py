@@ -157,10 +157,10 @@ class TiedSum:
     def _exchange(self, packed: _Packed, gone: dict[int, Lost]) -> None:
         """Two ranks add what the other has."""
         other = sum(packed.ranks) - self.rank
-        theirs = torch.zeros_like(packed.content)
-        both = ((dist.isend, packed.content), (dist.irecv, theirs))
         if other in gone:
             return
+        theirs = torch.zeros_like(packed.content)
+        both = ((dist.isend, packed.content), (dist.irecv, theirs))
         try:
             for work in dist.batch_isend_irecv(
                 [dist.P2POp(move, t, group=self.group, group_peer=other, tag=packed.tag) for move, t in both]

@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from meshwright_dtensor.strategy import CollectiveUse, Link, SearchRequest
+from meshwright_dtensor.strategy_cost import TIED
 from meshwright_pipeline.surveying import Surveyed
-
-WHY = "gradients that several ranks hold"
-"""What plans say of them."""
 
 AGREEING_CALLS = 400
 """What it costs the host that all agree that it went well, in operations: a message that goes and one that comes."""
@@ -44,5 +42,5 @@ def tied_sums(
         times = (1 if others == 1 else 2 * others) + others * unlike
         for rank in ranks:
             waits[rank] += times * link.seconds("send_recv", nbytes, count)
-        uses.append(CollectiveUse("send_recv", nbytes, times, "backward", WHY))
+        uses.append(CollectiveUse("send_recv", nbytes, times, "backward", TIED))
     return max(waits) + (1 + unlike) * AGREEING_CALLS * request.call_seconds, tuple(uses)

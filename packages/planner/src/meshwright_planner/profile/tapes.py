@@ -173,7 +173,11 @@ class Tapes:
             return error
         if microbatches > 1 and not self._fails(basis, rules, _shapes(basis, degrees, 1)):
             return _in_parts("microbatches", microbatches, error, parts)
-        axis = next(a for a, d in degrees.items() if d > 1 and _shapes(basis, {**degrees, a: 1}, 1) != parts)
+        axis = next(
+            a
+            for a, d in degrees.items()
+            if d > 1 and _shapes(basis, {**degrees, a: 1}, microbatches) != parts
+        )
         return _in_parts(f"degrees.{axis}", degrees[axis], error, parts)
 
     def _fails(self, basis: Basis, rules: Rules, shapes: dict[str, tuple[int, ...]]) -> bool:
@@ -184,11 +188,11 @@ class Tapes:
         return False
 
     def _recorded(self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]) -> Tape:
-        local = batch.map(lambda name, t: _part(t, shapes[name]))
         dtype = basis.setting.dtype
         key = (dtype, *shapes.values())
         if key in self._failed:
             raise self._failed[key]
+        local = batch.map(lambda name, t: _part(t, shapes[name]))
         try:
             return record(basis.setting.model, local, rules.composites, dtype, self._known[dtype])
         except NoRunError as error:

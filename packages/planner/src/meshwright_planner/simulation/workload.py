@@ -11,6 +11,7 @@ from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, StageTime
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.strategy_cost import TIED
 from meshwright_planner.simulation.events import Actor, Drain, Operation, Post, Receive, Send, Work
 from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
@@ -18,8 +19,6 @@ from meshwright_planner.simulation.passes import SHARED, Gathers, computing, dra
 from meshwright_planner.simulation.steps import Step, steps_of
 
 PASSES = ("forward", "backward")
-TIED = "gradients that several ranks hold"
-"""What a pipeline says of their sums."""
 NOTHING = 1e-9
 """Part of what a rank computes that is taken for the error of sums."""
 MOST = 2048
