@@ -183,10 +183,12 @@ def test_who_waits_leaves_its_core_to_the_others() -> None:
     assert CROWDED.running(2 * CROWDED.devices_per_node).company(2) == ()  # a machine each
 
 
-def planned(cluster: Cluster | str, ranks: int, planner: str = "eager", **pins: int) -> ParallelPlan:
+def planned(
+    cluster: Cluster | str, ranks: int, planner: str = "eager", length: int = 32, **pins: int
+) -> ParallelPlan:
     request = PlanRequest(cluster=cluster, world_size=ranks, **pins)  # type: ignore[arg-type]
     found = (eager() if planner == "eager" else manual()).plan(
-        Transformer(layers=2), tokens(rows=48), request
+        Transformer(layers=2), tokens(rows=48, length=length), request
     )
     return found[0]
 
@@ -220,7 +222,7 @@ def test_nodes_of_uneven_size_are_planned_for(tmp_path: Path) -> None:
     assert [fault.rank for fault in faults] == [12, 13, 14, 15]
     with pytest.raises(UsageError, match="no such node among 24 ranks; give 0 to 4"):
         parse_straggler("node5=1.2", mixed.running(24), 24)
-    free = planned(str(tmp_path / "mixed.json"), 24)
+    free = planned(str(tmp_path / "mixed.json"), 24, length=4096)
     assert free.degree("tp") <= 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.planning import PlanRequest
 from meshwright_planner import explain
+from meshwright_planner.writing.result import comparison
 
 
 def state(plan: ParallelPlan, name: str, axis: str = "tp") -> Any:
@@ -103,3 +105,26 @@ def test_explain_shows_candidates_and_reason() -> None:
     ):
         assert word in text
     assert "also considered" in str(explain(plans[0])) and str(explain([])) == "no plans\n"
+
+
+def costs(name: str, compute: float, exposed: float, bubble: float) -> Any:
+    """What a comparison reads of a candidate, in seconds."""
+    return SimpleNamespace(
+        name=name,
+        compute_seconds=compute,
+        exposed_seconds=exposed,
+        bubble_seconds=bubble,
+        optimizer_seconds=0.1,
+        step_seconds=compute + exposed + bubble + 0.1,
+        excess_bytes=0,
+    )
+
+
+def test_a_comparison_names_every_part_that_matters_with_its_sign() -> None:
+    """The parts add up to the difference, where one part alone is more than all of it."""
+    better, other = costs("pp 2", 1.0, 0.2, 0.6), costs("dp 2", 2.0, 0.3001, 0.0)
+    said = comparison(better, other)
+    assert said == (
+        "20.8% faster than dp 2: 1 s less compute and 100 ms less exposed communication, but 600 ms more bubble"
+    )
+    assert comparison(costs("a", 1.0, 0.0, 0.0), costs("b", 1.1, 0.001, 0.0)).endswith(" less compute")

@@ -137,6 +137,11 @@ def test_climbing_is_bounded_too() -> None:
     assert any("climbing" in note for note in plan.provenance.notes)
 
 
+class Summed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
 class Along(Strategy):
     """Shares the sequence."""
 
@@ -163,13 +168,26 @@ class Along(Strategy):
 def test_what_was_left_aside_is_said_as_such(host: PluginHost, ranks: int, said: str) -> None:
     """Nothing climbed: the few combinations that were to be looked at all were."""
     request = PlanRequest(cluster=DGX_H100, world_size=ranks)
-    (plan,) = EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=64), request)
+    (plan,) = EagerPlanner(host).plan(Transformer(layers=2), tokens(rows=64, length=4096), request)
     (note,) = [note for note in plan.provenance.notes if "combinations of degrees" in note]
     assert said in note and "climbing" not in note
     (pinned,) = EagerPlanner(host).plan(
-        Transformer(layers=2), tokens(rows=64), replace(request, tp=8, dp=ranks // 8)
+        Transformer(layers=2), tokens(rows=64, length=4096), replace(request, tp=8, dp=ranks // 8)
     )
     assert "left aside" not in " ".join(pinned.provenance.notes)
+
+
+def test_every_rank_computes_all_of_a_tiny_model() -> None:
+    """Wider than the innermost links, and the fastest all the same: nothing is communicated. Looked at where it may be."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Flatten(0), Summed())
+    request = PlanRequest(cluster=DGX_H100, world_size=512)
+    small, large = (
+        EagerPlanner(HOST).plan(model, torch.empty(64, length, 256, device="meta"), request)[0]
+        for length in (4, 65536)
+    )
+    assert small.degree("tp") == 512 and not small.collectives and large.degree("tp") == 8
+    said = [note for plan in (small, large) for note in plan.provenance.notes if "tp above 8" in note]
+    assert "tp above 8 but for " in said[0] and "512, wider than" in said[0] and "but for" not in said[1]
 
 
 def test_a_placement_that_stopped_early_widens_the_gap() -> None:

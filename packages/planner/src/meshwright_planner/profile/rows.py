@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.following import follow
 from meshwright_dtensor.foreseen import Followed, Grid
 from meshwright_dtensor.rules import RuleBook
-from meshwright_dtensor.states import States
+from meshwright_dtensor.special import is_in_place
+from meshwright_dtensor.states import I, States
+from meshwright_dtensor.trace import Node
 from meshwright_planner.costs.products import by_name, forward_flops
 from meshwright_planner.profile.dividing import Dividing, apart, little, plain, with_moves
 from meshwright_planner.profile.quotient import Quotient
@@ -28,7 +31,8 @@ REAL_WORK = 1e11
 SMALL = 500
 """Operations of a model that is looked at exactly, however little its rows meet: that takes no time."""
 
-Meeting = Literal["never", "little", "much"]
+Meeting = Literal["never", "little", "much", "lost"]
+"""How much rows meet; "lost": what is written to those of other ranks would not reach them."""
 
 UNLIKE = (
     "what data ranks do where rows meet is not predicted: with fewer rows the model does other operations, and experts run on the "
@@ -75,6 +79,31 @@ def follows(
     )
 
 
+def lost(found: Followed, whole: Tape, start: Mapping[int, States], grid: Grid) -> int | None:
+    """The first view of rows that were moved which something is written to through: the core refuses it when it runs."""
+    lies = dict(start)
+    for k, node in enumerate(whole.nodes):
+        inside = node.call is not None and is_in_place(
+            node.call.function
+        )  # the core brings back what that writes
+        if k in whole.through and not inside:
+            stored = lies.get(node.ins[0].i, (I,) * grid.ndim)
+            if any(isinstance(state, int) for state in stored) and stored != found.ins[k][0]:
+                return k
+        lies.update((ref.i, states) for ref, states in zip(node.outs, found.outs[k], strict=True))
+    return None
+
+
+def _refused(view: Node, grid: Grid) -> PlanError:
+    where = f" in {view.module}" if view.module else ""
+    name = view.name if view.call is None else view.call.function
+    rule = (
+        f"the model writes to what {name}{where} takes out of the rows of the batch, and a rank has copies of those of other "
+        "ranks, which a write would not leave; x[index] = value works on rows that are divided"
+    )
+    return PlanError(f"degrees.{grid.axes[0]}", grid.sizes[0], rule, "1")
+
+
 class Rows:
     """The tapes of one model's data ranks. A variant of a search shares them."""
 
@@ -105,6 +134,8 @@ class Rows:
             found = follows(few, more, self._merged(more), grid, book, start, prefixes)
             if plain(found, few, more, grid):
                 self._met[key] = "never"
+            elif lost(found, more, start, grid) is not None:
+                self._met[key] = "lost"
             else:
                 self._met[key] = "little" if little(found, few, more, grid) else "much"
         return self._met[key]
@@ -120,6 +151,9 @@ class Rows:
         modules: Sequence[str],
     ) -> Tape:
         """The tape of one rank.
+
+        Raises:
+            PlanError: the model writes to rows of other ranks through views, which would be views of copies.
 
         Args:
             key: what it depends on.
@@ -155,6 +189,9 @@ class Rows:
         found = follows(own, whole, self._merged(whole), grid, book, start, prefixes)
         if same and plain(found, own, whole, grid):
             return own
+        view = lost(found, whole, start, grid)
+        if view is not None:
+            raise _refused(whole.nodes[view], grid)
         if same and (len(own.nodes) > SMALL and little(found, own, whole, grid)):
             return with_moves(own, whole, found, grid)
         known = own if same else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.search.setting import Setting
 
@@ -14,6 +15,7 @@ def left_out(
     some: Sequence[Mapping[str, int]],
     long: int,
     *,
+    beyond: Sequence[Mapping[str, int]] = (),
     climbed: bool,
     ended: bool,
 ) -> str:
@@ -23,10 +25,11 @@ def left_out(
         setting: what the search is about.
         every, some: legal combinations, and those that the search was to look at.
         long: tokens of a row from which sharing the sequence is tried unasked.
+        beyond: those that it looked at all the same.
         climbed: of those it looked at what climbing met.
         ended: the time was over before.
     """
-    said = [*_axes(setting, every, some, long)]
+    said = [*_axes(setting, every, some, long, beyond)]
     if said:
         said = [f"left aside: {', '.join(said)}"]
     if climbed:
@@ -47,14 +50,20 @@ def refusals(refused: Iterable[PlanError], possible: Sequence[Sequence[tuple[str
 
 
 def _axes(
-    setting: Setting, every: Sequence[Mapping[str, int]], some: Sequence[Mapping[str, int]], long: int
+    setting: Setting,
+    every: Sequence[Mapping[str, int]],
+    some: Sequence[Mapping[str, int]],
+    long: int,
+    beyond: Sequence[Mapping[str, int]],
 ) -> Iterator[str]:
     """Axes whose larger degrees were left aside, and why."""
     for axis, strategy in setting.strategies.items():
         most = max(degrees[axis] for degrees in some)
         if most == max(degrees[axis] for degrees in every):
             continue
+        seen = sorted({degrees[axis] for degrees in beyond if degrees[axis] > most})
+        above = f"{axis} above {most}" + (f" but for {listing([*map(str, seen)], len(seen))}" if seen else "")
         if strategy.placement_search:
-            yield f"{axis} above {most}, wider than {setting.cluster.links[0].name}"
+            yield f"{above}, wider than {setting.cluster.links[0].name}"
         else:
-            yield f"{axis} above {most}, for rows of fewer than {long:,} tokens"
+            yield f"{above}, for rows of fewer than {long:,} tokens"

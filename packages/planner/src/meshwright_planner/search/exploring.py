@@ -5,7 +5,8 @@ another number of rows.  The best of them are then evaluated exactly, and those 
 
 Four facts keep the numbers small.  Recomputation only ever costs time, so it is tried where memory asks for it.  What ranks
 along zero share beyond gradients is the same.  And a searched axis that is wider than the innermost links is only tried
-where the user pins it or nothing else fits.  The same goes for sharing a sequence that is not long.
+where the user pins it, nothing else fits, or the model is so small that every rank may as well compute all of it.  The
+same goes for sharing a sequence that is not long.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from meshwright_planner.search.bounding import floor_bytes
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.climbing import neighbours, starts
 from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.floor import floor_of
 from meshwright_planner.search.narrowing import EXACT, LONG, narrowed
 from meshwright_planner.search.points import BY_STAGE, Point
 from meshwright_planner.search.setting import SHARED, ended_by
+from meshwright_planner.search.ways import is_number, middle
 
 SLACK = 1.1
 """How much slower than the best so far a configuration may be that does not fit and is not given up: other ways are faster."""
@@ -106,7 +109,7 @@ class _Explorer:
             if self.late:
                 return None
             ways = self.search.ways(degrees) or [{}]
-            few = ways if len(ways) <= 3 else [_middle(ways)]
+            few = ways if len(ways) <= 3 else [middle(ways)]
             self.found[key] = [c for way in few for c in [self.relieved(degrees, way)] if c is not None]
             if not self.found[key] and len(ways) > len(few):
                 self.refine(key)
@@ -121,17 +124,17 @@ class _Explorer:
             for way in ways:
                 self._try(key, way)
             return
-        for name in 2 * sorted(ways[0], key=lambda n: not _is_number(ways[0][n])):
+        for name in 2 * sorted(ways[0], key=lambda n: not is_number(ways[0][n])):
             best = min(self.found[key], key=estimated, default=None)
             now = dict(best.point.way) if best is not None else ways[0]
             others = {k: v for k, v in now.items() if k != name}
             alike = [w for w in ways if {k: v for k, v in w.items() if k != name} == others]
-            if _is_number(now[name]):
+            if is_number(now[name]):
                 self._follow(key, sorted(alike, key=lambda w: int(str(w[name]))), now)
             else:
                 for way in alike:
                     self._try(key, way)
-        for name in filter(lambda n: _is_number(ways[0][n]), ways[0]):
+        for name in filter(lambda n: is_number(ways[0][n]), ways[0]):
             self._follow_relieved(key, ways, name)
 
     def _follow_relieved(self, key: Degrees, ways: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -284,6 +287,20 @@ class _Explorer:
                     now, here, better = there, key, True
                     break
 
+    def widen(self, every: Sequence[Mapping[str, int]], some: Sequence[Mapping[str, int]]) -> None:
+        """Climb from the widest searched axis too, where a rank that computes all of it may be faster than what was found."""
+        setting = self.search.setting
+        cluster = setting.cluster if setting.cost_model is None else setting.cost_model.figures
+        axes = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
+        widest = max(every, key=lambda degrees: math.prod(degrees[axis] for axis in axes))
+        fitting = [c for c in self.ranked() if not c.excess_bytes]
+        if cluster is None or not fitting or tuple(widest.items()) in self.found:
+            return
+        if floor_of(self.search, cluster, fitting).whole() < fitting[0].step_seconds:
+            most = {axis: max(degrees[axis] for degrees in some) for axis in widest if axis not in axes}
+            legal = (d for d in every if all(d[axis] <= degree for axis, degree in most.items()))
+            self.climb(widest, {tuple(degrees.items()): degrees for degrees in legal})
+
     def evaluate(self, point: Point) -> Candidate | None:
         """The exact answer; None where a strategy refuses, which an estimate of what is far from the best does not ask."""
         try:
@@ -349,6 +366,8 @@ def _explored(
     else:
         for start in starts(search, list(legal.values())):
             explorer.climb(start, legal)
+    if len(some) < len(every):
+        explorer.widen(every, some)
     keys = list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))
     # where ranks share cores, the first way looked at says little of the others, and such worlds are small
     all_of_them = complete and bool(search.setting.cluster.company(2))
@@ -366,10 +385,18 @@ def _explored(
         every,
         len(explorer.found),
         explorer.estimates,
-        complete and len(legal) == len(every),
+        len(explorer.found) == len(every) and not explorer.ended,
         search.setting.time_budget if explorer.ended else None,
         explorer.known if explorer.keeps and complete else None,
-        left_out(search.setting, every, some, LONG, climbed=len(legal) > FEW, ended=explorer.ended),
+        left_out(
+            search.setting,
+            every,
+            some,
+            LONG,
+            beyond=[dict(key) for key in explorer.found.keys() - legal.keys()],
+            climbed=len(legal) > FEW,
+            ended=explorer.ended,
+        ),
         tuple(refusals(explorer.refused, [key for key, own in explorer.found.items() if own])),
     )
 
@@ -377,18 +404,3 @@ def _explored(
 def estimated(candidate: Candidate) -> tuple[Any, ...]:
     """As `rank`, but of those that do not fit the nearest to fitting comes first."""
     return (candidate.excess_bytes, *rank(candidate)[1:])
-
-
-def _is_number(choice: object) -> bool:
-    """Whether a choice is one of numbers that say how much: yes and no are none."""
-    return isinstance(choice, int) and not isinstance(choice, bool)
-
-
-def _middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the first choices of all else, the one in the middle."""
-    name = list(ways[0])[-1]
-    numbers = next((n for n in ways[0] if _is_number(ways[0][n])), name)
-    own = [w for w in ways if all(w[n] == ways[0][n] for n in ways[0] if n != numbers)]
-    if _is_number(ways[0][numbers]):
-        own.sort(key=lambda way: int(way[numbers]))
-    return own[len(own) // 2]

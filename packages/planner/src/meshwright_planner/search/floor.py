@@ -15,7 +15,7 @@ and what streams count as nothing: this is a bound, not an estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright_dtensor.cluster import Cluster, MeasuredWork
@@ -26,6 +26,7 @@ from meshwright_planner.costs.prices import Work, work_of
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.candidate import Candidate
+from meshwright_planner.search.evaluator import Search
 
 
 class Floor:
@@ -71,6 +72,10 @@ class Floor:
             max(product * faster / ranks, issued * part) for product, issued in self._least
         )
 
+    def whole(self) -> float:
+        """Of a rank that computes all of it: as `seconds`, but nothing is divided."""
+        return self._update + sum(max(product, issued) for product, issued in self._least)
+
 
 def _local(basis: Basis, candidate: Candidate) -> tuple[int, int]:
     """Rows and tokens of what one rank computes at once; without a sequence, a row is a token."""
@@ -83,7 +88,20 @@ def _local(basis: Basis, candidate: Candidate) -> tuple[int, int]:
     return rows, rows * (batch.sequence_length or 1)
 
 
-def whole_sequence(basis: Basis, candidate: Candidate) -> bool:
+def floor_of(search: Search, cluster: Cluster, exact: Sequence[Candidate]) -> Floor:
+    """What everything takes at least, by what one of these candidates computes: one with whole sequences where there is one."""
+    basis = search.basis
+    candidate = next((c for c in exact if _whole_sequence(basis, c)), exact[0])
+    other = None
+    if (
+        candidate.problem.tape.rows != search.setting.batch.size
+    ):  # else it is the whole batch, and nothing grows
+        degrees = {axis: candidate.point.degree(axis) for axis in search.setting.strategies}
+        other = search.shared.tapes.other(basis, search.rules, degrees, candidate.point.microbatches)
+    return Floor(basis, cluster, candidate, other)
+
+
+def _whole_sequence(basis: Basis, candidate: Candidate) -> bool:
     """Whether a rank has all tokens of its rows: what it computes over the rows of the batch is all there is."""
     rows, tokens = _local(basis, candidate)
     return tokens == rows * (basis.setting.batch.sequence_length or 1)

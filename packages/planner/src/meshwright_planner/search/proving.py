@@ -13,14 +13,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.placing.program import GAP
 from meshwright_planner.search.bounding import least_bytes
 from meshwright_planner.search.candidate import Candidate, human_seconds, rank
 from meshwright_planner.search.combining import named, unasked
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.floor import Floor, whole_sequence
+from meshwright_planner.search.floor import floor_of
 from meshwright_planner.search.points import BY_STAGE, Chosen, Point
 from meshwright_planner.search.setting import SHARED
 
@@ -144,19 +143,6 @@ def _exact(settled: Mapping[Point, Candidate | None]) -> Iterator[Candidate]:
 
 def _fastest(candidates: Iterable[Candidate]) -> float:
     return min((c.step_seconds for c in candidates if not c.excess_bytes), default=math.inf)
-
-
-def floor_of(search: Search, cluster: Cluster, exact: Sequence[Candidate]) -> Floor:
-    """What everything takes at least, by what one of these candidates computes: one with whole sequences where there is one."""
-    basis = search.basis
-    candidate = next((c for c in exact if whole_sequence(basis, c)), exact[0])
-    other = None
-    if (
-        candidate.problem.tape.rows != search.setting.batch.size
-    ):  # else it is the whole batch, and nothing grows
-        degrees = {axis: candidate.point.degree(axis) for axis in search.setting.strategies}
-        other = search.shared.tapes.other(basis, search.rules, degrees, candidate.point.microbatches)
-    return Floor(basis, cluster, candidate, other)
 
 
 def _unsolved(exact: Sequence[Candidate]) -> tuple[float, str]:

@@ -30,6 +30,9 @@ from meshwright_planner.search.setting import Setting
 from meshwright_planner.writing.idle import idle_axes
 from meshwright_planner.writing.writer import Writer
 
+WORTH_SAYING = 0.1
+"""Part of what one plan is faster than another from which a part of the step is named in the comparison."""
+
 DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
 
 
@@ -215,9 +218,16 @@ def comparison(better: Candidate, other: Candidate) -> str:
         return f"as fast as {other.name}; " + (
             f"uses {human_bytes(saved)} less memory" if saved > 0 else "the outer axes are filled first"
         )
-    cause = max(parts, key=lambda name: parts[name])
+    said = {name: seconds for name, seconds in parts.items() if abs(seconds) >= WORTH_SAYING * gain}
+    less = [
+        f"{human_seconds(s)} less {name}" for name, s in sorted(said.items(), key=lambda p: -p[1]) if s > 0
+    ]
+    more = [
+        f"{human_seconds(-s)} more {name}" for name, s in sorted(said.items(), key=lambda p: p[1]) if s < 0
+    ]
     share = 100 * gain / other.step_seconds
-    return f"{share:.1f}% faster than {other.name}: {human_seconds(parts[cause])} less {cause}"
+    text = f"{share:.1f}% faster than {other.name}: {' and '.join(less)}"
+    return f"{text}, but {' and '.join(more)}" if more else text
 
 
 def summary(candidate: Candidate) -> str:
