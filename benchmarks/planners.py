@@ -5,6 +5,8 @@ take to answer.
     python benchmarks/planners.py --only gpt2-1.3b      # one of them
     python benchmarks/planners.py --out benchmarks/results/planners.json
 
+    python benchmarks/planners.py --repeats 3           # every answer so many times, in turn; the median of their times counts
+
 Times are of the processor. Every planner answers for every model in a process of its own, which has planned a tiny model
 before. Models are on meta: nothing is allocated. Exit code 4 where the default planner's step is longer than another's, or
 its answer takes longer.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -128,10 +131,16 @@ def apart(name: str, planner: str) -> dict[str, Any]:
     return found
 
 
+def _median(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One of equal answers, with the median of their times."""
+    return {**answers[0], "answer_seconds": statistics.median(one["answer_seconds"] for one in answers)}
+
+
 def main() -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CASES, action="append")
+    parser.add_argument("--repeats", type=int, default=1, help="times that each planner answers")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", nargs=2, metavar=("MODEL", "PLANNER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -143,7 +152,8 @@ def main() -> int:
     results, failed = {}, []
     print(f"{'model':16}" + "".join(f"{name + ' step, answer':>30}" for name in PLANNERS), flush=True)
     for name in options.only or CASES:
-        found = results[name] = {planner: apart(name, planner) for planner in PLANNERS}
+        rounds = [{planner: apart(name, planner) for planner in PLANNERS} for _ in range(options.repeats)]
+        found = results[name] = {planner: _median([one[planner] for one in rounds]) for planner in PLANNERS}
         steps = {planner: one["step_seconds"] for planner, one in found.items()}
         seconds = {planner: one["answer_seconds"] for planner, one in found.items()}
         row = [
