@@ -4,7 +4,6 @@ take to answer.
     python benchmarks/planners.py                       # all models
     python benchmarks/planners.py --only gpt2-1.3b      # one of them
     python benchmarks/planners.py --out benchmarks/results/planners.json
-
     python benchmarks/planners.py --repeats 3           # every answer so many times, in turn; the median of their times counts
 
 Times are of the processor. Every planner answers for every model in a process of its own, which has planned a tiny model
@@ -144,6 +143,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", nargs=2, metavar=("MODEL", "PLANNER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: at least 1")
     if options.here:
         name, planner = options.here
         answer(WARM, planner)  # what is imported is nobody's

@@ -31,8 +31,7 @@ REAL_WORK = 1e11
 SMALL = 500
 """Operations of a model that is looked at exactly, however little its rows meet: that takes no time."""
 
-Meeting = Literal["never", "little", "much", "lost"]
-"""How much rows meet; "lost": what is written to those of other ranks would not reach them."""
+Meeting = Literal["never", "little", "much"]
 
 UNLIKE = (
     "what data ranks do where rows meet is not predicted: with fewer rows the model does other operations, and experts run on the "
@@ -83,10 +82,8 @@ def lost(found: Followed, whole: Tape, start: Mapping[int, States], grid: Grid) 
     """The first view of rows that were moved which something is written to through: the core refuses it when it runs."""
     lies = dict(start)
     for k, node in enumerate(whole.nodes):
-        inside = node.call is not None and is_in_place(
-            node.call.function
-        )  # the core brings back what that writes
-        if k in whole.through and not inside:
+        # what a call writes in place of itself, the core brings back
+        if k in whole.through and not (node.call is not None and is_in_place(node.call.function)):
             stored = lies.get(node.ins[0].i, (I,) * grid.ndim)
             if any(isinstance(state, int) for state in stored) and stored != found.ins[k][0]:
                 return k
@@ -134,10 +131,9 @@ class Rows:
             found = follows(few, more, self._merged(more), grid, book, start, prefixes)
             if plain(found, few, more, grid):
                 self._met[key] = "never"
-            elif lost(found, more, start, grid) is not None:
-                self._met[key] = "lost"
-            else:
-                self._met[key] = "little" if little(found, few, more, grid) else "much"
+            else:  # a write that is lost is no small matter
+                slight = little(found, few, more, grid) and lost(found, more, start, grid) is None
+                self._met[key] = "little" if slight else "much"
         return self._met[key]
 
     def of(
@@ -152,15 +148,15 @@ class Rows:
     ) -> Tape:
         """The tape of one rank.
 
-        Raises:
-            PlanError: the model writes to rows of other ranks through views, which would be views of copies.
-
         Args:
             key: what it depends on.
             own: recorded with the rows of one rank; whole: with those of all, where it is not known yet.
             grid: the axes that divide rows.
             states: name of a batch tensor -> its states on the grid.
             modules: those that strategies run on each rank's rows.
+
+        Raises:
+            PlanError: the model writes to rows of other ranks through views, which would be views of copies.
         """
         if key not in self._divided:
             work = math.prod(grid.sizes) * sum(

@@ -290,13 +290,12 @@ class _Explorer:
     def widen(self, every: Sequence[Mapping[str, int]], some: Sequence[Mapping[str, int]]) -> None:
         """Climb from the widest searched axis too, where a rank that computes all of it may be faster than what was found."""
         setting = self.search.setting
-        cluster = setting.cluster if setting.cost_model is None else setting.cost_model.figures
         axes = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
         widest = max(every, key=lambda degrees: math.prod(degrees[axis] for axis in axes))
         fitting = [c for c in self.ranked() if not c.excess_bytes]
-        if cluster is None or not fitting or tuple(widest.items()) in self.found:
+        if setting.figures is None or not fitting or tuple(widest.items()) in self.found:
             return
-        if floor_of(self.search, cluster, fitting).whole() < fitting[0].step_seconds:
+        if floor_of(self.search, setting.figures, fitting).whole() < fitting[0].step_seconds:
             most = {axis: max(degrees[axis] for degrees in some) for axis in widest if axis not in axes}
             legal = (d for d in every if all(d[axis] <= degree for axis, degree in most.items()))
             self.climb(widest, {tuple(degrees.items()): degrees for degrees in legal})

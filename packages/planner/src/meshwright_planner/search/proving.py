@@ -94,7 +94,7 @@ def prove(
     """
     setting = search.setting
     least, why = _unsolved(exact)
-    cluster = setting.cluster if setting.cost_model is None else setting.cost_model.figures
+    cluster = setting.figures
     floor = None if cluster is None else floor_of(search, cluster, exact)
     best = _fastest(exact)
     widths = {_stages(search, tuple(d.items())) for d in every}

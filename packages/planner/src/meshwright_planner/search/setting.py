@@ -85,6 +85,11 @@ class Setting:
     request: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def figures(self) -> Cluster | None:
+        """The cluster whose figures costs follow from; None where nobody knows."""
+        return self.cluster if self.cost_model is None else self.cost_model.figures
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Of the copies that are computed with; None is the parameters' own."""
         return None if self.precision in (None, "fp32") else DTYPES[str(self.precision)]

@@ -218,13 +218,10 @@ def comparison(better: Candidate, other: Candidate) -> str:
         return f"as fast as {other.name}; " + (
             f"uses {human_bytes(saved)} less memory" if saved > 0 else "the outer axes are filled first"
         )
-    said = {name: seconds for name, seconds in parts.items() if abs(seconds) >= WORTH_SAYING * gain}
-    less = [
-        f"{human_seconds(s)} less {name}" for name, s in sorted(said.items(), key=lambda p: -p[1]) if s > 0
-    ]
-    more = [
-        f"{human_seconds(-s)} more {name}" for name, s in sorted(said.items(), key=lambda p: p[1]) if s < 0
-    ]
+    said = [(name, s) for name, s in parts.items() if abs(s) >= WORTH_SAYING * gain]
+    said.sort(key=lambda part: -abs(part[1]))
+    less = [f"{human_seconds(s)} less {name}" for name, s in said if s > 0]
+    more = [f"{human_seconds(-s)} more {name}" for name, s in said if s < 0]
     share = 100 * gain / other.step_seconds
     text = f"{share:.1f}% faster than {other.name}: {' and '.join(less)}"
     return f"{text}, but {' and '.join(more)}" if more else text
