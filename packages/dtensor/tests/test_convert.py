@@ -7,83 +7,15 @@ import itertools
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layout_cases import STATES, convertible, legal, run_many
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor import commlog
 from meshwright_dtensor.convert import route
 from meshwright_dtensor.global_tensor import distribute, local_in, wrap
-from meshwright_dtensor.regions import take
-from meshwright_dtensor.rules import shardable
 from meshwright_dtensor.space import Space
-from meshwright_dtensor.states import gradient_kind, is_shard
+from meshwright_dtensor.states import is_shard
 from meshwright_dtensor.testing import RankPool
-
-STATES = ("I", "X", "P", 0, 1, 2)
-
-
-def legal(shape, states, sizes):
-    left = list(shape)
-    for s, n in zip(states, sizes, strict=True):
-        if is_shard(s):
-            if s >= len(shape) or not shardable(left[s], n):
-                return False
-            left[s] = -(-left[s] // n)
-    return True
-
-
-def convertible(a, b):
-    return a == b or not (is_shard(a) and b == "P")
-
-
-def parts(value, mesh, states):
-    """Any local tensors that make up ``value`` in ``states``; partial sums are random."""
-    space = Space.of(mesh)
-    layout = space.layout(states, value.shape, value.dtype)
-    local = take(value, layout.region).clone()
-    for axis, state in enumerate(states):
-        if state != "P":
-            continue
-        n, rank = space.sizes[axis], space.coords[axis]
-        if n == 1:
-            continue
-        shares = torch.randn((n - 1, *local.shape), dtype=value.dtype)
-        # ranks that differ on other axes hold different parts of the same shares: draw per box
-        local = shares[rank] if rank < n - 1 else local - shares.sum(0)
-    return local, layout
-
-
-def one(mesh, shape, source, target):
-    space = Space.of(mesh)
-    torch.manual_seed(1)
-    value = torch.randn(shape, dtype=torch.float64)
-    seed = torch.randn(shape, dtype=torch.float64)
-    torch.manual_seed(2)
-    local, layout = parts(value, mesh, source)
-    local.requires_grad_()
-    x = wrap(local, layout)
-    out = local_in(x, target)
-    there = space.layout(target, value.shape, value.dtype)
-    assert tuple(out.shape) == tuple(there.local_shape)
-    torch.testing.assert_close(local_in(wrap(out.detach(), there), space.replicated), value)
-    # the gradient that arrives lies as the target's gradient kind says; what leaves, as the source's
-    torch.manual_seed(3)
-    kinds = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in there.states)
-    arriving, _ = parts(seed, mesh, kinds)
-    if out.requires_grad:
-        out.backward(arriving)
-    back = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in layout.states)
-    found = wrap(local.grad, space.layout(back, value.shape, value.dtype))
-    torch.testing.assert_close(local_in(found, space.replicated), seed)
-
-
-def run_many(rank, world, sizes, cases):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
-    for shape, source, target in cases:
-        try:
-            one(mesh, shape, source, target)
-        except Exception as e:
-            raise AssertionError(f"{shape} {source} -> {target}: {e}") from e
-    return True
 
 
 def test_every_pair_on_one_axis(rank_pool: RankPool):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_convert import run_many
+from layout_cases import partitions, run_many
 
 from meshwright_dtensor.boxes import chunk_box
 from meshwright_dtensor.errors import UnsupportedError, UsageError
@@ -19,16 +19,6 @@ from meshwright_dtensor.regions import put, region_boxes, region_of, region_shap
 from meshwright_dtensor.runs import Runs, fitted, owned, runs, segments, zigzag
 from meshwright_dtensor.states import format_state, parse_state
 from meshwright_dtensor.testing import RankPool
-
-
-@st.composite
-def partitions(draw, total=None, n=None, dim=0):
-    """Any ownership of a dim: every element on one rank, in any order of intervals."""
-    total = draw(st.integers(1, 12)) if total is None else total
-    n = draw(st.integers(1, 4)) if n is None else n
-    order = draw(st.permutations(range(total)))
-    owner = [draw(st.integers(0, n - 1)) for _ in range(total)]
-    return runs(dim, [[(i, 1) for i in order if owner[i] == rank] for rank in range(n)])
 
 
 def test_a_state_is_its_dim_but_equal_only_to_the_same_runs():

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_runs import partitions
+from layout_cases import partitions
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor import distribute

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import VOCABULARY, Language, batch_of, make, plan_of
+from parallel_models import VOCABULARY, Language, batch_of, full, loop, make, plan_of, same
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -34,50 +34,11 @@ MESHES = [
 ]
 
 
-def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if isinstance(tensor, (DTensor, GlobalTensor)):
-        tensor = tensor.full_tensor()
-    return None if tensor is None else tensor.detach().clone()
-
-
-def loop(model: nn.Module, clip: Any) -> list[Any]:
-    """Two AdamW steps of two accumulated batches each (the second of odd size), with clipping."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen: list[Any] = []
-    torch.manual_seed(7)
-    for step in range(2):
-        for rows in (4, 3):
-            loss = model(**batch_of(rows, seed=step))
-            loss.backward()
-            seen.append(full(loss))
-        seen.append(clip(model.parameters(), 0.1))
-        seen.append({n: full(p.grad) for n, p in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append({n: full(p) for n, p in model.named_parameters()})
-    seen.append({n: full(t) for n, t in model.state_dict().items()})
-    return seen
-
-
 def trained(rank: int, world_size: int, degrees: dict[str, int], dtype: torch.dtype, dropout: float) -> Any:
     expected = loop(make(dropout, dtype), torch.nn.utils.clip_grad_norm_)
     model = parallelize(make(dropout, dtype), plan_of(degrees=degrees))
     found = loop(model, clip_grad_norm_)
     return expected, found
-
-
-def same(found: Any, expected: Any, **tolerance: float) -> None:
-    for got, want in zip(found, expected, strict=True):
-        if isinstance(want, dict):
-            assert list(got) == list(want)
-            for name, value in want.items():
-                assert (got[name] is None) == (value is None), name
-                if value is not None:
-                    torch.testing.assert_close(
-                        got[name], value, msg=lambda m, n=name: f"{n}: {m}", **tolerance
-                    )
-        else:
-            torch.testing.assert_close(got, want, **tolerance)
 
 
 @pytest.mark.parametrize(("world_size", "degrees"), MESHES)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Language, batch_of, make, plan_of
-from test_apply import full
+from parallel_models import Language, batch_of, full, make, plan_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 

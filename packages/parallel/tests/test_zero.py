@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import WIDTH, Block, Language, batch_of, make, plan_of
-from test_apply import full, loop, same
+from parallel_models import WIDTH, Block, Language, batch_of, full, loop, make, plan_of, same
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
