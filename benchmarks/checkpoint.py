@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright_checkpoint import load, prepare_save, save
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 CHUNK = 16 << 20
 ROWS, COLUMNS = 4096, 4096  # 64 MiB in float32

@@ -14,8 +14,8 @@ import torch.distributed.device_mesh as device_mesh
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.mesh import end_groups, groups_now
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.mesh.mesh import end_groups, groups_now
+from meshwright_dtensor.plan.plan import ParallelPlan
 
 Step = Callable[[], float]
 """One step of a configuration that is set up: its seconds, from the last rank's begin to the last rank's end."""

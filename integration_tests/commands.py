@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
 from meshwright.cli import State, group
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 HERE = Path(__file__).parent
 

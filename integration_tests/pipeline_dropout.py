@@ -11,7 +11,7 @@ import torch
 from zoo import gpt2
 
 import meshwright as mw
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 ROWS, TOKENS, VOCABULARY = 8, 12, 128
 LIMIT = 1e-5

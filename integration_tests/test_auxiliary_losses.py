@@ -18,7 +18,7 @@ from torch import nn
 from zoo import EXPERTS
 
 import meshwright as mw
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.comparison import Comparison, compare, one_rounding_away
 
 BALANCED: Mapping[str, Any] = MappingProxyType(

@@ -10,7 +10,7 @@ from commands import run_on, run_ranks
 
 from meshwright.cli import main
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 HERE = Path(__file__).parent
 MODEL = f"{HERE / 'refusing.py'}:small_llama"

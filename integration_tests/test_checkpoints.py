@@ -16,7 +16,7 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_checkpoint.commands import command
-from meshwright_dtensor.testing import RankPool, fake_group
+from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
 
 STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

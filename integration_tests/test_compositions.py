@@ -6,7 +6,7 @@ import pytest
 from compositions import Composition, compositions, outcome, planned
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 SOME = [
     (Composition("mixtral", ("sp", "dp")), "sgd"),

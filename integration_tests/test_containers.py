@@ -10,8 +10,8 @@ from containers import MODELS, batch
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import ParallelPlan, PipelineRule
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 
 ALONE = {"dp": 1, "tp": 1, "cp": 1}

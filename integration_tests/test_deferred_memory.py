@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_dtensor.boxes import chunk_box, slice_of
-from meshwright_dtensor.deferred import deferred_init, is_deferred, local_values
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred, local_values
+from meshwright_dtensor.sharding.boxes import chunk_box, slice_of
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 # Shapes of the weights, by layer; together 1 GB. Every rank keeps a quarter of the rows.
 SHAPES = [(8192, 4096)] * 6 + [(10240, 4096), (2560, 4096)]

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright_dtensor.deferred import deferred_init, is_deferred
+from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
 
 LANGUAGE: dict[str, Any] = {
     "hidden_size": 32,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import meshwright as mw
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.parameter import layout_of_dtensor
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def loss_and_gradient(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,9 +17,9 @@ from torch import nn
 from zoo import EXPERTS
 
 import meshwright as mw
-from meshwright_dtensor.commlog import CommEvent, communication
+from meshwright_dtensor.comm.log import CommEvent, communication
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.comparison import compare, one_rounding_away
 from meshwright_parallel.experts import detect
 from meshwright_parallel.experts.probe import Rejected

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.cluster import LinkLevel
-from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.cluster.cluster import LinkLevel
+from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.plan import ParallelPlan, ParameterRule
-from meshwright_dtensor.runs import Runs
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.machines.known import LAPTOP_CPU
 
 LAYERS, WIDTH = 2, 64

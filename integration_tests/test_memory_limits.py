@@ -12,9 +12,9 @@ from zoo import llama
 
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.engine.reduction import reduction_of
 from meshwright_parallel.strategies.data import Data
 from meshwright_planner.calibration.counting import Counting

@@ -7,7 +7,7 @@ import re
 import pytest
 from comparing import Difference, compare
 
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.report import Comparison
 
 LAYOUTS = {"tp2": {"dp": 1, "tp": 2}, "dp2": {"dp": 2, "tp": 1}, "dp2-tp2": {"dp": 2, "tp": 2}}

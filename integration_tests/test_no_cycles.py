@@ -11,7 +11,7 @@ from torch import nn
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 ALONE = {"dp": 1, "tp": 1, "pp": 1, "cp": 1}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.comparison import compare, one_rounding_away
 
 SIZES: Mapping[str, Any] = MappingProxyType(

@@ -9,8 +9,8 @@ import torch
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.stages import stages_of
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 STEPS = 2
 

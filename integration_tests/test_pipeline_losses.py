@@ -13,7 +13,7 @@ from zoo import CASES, causal
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 
 sys.path.append(str(Path(__file__).parents[1] / "packages" / "pipeline" / "tests"))

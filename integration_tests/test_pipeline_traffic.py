@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.commlog import communication
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 WIDTH, ROWS = 16, 8
 

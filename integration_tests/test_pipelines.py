@@ -11,7 +11,7 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError, StageError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_dtensor.commlog import communication
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize
 from meshwright_planner import plan
 from meshwright_planner.machines.known import LAPTOP_CPU

@@ -11,9 +11,9 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 from meshwright_planner.search.candidate import Candidate
 from meshwright_planner.search.evaluator import Search

@@ -12,7 +12,7 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 from meshwright_parallel.comparison import compare, one_rounding_away
 

@@ -16,9 +16,9 @@ from zoo import CASES, gpt2, llama
 
 import meshwright as mw
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 from meshwright_planner.search.evaluator import Search
 

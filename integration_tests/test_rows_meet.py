@@ -12,10 +12,10 @@ import torch
 from meeting_models import ALONE, TOGETHER
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright_dtensor.commlog import communication
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize
 from meshwright_planner import plan
 from meshwright_planner.placing.placed import Placed

@@ -13,8 +13,8 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 from meshwright_planner.machines.file import write
 from meshwright_planner.machines.known import named

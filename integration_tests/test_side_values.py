@@ -10,8 +10,8 @@ from side_models import REFUSED, RUN, Left, numbers, sets_a_number
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan import ParallelPlan, PipelineRule
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 
 PINS: dict[str, Any] = {"pp": 2, "dp": 1, "tp": 1, "cp": 1, "schedule": "1f1b", "cluster": "laptop-cpu"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import run_on, run_ranks
 
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 FIVE_E_MINUS_6 = 5e-6
 FOUR = ["--dp", "2", "--tp", "2", "--steps", "3", "--batch-size", "4"]

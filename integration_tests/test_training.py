@@ -6,7 +6,7 @@ import pytest
 from training import Planner, by_hand, planned, train
 from training_zoo import SCRIPTS
 
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 DATA, TENSOR, BOTH = {"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}
 RUNS = [(name, TENSOR, by_hand) for name in SCRIPTS]

@@ -10,7 +10,7 @@ import pytest
 from commands import HERE, run_on, run_ranks
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 LAYOUT = [
     "--world-size",

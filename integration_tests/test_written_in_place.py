@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright_dtensor.commlog import communication
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize
 
 WIDTH, ROWS = 16, 16

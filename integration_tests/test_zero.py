@@ -10,9 +10,9 @@ import torch
 from test_planner_models import build, example
 
 import meshwright as mw
-from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import InfeasibleError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 from meshwright_planner.search.setting import allowing
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from training_zoo import SCRIPTS, Models, Script
 
 import meshwright as mw
-from meshwright_dtensor.plan import ParallelPlan, ParameterRule
-from meshwright_dtensor.stages import stages_of
+from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
 from meshwright_parallel.comparison import compare, one_rounding_away
 from meshwright_parallel.report import Comparison, Kind
 

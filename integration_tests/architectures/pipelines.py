@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.testing import RankError, RankPool
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_parallel import verify
 from meshwright_pipeline.schedules.named import schedule_named
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshwright_dtensor.testing import RankError, RankPool
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 from .catalogue import Architecture
 from .judge import Verdict, decided

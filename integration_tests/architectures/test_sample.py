@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 from .catalogue import Architecture
 from .layouts import world_size

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshwright_dtensor.layout import stored_placement
+from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.parameter import as_mesh_parameter
-from meshwright_dtensor.regions import region_of, take
-from meshwright_dtensor.runs import owned, segments
+from meshwright_dtensor.sharding.boxes import region_of, take
+from meshwright_dtensor.sharding.intervals import owned, segments
 
 WIDTH, HIDDEN, CLASSES = 16, 36, 9
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from meshwright_checkpoint import CheckpointError, CorruptError, MismatchError, load, save
 from meshwright_checkpoint.inert import inert
 from meshwright_dtensor.errors import MeshwrightError, UsageError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 LAYOUTS = {1: ("plain",), 2: ("fsdp", "tp", "runs"), 4: ("fsdp+tp",)}
 

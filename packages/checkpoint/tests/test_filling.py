@@ -20,7 +20,7 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.filling import Filling, memory_of
 from meshwright_checkpoint.neighbours import Neighbours, meet
 from meshwright_checkpoint.reading import Fragment, Source, Wanted, read
-from meshwright_dtensor.boxes import Box, slice_of, whole_box
+from meshwright_dtensor.sharding.boxes import Box, slice_of, whole_box
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "even": (512, 4096),

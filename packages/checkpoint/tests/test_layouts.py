@@ -12,7 +12,7 @@ import torch
 from models import adam, build, differences, everything, train
 
 from meshwright_checkpoint import load, save
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 LAYOUTS = (("plain", 1), ("plain", 2), ("fsdp", 2), ("tp", 2), ("runs", 2), ("fsdp+tp", 4), ("fsdp", 4))
 

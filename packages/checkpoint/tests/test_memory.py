@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright_checkpoint import load, prepare_save, save, saving
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 COUNT, ROWS = 16, 2048
 PART = 4 * ROWS * ROWS // 2

@@ -13,7 +13,7 @@ from meshwright_checkpoint.handing_over import Belongings
 from meshwright_checkpoint.holding import Held
 from meshwright_checkpoint.moving import ROUND_NBYTES, move, take_memory
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 LAYOUTS = ("plain", "fsdp", "tp", "fsdp+tp", "runs")
 

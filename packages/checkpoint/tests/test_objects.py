@@ -18,7 +18,7 @@ from meshwright_checkpoint.commands import command
 from meshwright_dtensor import plugins
 from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright_checkpoint.checksum import BLOCK
 from meshwright_checkpoint.portions import Stored, ends, portions, runs, within
-from meshwright_dtensor.boxes import Box
+from meshwright_dtensor.sharding.boxes import Box
 
 STEP = 2 * BLOCK
 

@@ -14,7 +14,7 @@ from models import adam, build
 
 from meshwright_checkpoint import CheckpointError, CorruptError, latest, load, save, streaming
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.testing import RankError, RankPool
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 
 def failing(rank: int, size: int, folder: str, failing_rank: int, dies: bool) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from meshwright_checkpoint import CheckpointError, CorruptError, filling, load, loading, save
 from meshwright_checkpoint.filling import Filling
 from meshwright_checkpoint.memory import HUGE, in_large_pages, shared_memory
-from meshwright_dtensor.testing import RankError, RankPool
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 SHAPES = {"even": (1024, 2048), "odd": (701, 1003), "long": (3, 700_001), "small": (5, 8)}
 NBYTES = sum(4 * a * b for a, b in SHAPES.values())

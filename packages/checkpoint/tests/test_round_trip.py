@@ -29,7 +29,7 @@ from meshwright_checkpoint import (
 from meshwright_checkpoint.datafile import header_length, read_header
 from meshwright_checkpoint.manifest import Manifest
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def trained(seed: int = 0, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -6,12 +6,12 @@ import torch
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright_dtensor.global_tensor import local_in, wrap
-from meshwright_dtensor.regions import take
+from meshwright_dtensor.mesh.context import Space
 from meshwright_dtensor.rules import shardable
-from meshwright_dtensor.runs import runs
-from meshwright_dtensor.space import Space
-from meshwright_dtensor.states import gradient_kind, is_shard
+from meshwright_dtensor.sharding.boxes import take
+from meshwright_dtensor.sharding.intervals import runs
+from meshwright_dtensor.sharding.states import gradient_kind, is_shard
+from meshwright_dtensor.tensor.global_tensor import local_in, wrap
 
 STATES = ("I", "X", "P", 0, 1, 2)
 

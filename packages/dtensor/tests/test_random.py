@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_dtensor.boxes import Box, box_shape, chunk_box, dense_strides, dim_order_of, slice_of
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.random import (
     PIECE_NUMEL,
@@ -22,7 +21,15 @@ from meshwright_dtensor.random import (
     is_drawn_alike,
     run_random,
 )
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.sharding.boxes import (
+    Box,
+    box_shape,
+    chunk_box,
+    dense_strides,
+    dim_order_of,
+    slice_of,
+)
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 aten = torch.ops.aten
 

@@ -13,8 +13,13 @@ import torch
 
 from meshwright import cli
 from meshwright.commands.verify import OPTIMIZERS
-from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, UnsupportedError, VerificationError
-from meshwright_dtensor.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.errors import (
+    InfeasibleError,
+    MeshwrightError,
+    UnsupportedError,
+    VerificationError,
+)
+from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
 from meshwright_planner.costs import operations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.sources import resolve
-from meshwright_dtensor.deferred import has_values
+from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import UsageError
 
 FILE = """

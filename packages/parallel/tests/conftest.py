@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

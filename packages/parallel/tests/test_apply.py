@@ -14,13 +14,13 @@ from parallel_models import VOCABULARY, Language, batch_of, full, loop, make, pl
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright_dtensor.commlog import communication
-from meshwright_dtensor.deferred import deferred_init, is_deferred
+from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
 from meshwright_dtensor.errors import PlanError, PluginError, UnsupportedError, UsageError
-from meshwright_dtensor.global_tensor import GlobalTensor
-from meshwright_dtensor.plan import ActivationRule, ParameterRule, Provenance
+from meshwright_dtensor.plan.plan import ActivationRule, ParameterRule, Provenance
 from meshwright_dtensor.plugins import PluginHost, StrategySpec, hookimpl
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize, shard_loader
 from meshwright_parallel.engine import reduction_of
 from meshwright_parallel.strategies.data import Data

@@ -11,9 +11,9 @@ from parallel_models import plan_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.strategy import Link, ParameterSize, SearchRequest
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.strategy.strategy import Link, ParameterSize, SearchRequest
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.engine import DataReduction
 from meshwright_parallel.engine import buckets as bucketing

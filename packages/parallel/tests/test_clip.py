@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.clip import clip_grad_norm_, get_total_norm
 
 SHAPES = [(7, 5), (6, 4), (9,), (4, 6, 2), (3, 8), (5,), ()]

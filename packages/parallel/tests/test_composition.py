@@ -11,11 +11,11 @@ from moe_models import Mixture, plan_for
 from parallel_models import batch_of, make, plan_of
 from torch import nn
 
-from meshwright_dtensor.deferred import deferred_init, is_deferred
+from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.states import States
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.composition import RULES, check_composition
 

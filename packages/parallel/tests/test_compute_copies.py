@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 
 Tensor = torch.Tensor

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import ContextSharing, ParallelPlan
-from meshwright_dtensor.runs import Runs
-from meshwright_dtensor.strategy import AttentionUse, Link, SearchRequest
+from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.plan.plan import ContextSharing, ParallelPlan
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.strategy.strategy import AttentionUse, Link, SearchRequest
 from meshwright_parallel.strategies.context import LEAST_TOKENS, Context
 
 LINK = Link("wire", latency_s=1e-6, bandwidth_Bps=1e9)

@@ -24,9 +24,9 @@ from moe_models import (
 )
 from torch import nn
 
-from meshwright_dtensor.commlog import CommEvent, communication
-from meshwright_dtensor.plan import ExpertsRule, ParallelPlan, RecomputeRule
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.comm.log import CommEvent, communication
+from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan, RecomputeRule
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import apply, parallelize
 from meshwright_parallel.experts import detect
 from meshwright_parallel.experts.probe import Rejected

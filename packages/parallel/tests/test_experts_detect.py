@@ -23,7 +23,7 @@ from moe_models import (
 )
 from torch import nn
 
-from meshwright_dtensor.deferred import deferred_init
+from meshwright_dtensor.deferred.materialize import deferred_init
 from meshwright_parallel.experts.detect import detect
 from meshwright_parallel.experts.probe import LIMIT_BYTES
 from meshwright_parallel.experts.rules import notes_of, parameters_of, rules_of

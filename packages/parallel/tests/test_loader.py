@@ -13,8 +13,8 @@ from parallel_models import make, plan_of
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.global_tensor import GlobalTensor
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize, shard_loader
 
 Pair = namedtuple("Pair", "x y")

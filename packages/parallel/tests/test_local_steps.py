@@ -11,8 +11,8 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.apply import parallelize
 
 

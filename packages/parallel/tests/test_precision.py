@@ -13,9 +13,9 @@ from parallel_models import Language, batch_of, full, make, plan_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import GradScaler, clip_grad_norm_, parallelize
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan import ParallelPlan, ParameterRule, RecomputeRule
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule, RecomputeRule
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.comparison import compare
 

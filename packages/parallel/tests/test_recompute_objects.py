@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.plan import ParallelPlan, ParameterRule, RecomputeRule
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule, RecomputeRule
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import argument_copies, parallelize
 from meshwright_parallel.comparison import compare
 

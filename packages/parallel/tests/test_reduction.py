@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.engine import DataReduction
 from meshwright_parallel.engine import buckets as bucketing
 from meshwright_parallel.engine.buckets import Filling

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel._torch import module_parts
 from meshwright_parallel.taking_off import take_off

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_cases import Net, adapted, differences, loss_of, optimizers, pair, train
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, get_total_norm, parallelize
 
 LAYOUTS = {"tp2": {"dp": 1, "tp": 2}, "dp2": {"dp": 2, "tp": 1}}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright_dtensor.errors import UsageError, VerificationError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import VerificationReport, verify
 from meshwright_parallel.comparison import compare, one_rounding_away
 from meshwright_parallel.engine import reduction_of

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshwright_dtensor.commlog import communication
+from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.engine import gathering_of, reduction_of, shards
 from meshwright_parallel.engine.buckets import Single

@@ -11,7 +11,7 @@ from mixing_models import WIDTH, batch, plan
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 
 LIMIT = 1e-5

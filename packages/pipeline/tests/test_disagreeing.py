@@ -15,7 +15,7 @@ from pipe_models import Chain, chain_batch, chain_plan
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.errors import MeshwrightError, StageError
-from meshwright_dtensor.testing import RankError, RankPool
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.mates import Mates
 from meshwright_pipeline.spreading import Spread

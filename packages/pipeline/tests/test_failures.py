@@ -17,7 +17,7 @@ from pipe_models import Bomb, Chain, chain_batch, chain_plan
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError
-from meshwright_dtensor.testing import RankError, RankPool
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
 from meshwright_pipeline.agreement import Agreement
 from meshwright_pipeline.runtime import Running, Runtime

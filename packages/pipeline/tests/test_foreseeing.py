@@ -13,9 +13,9 @@ from loss_models import ADDING, WHOLE, judged, judged_batch, judged_plan, mean, 
 from pipe_models import TOKENS, Chain, chain_batch
 from torch import Tensor, nn
 
-from meshwright_dtensor.plan import Prediction
-from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.plan.plan import Prediction
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
 from meshwright_pipeline.behind import Behind, with_tail
 from meshwright_pipeline.foreseeing import Lookout

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mixing_models import WIDTH, batch, plan
 from torch import Tensor, nn
 
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 
 LIMIT = 1e-5

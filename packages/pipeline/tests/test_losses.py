@@ -20,7 +20,7 @@ from loss_models import (
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError, UnsupportedError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import adding, call_of, pipeline
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.losses import loss_of

@@ -23,8 +23,8 @@ from pipe_models import Chain, Crossed, chain_batch, crossed_batch
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, mixing, pipeline
 from meshwright_pipeline.mixing import Rowless, look
 from meshwright_pipeline.still import Still

@@ -11,7 +11,7 @@ from mixing_models import MIXING, WIDTH, batch, changed, plan, writing
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.mixing import Rowless, look
 from meshwright_pipeline.units import find_units

@@ -10,7 +10,7 @@ from pipe_models import Chain, chain_batch, chain_plan
 from torch import optim
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 
 LIMIT = 1e-5

@@ -13,7 +13,7 @@ from pipe_models import Chain
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Action, Schedule, Shape, balance, timetable
 from meshwright_pipeline.actions import needs, ordered
 from meshwright_pipeline.balance import MESSAGE_CALLS, STEP_CALLS

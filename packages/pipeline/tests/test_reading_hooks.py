@@ -11,7 +11,7 @@ import torch
 from loss_models import ADDING, judged, judged_batch, judged_plan
 from torch import Tensor, nn
 
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline.foreseeing import Lookout
 from meshwright_pipeline.units import find_units

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from pipe_models import Chain, chain_batch
 
-from meshwright_dtensor.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Schedule, Shape, balance
 from meshwright_pipeline.actions import Action
 from meshwright_pipeline.behind import Behind, tail_of, without_tail

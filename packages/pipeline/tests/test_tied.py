@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_dtensor.commlog import communication
-from meshwright_dtensor.strategy import Link, SearchRequest
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.comm.log import communication
+from meshwright_dtensor.strategy.strategy import Link, SearchRequest
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline.surveying import Surveyed
 from meshwright_pipeline.tied import Tie, TiedSum
 from meshwright_pipeline.tied_costs import AGREEING_CALLS, tied_sums

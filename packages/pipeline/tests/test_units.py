@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_dtensor.plan import PipelineRule
-from meshwright_dtensor.strategy import ModuleWork, SearchRequest
+from meshwright_dtensor.plan.plan import PipelineRule
+from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest
 from meshwright_pipeline.flowing import flow_of
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.surveying import surveyed

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.states import State, forward_kind, is_shard
+from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
 from meshwright_planner.costs.keeping import kept_bytes
 from meshwright_planner.costs.prices import AxisCosts, backward_move, convertible, forward_move
 from meshwright_planner.machines.known import LAPTOP_CPU

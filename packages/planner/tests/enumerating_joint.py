@@ -7,9 +7,9 @@ from itertools import product
 from enumerating import BOOK
 from torch import nn
 
-from meshwright_dtensor.convert import route
-from meshwright_dtensor.states import State, States, forward_kind, is_shard
-from meshwright_dtensor.strategy import Link
+from meshwright_dtensor.comm.redistribute import route
+from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
+from meshwright_dtensor.strategy.strategy import Link
 from meshwright_planner.costs.prices import AxisCosts, backward_move, convertible, forward_move
 from meshwright_planner.machines.known import LAPTOP_CPU
 from meshwright_planner.placing.joint.legal import JointLegality

@@ -9,12 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import CollectiveUse, Link, SearchRequest, Strategy, StrategyCost, divisors
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import (
+    CollectiveUse,
+    Link,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    divisors,
+)
 from meshwright_planner import EagerPlanner, ManualPlanner
 from meshwright_planner.machines.known import DGX_H100, LAPTOP_CPU
 

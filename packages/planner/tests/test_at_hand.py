@@ -11,7 +11,7 @@ import torch
 from planner_models import HOST, Mlp, eager
 
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.machines import here
 from meshwright_planner.machines.file import read
 from meshwright_planner.machines.known import DGX_H100, FOLDER, cluster_of

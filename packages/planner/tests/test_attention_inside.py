@@ -11,7 +11,7 @@ from planner_models import DGX_H100, host_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.costs.kinds import kind_of
 from meshwright_planner.profile.batch import Batch

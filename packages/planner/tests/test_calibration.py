@@ -12,10 +12,10 @@ import torch.distributed as dist
 from planner_models import LAPTOP_CPU, Mlp, eager
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster, MeasuredWork
-from meshwright_dtensor.links import interpolated
-from meshwright_dtensor.planning import PlanRequest
-from meshwright_dtensor.testing import RankPool
+from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster.links import interpolated
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.calibration import block, machine, work
 from meshwright_planner.calibration.machine import Together
 from meshwright_planner.costs.operations import even_bytes, optimizer_seconds

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from meshwright_dtensor.plan import Prediction
-from meshwright_dtensor.planning import PlanRequest
-from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.plan.plan import Prediction
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner, profile_model
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from planner_models import HOST, Transformer, eager, manual, tokens
 
-from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredWork, SlowNode
+from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel, MeasuredWork, SlowNode
+from meshwright_dtensor.cluster.links import MeasuredCollective
 from meshwright_dtensor.errors import InfeasibleError, UsageError
-from meshwright_dtensor.links import MeasuredCollective
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner import explain
 from meshwright_planner.machines.file import read, write
 from meshwright_planner.machines.known import DGX_H100, FOLDER, LAPTOP_CPU, PROFILES, cluster_of, named

@@ -11,8 +11,8 @@ from planner_models import eager
 from test_eager_only import facts
 from torch import nn
 
-from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.machines.known import LAPTOP_CPU
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.contents import Contents

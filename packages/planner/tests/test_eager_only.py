@@ -12,8 +12,8 @@ from captures import FIRST, Captured, refused
 from planner_models import Transformer, eager, tokens
 from torch import nn
 
-from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.machines.known import LAPTOP_CPU
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import Known, record

@@ -8,7 +8,7 @@ from operations import BOOK, counted, kept, planned, profiled
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright_dtensor._torch_metas import FLOPS
+from meshwright_dtensor._torch.metas import FLOPS
 from meshwright_planner import profile_model
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record

@@ -20,7 +20,7 @@ from planner_models import Mlp
 from test_optimal import BLOCKS, Block
 from torch import nn
 
-from meshwright_dtensor.runs import segments
+from meshwright_dtensor.sharding.intervals import segments
 from meshwright_planner.placing.answer import Placement
 from meshwright_planner.placing.joint import solving
 from meshwright_planner.placing.joint.pricing import JointCosts

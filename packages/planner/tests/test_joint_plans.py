@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
-from meshwright_dtensor.marks import mark_sharding
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.hints import mark_sharding
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.placing.joint import solving
 from meshwright_planner.placing.joint.problem import JointProblem

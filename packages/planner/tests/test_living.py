@@ -9,8 +9,8 @@ from counting import counted
 from planner_models import LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
-from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.costs.living import Living
 from meshwright_planner.costs.peak import Replay
 from meshwright_planner.costs.prices import AxisCosts

@@ -12,8 +12,8 @@ import torch
 from planner_models import HOST, LAPTOP_CPU, DataLike, Transformer, best, host_of, tokens
 from torch import nn
 
-from meshwright_dtensor.planning import PlanRequest
-from meshwright_dtensor.strategy import Survey
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import Survey
 from meshwright_planner import EagerPlanner
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.planners.eager import default_rules

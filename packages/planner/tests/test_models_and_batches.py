@@ -11,8 +11,8 @@ from planner_models import LAPTOP_CPU, Mlp, Transformer, best, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.recording import record
 

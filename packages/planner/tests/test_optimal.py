@@ -15,7 +15,7 @@ import torch
 from enumerating import FREE, brute_force, bytes_of, every_cost, problem_of
 from torch import nn
 
-from meshwright_dtensor.states import is_shard
+from meshwright_dtensor.sharding.states import is_shard
 from meshwright_planner.placing.building import Build
 from meshwright_planner.placing.placement import PlacementProblem
 from meshwright_planner.placing.program import MemoryTerms

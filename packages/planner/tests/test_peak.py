@@ -16,10 +16,16 @@ from counting import counted as of_a_step
 from planner_models import LAPTOP_CPU, DataLike, Transformer, eager, host_of, tokens
 from torch import nn
 
-from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.rules.composites.rows_loss import RowsLoss
-from meshwright_dtensor.strategy import GradientKind, Link, ParameterSize, SearchRequest, StrategyCost
+from meshwright_dtensor.rules.composites.cross_entropy_rows import RowsLoss
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import (
+    GradientKind,
+    Link,
+    ParameterSize,
+    SearchRequest,
+    StrategyCost,
+)
 from meshwright_planner import EagerPlanner
 from meshwright_planner.calibration.counting import Counting
 from meshwright_planner.costs.keeping import kept_bytes

@@ -25,10 +25,10 @@ from planner_models import (
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError, PluginError, UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
-from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner, ManualPlanner, explain
 
 

@@ -22,14 +22,14 @@ from planner_models import (
 )
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster.cost_model import Communication, Operation
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import ParallelPlan, Prediction
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.pricing import Communication, Operation
-from meshwright_dtensor.strategy import Link, SearchRequest, Strategy, StrategyCost
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import Link, SearchRequest, Strategy, StrategyCost
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.placing.program import GAP
 from meshwright_planner.planners.eager import default_rules

@@ -9,9 +9,16 @@ import pytest
 from planner_models import LAPTOP_CPU, Transformer, eager, host_of, tokens
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
-from meshwright_dtensor.plan import ParallelPlan, RecomputeRule, StageTime
-from meshwright_dtensor.planning import PlanRequest
-from meshwright_dtensor.strategy import Link, ModuleWork, Peak, SearchRequest, Strategy, StrategyCost
+from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule, StageTime
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import (
+    Link,
+    ModuleWork,
+    Peak,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+)
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.recomputation.asked import in_words, rules_of

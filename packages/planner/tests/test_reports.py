@@ -12,11 +12,11 @@ import pytest
 from planner_models import HOST, Transformer, eager, tokens
 
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner import explain
 from meshwright_planner.machines.file import write
 from meshwright_planner.machines.known import DGX_H100

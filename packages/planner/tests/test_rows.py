@@ -10,7 +10,7 @@ from counting import counted
 from planner_models import HOST, LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.profile import tapes
 from meshwright_planner.search.evaluator import Search

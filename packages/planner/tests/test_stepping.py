@@ -10,7 +10,7 @@ import pytest
 import torch
 from planner_models import Transformer, eager, tokens
 
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.calibration.counting import Counting
 from meshwright_planner.costs.operations import COPIES, OPTIMIZERS
 from meshwright_planner.costs.peak import Moment, updating

@@ -16,7 +16,7 @@ from meshwright_checkpoint.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.filling import CHUNK
 from meshwright_checkpoint.reading import Fragment, Source, Wanted, read, threads_of
-from meshwright_dtensor.boxes import Box, box_shape, whole_box
+from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
 
 STEP_NBYTES = 64 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from meshwright_dtensor.boxes import Box, box_numel, intersect
+from meshwright_dtensor.sharding.boxes import Box, box_numel, intersect
 
 
 def check_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

@@ -17,7 +17,7 @@ from meshwright_checkpoint.dtypes import BY_NAME, dtype_name
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.holding import bytes_of, text_of
 from meshwright_checkpoint.shares import Piece
-from meshwright_dtensor.boxes import box_shape
+from meshwright_dtensor.sharding.boxes import box_shape
 
 ALIGN = 4096
 """The first tensor's offset is a multiple of this."""

@@ -36,7 +36,7 @@ from meshwright_checkpoint.reading import ReadFile, Source
 from meshwright_checkpoint.state import EXTRA, MODEL, OPTIMIZER, Collected, Named, collect_optimizer, named
 from meshwright_checkpoint.writing import merged_optimizer
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.permuted import canonical
+from meshwright_dtensor.stored.permuted import canonical
 
 
 class DcpPlace(ForeignPlace):

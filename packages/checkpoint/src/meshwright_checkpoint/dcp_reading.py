@@ -19,7 +19,7 @@ from meshwright_checkpoint.inert import Record, inert
 from meshwright_checkpoint.local import Reader
 from meshwright_checkpoint.manifest import NAME
 from meshwright_checkpoint.reading import Fragment, ReadFile, Source
-from meshwright_dtensor.boxes import Box
+from meshwright_dtensor.sharding.boxes import Box
 
 METADATA = ".metadata"
 MAX_VALUE_NBYTES = 64 << 20

@@ -28,8 +28,8 @@ from meshwright_checkpoint.saving import save
 from meshwright_checkpoint.shares import Piece
 from meshwright_checkpoint.state import MODEL
 from meshwright_checkpoint.streaming import Writer
-from meshwright_dtensor.boxes import box_shape, whole_box
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.sharding.boxes import box_shape, whole_box
 
 FILE_NBYTES = 5 << 30
 

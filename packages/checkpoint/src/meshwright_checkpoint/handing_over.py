@@ -31,8 +31,8 @@ from meshwright_checkpoint.state import (
     named,
     parameter_names,
 )
-from meshwright_dtensor.copies import touch
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.tensor.compute_copy import touch
 
 BUFFER = "buffer/"
 

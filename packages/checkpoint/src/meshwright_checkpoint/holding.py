@@ -10,12 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_checkpoint._torch import indices_of, is_sharding, local_of
-from meshwright_dtensor.boxes import Box, box_numel, box_shape
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.permuted import layout_in_runs
-from meshwright_dtensor.regions import Region, region_boxes
-from meshwright_dtensor.runs import Interval
+from meshwright_dtensor.sharding.boxes import Box, Region, box_numel, box_shape, region_boxes
+from meshwright_dtensor.sharding.intervals import Interval
+from meshwright_dtensor.stored.permuted import layout_in_runs
 
 
 @dataclass(frozen=True)

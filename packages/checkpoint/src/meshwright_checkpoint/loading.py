@@ -29,10 +29,10 @@ from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
 from meshwright_checkpoint.state import MODEL, Named, check_model, named, optimizer_given
-from meshwright_dtensor._names import listing
-from meshwright_dtensor.boxes import slice_of
-from meshwright_dtensor.copies import touch
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.sharding.boxes import slice_of
+from meshwright_dtensor.tensor.compute_copy import touch
+from meshwright_dtensor.utils.names import listing
 
 
 def load(

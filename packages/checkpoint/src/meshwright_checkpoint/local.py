@@ -23,7 +23,7 @@ from meshwright_checkpoint.around import ALIGN, Around
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.manifest import MAX_BYTES, NAME, Manifest
 from meshwright_checkpoint.streaming import Writer
-from meshwright_dtensor._names import did_you_mean
+from meshwright_dtensor.utils.names import did_you_mean
 
 _FOREIGN = (
     (

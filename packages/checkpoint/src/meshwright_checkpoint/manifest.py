@@ -18,7 +18,7 @@ from meshwright_checkpoint.checksum import BLOCK, DIGITS
 from meshwright_checkpoint.cover import check_cover
 from meshwright_checkpoint.dtypes import BY_NAME
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
-from meshwright_dtensor.boxes import Box
+from meshwright_dtensor.sharding.boxes import Box
 
 NAME = "manifest.json"
 FORMAT = "meshwright-checkpoint"

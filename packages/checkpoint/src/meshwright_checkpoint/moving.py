@@ -24,7 +24,7 @@ from meshwright_checkpoint.dtypes import BY_NAME, dtype_name
 from meshwright_checkpoint.errors import MismatchError
 from meshwright_checkpoint.holding import Held, bytes_of, part_of
 from meshwright_checkpoint.shares import split
-from meshwright_dtensor.boxes import Box, box_numel, box_shape, intersect, slice_of
+from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, intersect, slice_of
 
 ROUND_NBYTES = 48 << 20
 """Bytes that a rank sends, receives or takes new memory for in one round, unless one tensor alone is larger."""

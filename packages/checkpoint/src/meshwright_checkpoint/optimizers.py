@@ -17,9 +17,9 @@ from meshwright_checkpoint.holding import held
 from meshwright_checkpoint.manifest import OptimizerInfo
 from meshwright_checkpoint.reading import Wanted
 from meshwright_checkpoint.state import OPTIMIZER, Named, parameter_names
-from meshwright_dtensor.boxes import slice_of
-from meshwright_dtensor.optimizing import mesh_value
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.sharding.boxes import slice_of
+from meshwright_dtensor.stored.mesh_value import mesh_value
 
 
 class GroupTargets(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from meshwright_checkpoint.checksum import BLOCK
 from meshwright_checkpoint.shares import levelled
-from meshwright_dtensor.boxes import Box
+from meshwright_dtensor.sharding.boxes import Box
 
 
 @dataclass(frozen=True, order=True)

@@ -16,8 +16,8 @@ from meshwright_checkpoint.manifest import NAME
 from meshwright_checkpoint.reading import Fragment, ReadFile, Source
 from meshwright_checkpoint.renaming import fused, renamed
 from meshwright_checkpoint.state import MODEL, named
-from meshwright_dtensor.boxes import whole_box
-from meshwright_dtensor.stages import stages_of
+from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.sharding.boxes import whole_box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -12,8 +12,8 @@ import torch
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.filling import Filling
 from meshwright_checkpoint.neighbours import Neighbours
-from meshwright_dtensor.boxes import Box
-from meshwright_dtensor.cores import usable_cores
+from meshwright_dtensor.sharding.boxes import Box
+from meshwright_dtensor.utils.cpu import usable_cores
 
 
 def _local_ranks() -> int:

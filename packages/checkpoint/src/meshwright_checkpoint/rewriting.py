@@ -22,15 +22,14 @@ from meshwright_checkpoint.places import Place
 from meshwright_checkpoint.reading import Source, Wanted, read
 from meshwright_checkpoint.shares import Catalogued, share
 from meshwright_checkpoint.state import MODEL, OPTIMIZER
-from meshwright_dtensor._names import did_you_mean, listing
-from meshwright_dtensor.boxes import Box, box_numel, box_shape, whole_box
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.regions import region_boxes, region_of
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategies import parameter_states, resolve_strategies
-from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, region_boxes, region_of, whole_box
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strategies
+from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.utils.names import did_you_mean, listing
 
 
 def rewrite(

@@ -27,8 +27,8 @@ from meshwright_checkpoint.shares import Catalogued, Piece, share
 from meshwright_checkpoint.snapshot import Snapshots, straight
 from meshwright_checkpoint.state import Collected, check_model, collect, optimizer_given
 from meshwright_checkpoint.writing import Job, SaveHandle
-from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.utils.names import listing
 
 MAX_PLANS = 4
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright_checkpoint.cover import check_cover
-from meshwright_dtensor.boxes import Box, box_numel
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.sharding.boxes import Box, box_numel
 
 MIN_SPLIT = 32 << 10
 """Bytes below which nothing is split."""

@@ -10,7 +10,7 @@ import torch
 from meshwright_checkpoint.datafile import Body
 from meshwright_checkpoint.holding import Held, part_of
 from meshwright_checkpoint.memory import Reserved, new_memory
-from meshwright_dtensor.boxes import box_shape, intersect, slice_of
+from meshwright_dtensor.sharding.boxes import box_shape, intersect, slice_of
 
 
 class Snapshots:

@@ -18,7 +18,7 @@ from meshwright_checkpoint._torch import is_extra_state, plain_name, unwrapped
 from meshwright_checkpoint.encode import encode
 from meshwright_checkpoint.holding import Held, held
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.stages import stages_of
+from meshwright_dtensor.model.stage_info import stages_of
 
 MODEL, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
 

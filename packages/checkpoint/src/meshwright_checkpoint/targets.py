@@ -12,7 +12,14 @@ import torch
 
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.portions import Stored, ends, within
-from meshwright_dtensor.boxes import Box, box_shape, intersect, relative_to, slice_of, whole_box
+from meshwright_dtensor.sharding.boxes import (
+    Box,
+    box_shape,
+    intersect,
+    relative_to,
+    slice_of,
+    whole_box,
+)
 
 if TYPE_CHECKING:
     from meshwright_checkpoint.reading import Store, Wanted

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from meshwright_dtensor._torch import (
+from meshwright_dtensor._torch.core import (
     dtensor_from,
     dtensor_local,
     dtensor_spec,
@@ -25,13 +25,17 @@ from meshwright_dtensor._torch import (
     stock_call,
     with_dtype,
 )
-from meshwright_dtensor.alike import quickly
-from meshwright_dtensor.collectives import NOWHERE, Site
-from meshwright_dtensor.copies import ComputeCopy, computing, touch
+from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.dispatch.tensor_methods import is_in_place
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.layout import Layout, states_of, stored_placement
-from meshwright_dtensor.optimizing import mesh_value, optimizer_call
-from meshwright_dtensor.permuted import (
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
+from meshwright_dtensor.sharding.boxes import take
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.stored.elementwise import quickly
+from meshwright_dtensor.stored.mesh_value import mesh_value, optimizer_call
+from meshwright_dtensor.stored.permuted import (
     PermutedDTensor,
     elementwise,
     in_order_of,
@@ -41,12 +45,8 @@ from meshwright_dtensor.permuted import (
     redistributed,
     tagged,
 )
-from meshwright_dtensor.regions import take
-from meshwright_dtensor.space import Space
-from meshwright_dtensor.special import is_in_place
-from meshwright_dtensor.stages import is_repeated, mark_repeated
-from meshwright_dtensor.states import States
-from meshwright_dtensor.writing import MeshView, role
+from meshwright_dtensor.stored.writes import MeshView, role
+from meshwright_dtensor.tensor.compute_copy import ComputeCopy, computing, touch
 
 Tensor = torch.Tensor
 
@@ -294,7 +294,7 @@ class MeshParameter(DTensor):
 
 @cache
 def _views() -> Callable[..., Any]:
-    from meshwright_dtensor.parameter_view import viewed_or_written
+    from meshwright_dtensor.dispatch.parameter_view import viewed_or_written
 
     return viewed_or_written
 
@@ -305,7 +305,7 @@ def _writes(func: Callable[..., Any], name: str) -> bool:
 
 @cache
 def _dispatcher() -> Callable[..., Any]:
-    from meshwright_dtensor.dispatch import dispatch
+    from meshwright_dtensor.dispatch.dispatch import dispatch
 
     return dispatch
 

@@ -16,10 +16,19 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch import OpOverload, op_arguments, op_mutates, op_name, pytree
-from meshwright_dtensor.boxes import Box, dense_strides, slice_of, whole_box
+from meshwright_dtensor._torch.core import OpOverload, op_arguments, op_mutates, op_name, pytree
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.regions import Place, copy_of, put, single_box, take
+from meshwright_dtensor.sharding.boxes import (
+    Box,
+    Place,
+    copy_of,
+    dense_strides,
+    put,
+    single_box,
+    slice_of,
+    take,
+    whole_box,
+)
 
 PIECE_NUMEL = 1 << 22
 """Elements drawn at a time where pieces are possible: a multiple of 16, torch's block of normal numbers."""

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from meshwright_checkpoint import prepare_save as prepare_save
     from meshwright_checkpoint import save as save
     from meshwright_dtensor import errors as errors
-    from meshwright_dtensor.deferred import deferred_init as deferred_init
-    from meshwright_dtensor.global_tensor import distribute as distribute
-    from meshwright_dtensor.marks import mark_sharding as mark_sharding
-    from meshwright_dtensor.mesh import init as init
-    from meshwright_dtensor.plan import ParallelPlan as ParallelPlan
+    from meshwright_dtensor.deferred.materialize import deferred_init as deferred_init
+    from meshwright_dtensor.hints import mark_sharding as mark_sharding
+    from meshwright_dtensor.mesh.mesh import init as init
+    from meshwright_dtensor.plan.plan import ParallelPlan as ParallelPlan
+    from meshwright_dtensor.tensor.global_tensor import distribute as distribute
     from meshwright_parallel import GradScaler as GradScaler
     from meshwright_parallel import auto_parallelize as auto_parallelize
     from meshwright_parallel import clip_grad_norm_ as clip_grad_norm_
@@ -42,21 +42,21 @@ __version__ = "0.1.0"
 # name -> (module, attribute); None means the module itself.
 _EXPORTS: dict[str, tuple[str, str | None]] = {
     "GradScaler": ("meshwright_parallel", "GradScaler"),
-    "ParallelPlan": ("meshwright_dtensor.plan", "ParallelPlan"),
+    "ParallelPlan": ("meshwright_dtensor.plan.plan", "ParallelPlan"),
     "auto_parallelize": ("meshwright_parallel", "auto_parallelize"),
     "clip_grad_norm_": ("meshwright_parallel", "clip_grad_norm_"),
     "get_total_norm": ("meshwright_parallel", "get_total_norm"),
     "debug": ("meshwright.debug", None),
-    "deferred_init": ("meshwright_dtensor.deferred", "deferred_init"),
-    "distribute": ("meshwright_dtensor.global_tensor", "distribute"),
+    "deferred_init": ("meshwright_dtensor.deferred.materialize", "deferred_init"),
+    "distribute": ("meshwright_dtensor.tensor.global_tensor", "distribute"),
     "distribute_module": ("meshwright_parallel", "distribute_module"),
     "errors": ("meshwright_dtensor.errors", None),
     "explain": ("meshwright_planner", "explain"),
     "export": ("meshwright_checkpoint", "export"),
-    "init": ("meshwright_dtensor.mesh", "init"),
+    "init": ("meshwright_dtensor.mesh.mesh", "init"),
     "latest": ("meshwright_checkpoint", "latest"),
     "load": ("meshwright_checkpoint", "load"),
-    "mark_sharding": ("meshwright_dtensor.marks", "mark_sharding"),
+    "mark_sharding": ("meshwright_dtensor.hints", "mark_sharding"),
     "parallelize": ("meshwright_parallel", "parallelize"),
     "plan": ("meshwright_planner", "plan"),
     "profile": ("meshwright_planner", "profile_model"),

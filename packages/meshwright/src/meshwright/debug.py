@@ -7,6 +7,6 @@ print(log.counts())
 
 from __future__ import annotations
 
-from meshwright_dtensor.commlog import CommEvent, CommLog, communication
+from meshwright_dtensor.comm.log import CommEvent, CommLog, communication
 
 __all__ = ["CommEvent", "CommLog", "communication"]

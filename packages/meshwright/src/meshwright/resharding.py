@@ -13,9 +13,9 @@ from torch import nn
 from meshwright_checkpoint.agree import Ranks
 from meshwright_checkpoint.handing_over import Belongings, trained_everywhere
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.mesh import end_groups, first_ranks, init, make_default
+from meshwright_dtensor.mesh.mesh import end_groups, first_ranks, init, make_default
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_parallel import parallelize
 from meshwright_parallel.taking_off import blank_out, take_off
 

@@ -28,9 +28,9 @@ from meshwright.defaults import ROWS, TOKENS
 from meshwright.demo.models import RECIPES
 from meshwright.demo.tasks import batches
 from meshwright.demo.text import read_text
-from meshwright_dtensor._names import suggestion
-from meshwright_dtensor.deferred import deferred_init
+from meshwright_dtensor.deferred.materialize import deferred_init
 from meshwright_dtensor.errors import MeshwrightError, UsageError
+from meshwright_dtensor.utils.names import suggestion
 
 _NO_SIZES: Mapping[str, int] = MappingProxyType({})
 

@@ -15,8 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import Planner, PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.strategy.planner import Planner, PlanRequest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,7 @@ def measure(
 
     import meshwright as mw
     from meshwright.losses import loss_of
-    from meshwright_dtensor.mesh import end_groups, groups_now
+    from meshwright_dtensor.mesh.mesh import end_groups, groups_now
 
     device = mw.init()
     before = groups_now()
@@ -131,7 +131,7 @@ class TrialPlanner(Planner):
         """
         import torch
 
-        from meshwright_dtensor.deferred import has_values
+        from meshwright_dtensor.deferred.materialize import has_values
         from meshwright_planner.planners.eager import EagerPlanner
         from meshwright_planner.profile.batch import Batch
 

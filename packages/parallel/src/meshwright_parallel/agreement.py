@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_dtensor.deferred import is_deferred
+from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, discover_on_all_ranks
 
 _SAMPLES = 64

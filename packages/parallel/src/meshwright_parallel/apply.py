@@ -19,19 +19,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.boxes import dense_strides, dim_order_of, whole_box
-from meshwright_dtensor.conversions import install_conversions
-from meshwright_dtensor.deferred import local_values
-from meshwright_dtensor.layout import stored_placement
-from meshwright_dtensor.mesh import build_mesh, groups_now, init
+from meshwright_dtensor.deferred.materialize import local_values
+from meshwright_dtensor.dispatch.module_to import install_conversions
+from meshwright_dtensor.dispatch.planned_calls import install_targets
+from meshwright_dtensor.mesh.layout import stored_placement
+from meshwright_dtensor.mesh.mesh import build_mesh, groups_now, init
+from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
 from meshwright_dtensor.parameter import as_mesh_parameter
-from meshwright_dtensor.permuted import install_true_order
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.precision import DTYPES, cast_buffers, computes_as_stored
-from meshwright_dtensor.regions import region_of, region_shape
-from meshwright_dtensor.runtime import install_targets
-from meshwright_dtensor.states import State
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_parallel.agreement import check_alike, same_plugins
 from meshwright_parallel.checks import check_model, check_optimizers
 from meshwright_parallel.dividing import link

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor, wrap
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
 
 _CONSTANTS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, type, types.FunctionType}

@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.mesh import init
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.mesh.mesh import init
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_parallel.agreement import generator_kept, same_plugins
 from meshwright_parallel.apply import parallelize
 from meshwright_parallel.checks import check_model
@@ -56,7 +56,7 @@ def auto_parallelize(
 
     Args:
         model, batch, plugins: as for `parallelize`; the batch is an example, the same on every rank.
-        the others: as for `plan` (see `meshwright_dtensor.planning.PlanRequest`). `world_size` is that of the job.
+        the others: as for `plan` (see `meshwright_dtensor.strategy.planner.PlanRequest`). `world_size` is that of the job.
 
     Returns:
         `model`; `model.parallel_plan` holds the plan. The first rank plans, and every rank applies its plan.

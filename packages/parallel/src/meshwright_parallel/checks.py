@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._names import did_you_mean, listing
-from meshwright_dtensor.deferred import has_values
+from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
-from meshwright_dtensor.fingerprint import fingerprint
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.runs import Runs
-from meshwright_dtensor.states import State, format_state
-from meshwright_dtensor.strategies import parameter_states
-from meshwright_dtensor.strategy import Strategy
-from meshwright_dtensor.tied import all_names, with_ties
+from meshwright_dtensor.model.tied_parameters import all_names, with_ties
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, format_state
+from meshwright_dtensor.strategy.resolve import parameter_states
+from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.utils.fingerprint import fingerprint
+from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_parallel._torch import gradient_hooks, map_tensors
 from meshwright_parallel.composition import check_composition
 from meshwright_parallel.inputs import input_states, placed_of, size_of

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.commlog import record
+from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.stages import StageInfo, is_repeated, stage_link
+from meshwright_dtensor.model.stage_info import StageInfo, is_repeated, stage_link
 from meshwright_parallel._torch import local_of, scale_in_place
 
 CHUNK = 1024

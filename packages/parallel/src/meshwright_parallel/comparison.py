@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_parallel.report import Comparison, Kind
 
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(

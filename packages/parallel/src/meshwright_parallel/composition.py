@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.states import State, States, format_state, parse_state
+from meshwright_dtensor.sharding.states import State, States, format_state, parse_state
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright_dtensor.plan import ParallelPlan
-    from meshwright_dtensor.strategy import Strategy
+    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.strategy.strategy import Strategy
 
 Found = tuple[str, object]
 

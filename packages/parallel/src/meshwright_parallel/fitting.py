@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategies import resolve_strategies
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.resolve import resolve_strategies
 from meshwright_parallel.checks import check_dense, check_plan, stored_states
 from meshwright_parallel.dividing import Inside, inside, with_axis_inside
 from meshwright_parallel.recompute import recomputed_modules

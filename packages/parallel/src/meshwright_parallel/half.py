@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.precision import cast_buffers
+from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_parallel._torch import map_tensors
 
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.batches import BatchSize
-from meshwright_dtensor.global_tensor import GlobalTensor, distribute
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.precision import DTYPES
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.model.precision import DTYPES
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
 from meshwright_parallel._torch import map_tensors
 
 _ATTRIBUTE = "_meshwright_placed"

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
-from meshwright_dtensor.alike import lies_like
-from meshwright_dtensor.copies import touch
 from meshwright_dtensor.parameter import MeshParameter, state_like
+from meshwright_dtensor.stored.elementwise import lies_like
+from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch import local_of
 
 ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam, RMSprop, Rprop})

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
-from meshwright_dtensor.trace import function_name
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_dtensor.trace.graph import function_name
 from meshwright_parallel.comparison import TOLERANCES, apart, magnitude, whole
 from meshwright_parallel.report import Fault
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import DEGREES, KEYWORDS
+from meshwright_dtensor.strategy.planner import DEGREES, KEYWORDS
 from meshwright_parallel.agreement import same_plugins
 from meshwright_parallel.auto import auto_parallelize
 

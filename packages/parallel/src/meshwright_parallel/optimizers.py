@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.optimizing import MeshValue, mesh_value
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.permuted import PermutedDTensor, layout_in_runs, like_parameter
+from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
+from meshwright_dtensor.stored.permuted import PermutedDTensor, layout_in_runs, like_parameter
 from meshwright_parallel.local_steps import ELEMENTWISE, NUMBERS, take_over, twin_of
 from meshwright_parallel.whole_steps import whole_twin_of
 

@@ -53,6 +53,6 @@ def meshwright_placements() -> Iterable[PlacementSpec]:
     """The placement of fused parameters, zig-zag sequences and experts of one owner."""
     yield PlacementSpec(
         name="run",
-        target="meshwright_dtensor.placements:RunShard",
+        target="meshwright_dtensor.mesh.run_shard:RunShard",
         summary="each rank owns an ordered list of intervals of a dim: parts of a fused q|k|v, a zig-zag sequence, one owner",
     )

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NORMS
 
+from meshwright_dtensor.dispatch.planned_calls import FRAMES, Frame
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
-from meshwright_dtensor.runtime import FRAMES, Frame
-from meshwright_dtensor.units import has_forward
+from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
 from meshwright_parallel._torch_checkpoint import Region, recomputed_region
 from meshwright_parallel.argument_copies import ArgumentCopies, version_of
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.commlog import record
-from meshwright_dtensor.mesh import group_over
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.mesh.mesh import group_over
 from meshwright_parallel._torch import local_of, unscale_in_place
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.mesh import groups_now
+from meshwright_dtensor.mesh.mesh import groups_now
 from meshwright_parallel._torch import buffers_of, module_parts, parameters_of
 
 _ATTRIBUTE = "_meshwright_before"

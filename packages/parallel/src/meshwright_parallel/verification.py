@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.mesh import init
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.mesh.mesh import init
+from meshwright_dtensor.model.precision import DTYPES
+from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.model.tied_parameters import tied_names
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.precision import DTYPES
-from meshwright_dtensor.stages import stages_of
-from meshwright_dtensor.tied import tied_names
 from meshwright_parallel.agreement import generator_kept
 from meshwright_parallel.apply import parallelize
 from meshwright_parallel.comparison import (

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 
 from meshwright_dtensor.parameter import MeshParameter, state_like
-from meshwright_dtensor.permuted import like_parameter
+from meshwright_dtensor.stored.permuted import like_parameter
 from meshwright_parallel._torch import local_of
 
 WHOLE = frozenset({Muon})

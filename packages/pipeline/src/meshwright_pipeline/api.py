@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.mesh import init
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.mesh.mesh import init
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_pipeline.checks import check_division
 from meshwright_pipeline.division import StageDivision
 

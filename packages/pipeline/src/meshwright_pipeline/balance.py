@@ -9,13 +9,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.strategy import (
-    CollectiveUse,
-    Link,
-    Peak,
-    SearchRequest,
-    StrategyCost,
-)
+from meshwright_dtensor.strategy.strategy import CollectiveUse, Link, Peak, SearchRequest, StrategyCost
 from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.behind import Behind, returned_by, tail_of, taken_by, with_tail, without_tail
 from meshwright_pipeline.choosing import microbatches, note

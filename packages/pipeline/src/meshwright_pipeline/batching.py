@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.trees import tensors_of
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
-from meshwright_dtensor.global_tensor import GlobalTensor
 from meshwright_dtensor.random import drawn_whole
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
 from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
 from meshwright_pipeline.adding import ASKED, BESIDE, Adding

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.units import has_forward
+from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_pipeline.actions import Shape
 from meshwright_pipeline.division import checked_timetable
 from meshwright_pipeline.schedules.named import schedule_named

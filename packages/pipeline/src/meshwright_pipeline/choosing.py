@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import PlanError, PluginError, UsageError
 from meshwright_dtensor.plugins import ScheduleSpec, discover
-from meshwright_dtensor.strategy import SearchRequest, divisors
+from meshwright_dtensor.strategy.strategy import SearchRequest, divisors
+from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.actions import Shape
 from meshwright_pipeline.mixing import Rowless
 from meshwright_pipeline.schedules.named import schedule_named

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
 Site = tuple[str, str, int]

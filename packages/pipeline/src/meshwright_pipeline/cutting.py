@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.interception import Key, Label
 from meshwright_pipeline.profiling import READ, Profile
 from meshwright_pipeline.units import Ownership

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import PipelineRule, Prediction
-from meshwright_dtensor.stages import StageInfo, describe_stages
-from meshwright_dtensor.strategy import Division
+from meshwright_dtensor.model.stage_info import StageInfo, describe_stages
+from meshwright_dtensor.plan.plan import PipelineRule, Prediction
+from meshwright_dtensor.strategy.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.actions import Schedule, Shape, Timetable, timetable
 from meshwright_pipeline.call import PipelinedCall

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch import is_fake
+from meshwright_dtensor._torch.core import is_fake
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import TorchDispatchMode, draws, draws_of_its_own, op_name
 from meshwright_pipeline.interception import Key

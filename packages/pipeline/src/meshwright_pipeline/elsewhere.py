@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline._torch import stock_call
 from meshwright_pipeline.interception import signature_of
 from meshwright_pipeline.skeleton import empty

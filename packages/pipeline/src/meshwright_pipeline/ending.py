@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import StageError, UnsupportedError
-from meshwright_dtensor.global_tensor import distribute
+from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.actions import NAMES, Action, Schedule, Shape, Timetable
 from meshwright_pipeline.agreement import Agreement, Report

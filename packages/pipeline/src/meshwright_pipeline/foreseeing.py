@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.batches import BatchSize
-from meshwright_dtensor.deferred import has_values
+from meshwright_dtensor.deferred.materialize import has_values
+from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, tensors_in
 from meshwright_pipeline.adding import ASKED, Unproven, prove
 from meshwright_pipeline.batching import Call

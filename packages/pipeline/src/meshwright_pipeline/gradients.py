@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.copies import ComputeCopy
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.tensor.compute_copy import ComputeCopy
 from meshwright_pipeline._torch import leaf_of, parameters_swapped, stored_dtype
 
 Tensor = torch.Tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.batching import Call, microbatches
 from meshwright_pipeline.runtime import arrived

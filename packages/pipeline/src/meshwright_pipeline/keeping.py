@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import OWN_PARTS, tensors_in
 
 Tensor = torch.Tensor

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.mesh import group_over
+from meshwright_dtensor.mesh.mesh import group_over
 
 
 class Mates:

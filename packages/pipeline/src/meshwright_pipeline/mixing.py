@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.batches import BatchSize
+from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import forget_hooks, pytree, tensors_in
 from meshwright_pipeline.batching import Call, microbatches, signature
 from meshwright_pipeline.copies import Copies

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.actions import Schedule, Shape, Timetable
 from meshwright_pipeline.adding import NO_LOSS, Adding, Unproven, Why, of_one, prove

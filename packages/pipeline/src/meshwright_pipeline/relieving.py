@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright_dtensor.strategy import ModuleWork, SearchRequest
+from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest
 from meshwright_pipeline.actions import Schedule, Shape
 from meshwright_pipeline.divided import Divided, divided, held_by
 from meshwright_pipeline.reading import Read, Run, Shared, in_runs, shared_bytes

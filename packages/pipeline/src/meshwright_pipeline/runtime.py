@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline.actions import Action, Schedule, Shape, Timetable
 from meshwright_pipeline.batching import Call
 from meshwright_pipeline.counting import Numbers, Weighted

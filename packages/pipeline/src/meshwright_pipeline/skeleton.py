@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright_dtensor.precision import cast_buffers
+from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_pipeline._torch import remove_buffer, remove_parameter
 
 LARGE = 1 << 20

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.counting import Counting, Glue, Numbers, Place
 from meshwright_pipeline.cutting import Cut

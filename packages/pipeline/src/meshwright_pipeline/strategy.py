@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from meshwright_dtensor.strategy import Division, Link, SearchRequest, Strategy, StrategyCost, Survey
+from meshwright_dtensor.strategy.strategy import (
+    Division,
+    Link,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    Survey,
+)
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.plan.plan import ParallelPlan
 
 
 class Pipeline(Strategy):
@@ -61,7 +68,7 @@ class Pipeline(Strategy):
 
     def divide(self, model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh) -> Division:
         """See Strategy."""
-        from meshwright_dtensor.precision import DTYPES
+        from meshwright_dtensor.model.precision import DTYPES
         from meshwright_pipeline.division import StageDivision
 
         assert plan.pipeline is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.plan import PipelineRule, Prediction
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.plan.plan import PipelineRule, Prediction
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_pipeline.actions import Shape, Timetable
 from meshwright_pipeline.adding import ASKED, NO_LOSS, Why
 

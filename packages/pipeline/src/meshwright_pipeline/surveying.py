@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
-from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
-from meshwright_dtensor.tied import all_names
+from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_pipeline.actions import Schedule
 from meshwright_pipeline.foreseeing import Foreseen, Lookout
 from meshwright_pipeline.leaving import CannotBeCut

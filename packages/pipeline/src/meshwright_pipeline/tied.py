@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_dtensor.commlog import record
-from meshwright_dtensor.tied import all_names
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_pipeline._torch import local_gradient
 from meshwright_pipeline.spreading import Lost
 

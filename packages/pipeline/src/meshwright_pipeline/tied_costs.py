@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from meshwright_dtensor.strategy import CollectiveUse, Link, SearchRequest
-from meshwright_dtensor.strategy_cost import TIED
+from meshwright_dtensor.strategy.cost import TIED
+from meshwright_dtensor.strategy.strategy import CollectiveUse, Link, SearchRequest
 from meshwright_pipeline.surveying import Surveyed
 
 AGREEING_CALLS = 400

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_pipeline.actions import DURATION, NAMES, Shape, Timetable
 from meshwright_pipeline.behind import Behind
 from meshwright_pipeline.division import call_of, checked_timetable

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.commlog import record
-from meshwright_dtensor.global_tensor import GlobalTensor, wrap
-from meshwright_dtensor.space import Space
-from meshwright_dtensor.states import States
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
 
 Tensor = torch.Tensor
 _ANNOUNCED = 1 << 30

@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from meshwright_dtensor._names import did_you_mean, listing
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import PipelineRule
-from meshwright_dtensor.units import has_forward
+from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.plan.plan import PipelineRule
+from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_pipeline._torch import by_the_batch
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, discover
+from meshwright_dtensor.strategy.planner import PlanRequest
 
 
 def plan(

@@ -36,8 +36,8 @@ _BACKEND = click.option(
 def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
     """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
     from meshwright_checkpoint.places import place_of
-    from meshwright_dtensor._names import suggestion
     from meshwright_dtensor.errors import UsageError
+    from meshwright_dtensor.utils.names import suggestion
 
     manifest = place_of(path, backend).manifest()
     if tensor is not None:
@@ -150,7 +150,7 @@ def reshard(
     from meshwright_checkpoint.places import place_of
     from meshwright_checkpoint.rewriting import rewrite
     from meshwright_dtensor.errors import UsageError
-    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.plan.plan import ParallelPlan
 
     plan = None if plan_file is None else ParallelPlan.load(plan_file)
     if (ranks is None) == (plan is None):

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from meshwright_checkpoint.manifest import Manifest, Stored
-from meshwright_dtensor._names import listing
+from meshwright_dtensor.utils.names import listing
 
 WIDEST = 16
 

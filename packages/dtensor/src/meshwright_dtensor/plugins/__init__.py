@@ -3,11 +3,11 @@
 Write a plugin with `hookimpl` and the records; use plugins with `discover()`, which returns a `PluginHost`.
 """
 
-from .collect import DISABLE
-from .compare import compare_across_ranks, discover_on_all_ranks
-from .hookspec import GROUP, RECORD_TYPES, HookSpecs, hookimpl
-from .host import PluginHost, discover
-from .records import (
+from meshwright_dtensor.plugins.discovery import DISABLE
+from meshwright_dtensor.plugins.hookspec import GROUP, RECORD_TYPES, HookSpecs, hookimpl
+from meshwright_dtensor.plugins.host import PluginHost, discover
+from meshwright_dtensor.plugins.rank_check import compare_across_ranks, discover_on_all_ranks
+from meshwright_dtensor.plugins.records import (
     BackendSpec,
     ClusterSpec,
     CommandSpec,
@@ -15,11 +15,12 @@ from .records import (
     OpRuleSpec,
     PlacementSpec,
     PlannerSpec,
+    Problem,
     Record,
+    Registered,
     ScheduleSpec,
     StrategySpec,
 )
-from .registered import Problem, Registered
 
 __all__ = [
     "DISABLE",

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import pluggy
 
-from .records import (
+from meshwright_dtensor.plugins.records import (
     BackendSpec,
     ClusterSpec,
     CommandSpec,

@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from .._names import did_you_mean, listing
-from ..errors import PluginError
-from .collect import DISABLE, Collector, search_one_by_one
-from .hookspec import GROUP, RECORD_TYPES
-from .records import (
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plugins.discovery import DISABLE, Collector, search_one_by_one
+from meshwright_dtensor.plugins.hookspec import GROUP, RECORD_TYPES
+from meshwright_dtensor.plugins.records import (
     BackendSpec,
     ClusterSpec,
     CommandSpec,
@@ -25,11 +24,14 @@ from .records import (
     OpRuleSpec,
     PlacementSpec,
     PlannerSpec,
+    Problem,
+    R,
     Record,
+    Registered,
     ScheduleSpec,
     StrategySpec,
 )
-from .registered import Problem, R, Registered
+from meshwright_dtensor.utils.names import did_you_mean, listing
 
 
 class PluginHost:
@@ -131,8 +133,8 @@ class PluginHost:
         return [found for record_type in RECORD_TYPES.values() for found in self.all(record_type).values()]
 
     def compare_across_ranks(self, group: Any = None) -> None:
-        """Raise PluginError on every rank of `group` where ranks hold different plugins. See `compare.py`."""
-        from .compare import compare_across_ranks
+        """Raise PluginError on every rank of `group` where ranks hold different plugins. See `plugins/rank_check.py`."""
+        from meshwright_dtensor.plugins.rank_check import compare_across_ranks
 
         compare_across_ranks(self, group)
 

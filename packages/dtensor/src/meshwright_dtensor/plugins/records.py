@@ -1,6 +1,9 @@
 """The records that plugins yield: small frozen dataclasses that name a thing and say where its code is.
 
 A record is cheap: nothing is imported until `load()` is called. `target` is "package.module:attribute".
+
+
+What a host holds: a record with who registered it, and what was left out as broken.
 """
 
 from __future__ import annotations
@@ -8,10 +11,10 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from .._names import did_you_mean
-from ..errors import PluginError
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.utils.names import did_you_mean
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -81,7 +84,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(Record):
-    """A way to parallelise along one mesh axis. The target is a `meshwright_dtensor.strategy.Strategy` class.
+    """A way to parallelise along one mesh axis. The target is a `meshwright_dtensor.strategy.strategy.Strategy` class.
 
     axis: the mesh axis it works on, such as "dp" or "tp".
     """
@@ -101,7 +104,7 @@ class StrategySpec(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSpec(Record):
-    """A planner. The target is a `meshwright_dtensor.planning.Planner` class."""
+    """A planner. The target is a `meshwright_dtensor.strategy.planner.Planner` class."""
 
     kind: ClassVar[str] = "planner"
     provided_by: ClassVar[str] = "meshwright-planner"
@@ -111,7 +114,7 @@ class PlannerSpec(Record):
 class CostModelSpec(Record):
     """A cost model: how long an operation or a collective takes on a cluster.
 
-    The target takes a `meshwright_dtensor.cluster.Cluster` and returns a `meshwright_dtensor.pricing.CostModel`.
+    The target takes a `meshwright_dtensor.cluster.cluster.Cluster` and returns a `meshwright_dtensor.cluster.cost_model.CostModel`.
     """
 
     kind: ClassVar[str] = "cost model"
@@ -120,7 +123,7 @@ class CostModelSpec(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec(Record):
-    """A cluster that plans can be made for. The target is a `meshwright_dtensor.cluster.Cluster`."""
+    """A cluster that plans can be made for. The target is a `meshwright_dtensor.cluster.cluster.Cluster`."""
 
     kind: ClassVar[str] = "cluster"
     provided_by: ClassVar[str] = "meshwright-planner"
@@ -164,3 +167,43 @@ class CommandSpec(Record):
 
     kind: ClassVar[str] = "command"
     provided_by: ClassVar[str] = "meshwright"
+
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Registered(Generic[R]):
+    """A record and who registered it."""
+
+    record: R
+    distribution: str
+    version: str
+    entry_point: str
+
+    @property
+    def name(self) -> str:
+        """The record's name."""
+        return self.record.name
+
+    def load(self) -> Any:
+        """Import and return the record's target. PluginError names distribution, target and fix."""
+        return self.record.load(self.distribution)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A plugin, or a part of one, that was left out, and why."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    reason: str
+
+    def __str__(self) -> str:
+        who = f"{self.distribution} {self.version}".strip()
+        return (
+            f"{who} (entry point {self.entry_point!r}): {self.reason}"
+            if self.entry_point
+            else f"{who}: {self.reason}"
+        )

@@ -16,7 +16,10 @@ dims an op leaves alone; each row is proved numerically before it is used:
 
 from __future__ import annotations
 
-from meshwright_dtensor.rules.base import (
+from meshwright_dtensor.rules.book import Rule, RuleBook
+from meshwright_dtensor.rules.composites.base import Composite, LocalContext
+from meshwright_dtensor.rules.localise import localise
+from meshwright_dtensor.rules.node import (
     NodeView,
     Row,
     RuleEntry,
@@ -28,11 +31,8 @@ from meshwright_dtensor.rules.base import (
     replicate,
     shardable,
 )
-from meshwright_dtensor.rules.book import Rule, RuleBook
-from meshwright_dtensor.rules.check import check
-from meshwright_dtensor.rules.composite import Composite, LocalContext
-from meshwright_dtensor.rules.localise import localise
 from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.rules.verify_row import check
 
 __all__ = [
     "Composite",

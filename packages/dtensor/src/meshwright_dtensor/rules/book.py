@@ -8,18 +8,9 @@ from typing import Any, TypeAlias
 import torch
 
 from meshwright_dtensor.errors import PluginError
-from meshwright_dtensor.rules import (
-    attention,
-    factories,
-    indexing,
-    matmul,
-    pointwise,
-    recurrent,
-    reductions,
-    stock,
-    views,
-)
-from meshwright_dtensor.rules.base import (
+from meshwright_dtensor.rules.composites.base import Composite
+from meshwright_dtensor.rules.lift import Known, extended
+from meshwright_dtensor.rules.node import (
     NodeView,
     Row,
     RuleEntry,
@@ -30,10 +21,19 @@ from meshwright_dtensor.rules.base import (
     needs_data,
     replicate,
 )
-from meshwright_dtensor.rules.check import check
-from meshwright_dtensor.rules.composite import Composite
-from meshwright_dtensor.rules.lift import Known, extended
-from meshwright_dtensor.trace import Ref
+from meshwright_dtensor.rules.ops import (
+    attention,
+    factories,
+    indexing,
+    matmul,
+    pointwise,
+    recurrent,
+    reductions,
+    stock,
+    views,
+)
+from meshwright_dtensor.rules.verify_row import check
+from meshwright_dtensor.trace.graph import Ref
 
 Rule: TypeAlias = Callable[[NodeView], Iterable[Row]]
 """Yields legal rows; those that do not fit the shapes or the axis size are dropped by the book."""
@@ -147,8 +147,7 @@ def first_party_composites() -> list[Composite]:
     from meshwright_dtensor.rules.composites.batch_norm import BatchNorm
     from meshwright_dtensor.rules.composites.cross_entropy import CrossEntropy
     from meshwright_dtensor.rules.composites.dropout import Dropout
-    from meshwright_dtensor.rules.composites.embedding import Embedding
-    from meshwright_dtensor.rules.composites.embedding_bag import EmbeddingBag
+    from meshwright_dtensor.rules.composites.embedding import Embedding, EmbeddingBag
     from meshwright_dtensor.rules.composites.linear import Linear
     from meshwright_dtensor.rules.composites.sdpa import ScaledDotProductAttention
 

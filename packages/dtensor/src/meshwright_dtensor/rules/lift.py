@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from meshwright_dtensor.rules.base import NodeView, Row, Strategy, base_name, mutation_ties
-from meshwright_dtensor.rules.flat import joined, part_of, through_view
-from meshwright_dtensor.runs import Runs, intervals_of, runs
-from meshwright_dtensor.states import R, State, States
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, base_name, mutation_ties
+from meshwright_dtensor.sharding.intervals import Runs, intervals_of, runs
+from meshwright_dtensor.sharding.reshape import joined, part_of, through_view
+from meshwright_dtensor.sharding.states import R, State, States
 
 Known: TypeAlias = Sequence[Iterable[State]]
 """Per tensor, the states in which it may lie."""

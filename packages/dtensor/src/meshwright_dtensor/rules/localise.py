@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.regions import Region
-from meshwright_dtensor.rules.base import NodeView, Slot, base_name, dims_of, numel
-from meshwright_dtensor.rules.flat import part_of
 from meshwright_dtensor.rules.lift import slice_bounds
-from meshwright_dtensor.trace import Ref
+from meshwright_dtensor.rules.node import NodeView, Slot, base_name, dims_of, numel
+from meshwright_dtensor.sharding.boxes import Region
+from meshwright_dtensor.sharding.reshape import part_of
+from meshwright_dtensor.trace.graph import Ref
 
 aten = torch.ops.aten
 Shapes = Sequence[tuple[int, ...]]

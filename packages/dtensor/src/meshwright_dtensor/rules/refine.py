@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from meshwright_dtensor.rules.base import NodeView, Strategy
-from meshwright_dtensor.states import I, R, States, X
-from meshwright_dtensor.trace import Ref
+from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.sharding.states import I, R, States, X
+from meshwright_dtensor.trace.graph import Ref
 
 
 def refine(view: NodeView, rows: Iterable[Strategy], needs_grad: Callable[[Ref], bool]) -> list[Strategy]:

@@ -27,7 +27,7 @@ from meshwright.commands.options import (
     parse_degrees,
     pinning,
 )
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy.planner import PlanRequest
 
 DISTRIBUTIONS = (
     "meshwright",
@@ -103,7 +103,7 @@ def show(facts: dict[str, Any]) -> None:
 def programs(chosen: ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     """One step of the model on the ranks of this job: programs by tier, and each of tier 2 and 3 with its reason."""
     import meshwright as mw
-    from meshwright_dtensor.space import Space
+    from meshwright_dtensor.mesh.context import Space
 
     mw.init()
     source = chosen.source()

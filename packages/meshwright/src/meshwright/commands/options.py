@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from meshwright.defaults import ROWS, TOKENS
-from meshwright_dtensor._names import did_you_mean, suggestion
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import DEGREES, KEYWORDS, PRECISIONS, Planner, PlanRequest
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
+from meshwright_dtensor.strategy.planner import DEGREES, KEYWORDS, PRECISIONS, Planner, PlanRequest
+from meshwright_dtensor.utils.names import did_you_mean, suggestion
 
 if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.sources import Source
-    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.plan.plan import ParallelPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[Any], Any]

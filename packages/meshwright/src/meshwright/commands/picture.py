@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 
 
@@ -20,7 +20,7 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
     from matplotlib.figure import Figure
 
     from meshwright_dtensor.errors import UsageError
-    from meshwright_dtensor.sizes import human_bytes
+    from meshwright_dtensor.utils.bytesize import human_bytes
     from meshwright_planner import explain
     from meshwright_planner.reports.buying import memory_limit
     from meshwright_planner.reports.page.drawings import timeline

@@ -15,8 +15,8 @@ from meshwright.commands.verify import OPTIMIZERS
 from meshwright.sources import Source
 from meshwright.trial import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import unknown
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.strategy.planner import unknown
 
 if TYPE_CHECKING:
     from torch import nn

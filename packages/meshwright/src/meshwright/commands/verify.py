@@ -22,7 +22,7 @@ from meshwright.commands.options import (
 )
 from meshwright.losses import loss_of
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.planning import unknown
+from meshwright_dtensor.strategy.planner import unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,7 +97,7 @@ def command(
     check_rows("verify", True, asked.values["global_batch_size"])
     plan = None
     if plan_file is not None:
-        from meshwright_dtensor.plan import ParallelPlan
+        from meshwright_dtensor.plan.plan import ParallelPlan
 
         plan = ParallelPlan.load(plan_file)
     size = ranks.check_world_size(world_size, default=plan.world_size if plan else 4)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor.commlog import record
-from meshwright_dtensor.mesh import group_over
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.mesh.mesh import group_over
 from meshwright_parallel._torch import just_accumulated, local_of, seen_by_none_else
 from meshwright_parallel.engine.shards import Shards, single_bytes
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor.boxes import dense_strides, dim_order_of
-from meshwright_dtensor.commlog import record
-from meshwright_dtensor.copies import ComputeCopy, mark_as_copy
-from meshwright_dtensor.layout import Layout
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
+from meshwright_dtensor.tensor.compute_copy import ComputeCopy, mark_as_copy
 from meshwright_parallel._torch import copy_all, count_write, local_of, storage_key, versions
 from meshwright_parallel.engine.shards import Shards, single_bytes
 

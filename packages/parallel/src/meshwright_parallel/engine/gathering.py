@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.commlog import CommLog
+from meshwright_dtensor.comm.log import CommLog
 from meshwright_parallel._torch import backward_is_running, saving_is_hooked
 from meshwright_parallel.engine.copies import Copy, State, Unit
 from meshwright_parallel.engine.saved import SavedTensors

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright_dtensor.model.blocks import parameter_units
+from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.precision import DTYPES
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Strategy
-from meshwright_dtensor.units import parameter_units
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_parallel.engine.copies import Copy
 from meshwright_parallel.engine.gathering import Gathering, Group, UnitHook, hook_module
 from meshwright_parallel.engine.shards import Shards

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from meshwright_dtensor.commlog import record
+from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh import group_over
+from meshwright_dtensor.mesh.mesh import group_over
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
-from meshwright_dtensor.states import States
+from meshwright_dtensor.sharding.states import States
 from meshwright_parallel._torch import (
     add_in_place,
     at_end_of_backward,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright_dtensor.boxes import dense_strides, dim_order_of
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, SUMMED_ALONE_BYTES
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright_dtensor.dispatch.planned_calls import FRAMES, Frame
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor, distribute, local_in, wrap
-from meshwright_dtensor.layout import Layout
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
-from meshwright_dtensor.plan import ExpertsRule
-from meshwright_dtensor.runtime import FRAMES, Frame
-from meshwright_dtensor.space import Space
-from meshwright_dtensor.states import States
+from meshwright_dtensor.plan.plan import ExpertsRule
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute, local_in, wrap
 from meshwright_parallel.experts.exchange import named_anywhere, tied
 from meshwright_parallel.experts.local import Swapped
 from meshwright_parallel.experts.routing import named_experts

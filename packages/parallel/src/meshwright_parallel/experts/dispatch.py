@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.global_tensor import GlobalTensor, distribute, local_in, wrap
-from meshwright_dtensor.layout import Layout
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import layout_of_dtensor
-from meshwright_dtensor.plan import ExpertsRule
-from meshwright_dtensor.space import Space
-from meshwright_dtensor.states import State, States, is_shard
+from meshwright_dtensor.plan.plan import ExpertsRule
+from meshwright_dtensor.sharding.states import State, States, is_shard
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute, local_in, wrap
 from meshwright_parallel.experts.exchange import Route, named_anywhere, tied
 from meshwright_parallel.experts.local import LocalExperts
 from meshwright_parallel.experts.routing import Rows, chosen_rows

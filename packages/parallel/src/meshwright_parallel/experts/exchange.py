@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor.commlog import CommLog, record
-from meshwright_dtensor.space import Space
+from meshwright_dtensor.comm.log import CommLog, record
+from meshwright_dtensor.mesh.context import Space
 
 Tensor = torch.Tensor
 

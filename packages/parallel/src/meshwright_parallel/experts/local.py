@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
-from meshwright_dtensor.plan import ExpertsRule
-from meshwright_dtensor.states import State, States, is_shard
+from meshwright_dtensor.plan.plan import ExpertsRule
+from meshwright_dtensor.sharding.states import State, States, is_shard
 
 Tensor = torch.Tensor
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.parameter import layout_of_dtensor
-from meshwright_dtensor.plan import ExpertsRule, ParallelPlan
-from meshwright_dtensor.runs import Runs
-from meshwright_dtensor.stages import stages_of
-from meshwright_dtensor.states import State, is_shard, parse_state
+from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, is_shard, parse_state
 from meshwright_parallel.experts.detect import Detection, Experts, detect
 from meshwright_parallel.experts.dispatch import Dispatch
 

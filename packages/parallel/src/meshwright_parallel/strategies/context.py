@@ -1,7 +1,7 @@
 """Context parallelism: the sequence of the batch is shared along the axis `cp`, through the whole unmodified model.
 
 Embeddings, norms and feed-forward layers work on a rank's own tokens; attention is shared (see
-`meshwright_dtensor.context`): keys and values are gathered, or travel around the ranks, or heads are spread in place of
+`meshwright_dtensor.mesh.attention_sharing`): keys and values are gathered, or travel around the ranks, or heads are spread in place of
 the sequence. Parameters are replicated; their gradients are summed by the reduction engine, with those of data ranks.
 
 Sources: ring attention (Liu et al., 2023); heads in place of the sequence (DeepSpeed-Ulysses, Jacobs et al., 2023); two
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.runs import zigzag
-from meshwright_dtensor.strategy import (
+from meshwright_dtensor.sharding.intervals import zigzag
+from meshwright_dtensor.strategy.strategy import (
     AttentionUse,
     CollectiveUse,
     GradientKind,
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright_dtensor.batches import BatchSize
-    from meshwright_dtensor.plan import ParallelPlan
-    from meshwright_dtensor.states import State
+    from meshwright_dtensor.model.batch_size import BatchSize
+    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.sharding.states import State
 
 LEAST_TOKENS = 2048
 """Tokens that a rank keeps, at least, under degrees that the search tries unasked."""
@@ -154,7 +154,7 @@ class Context(Strategy):
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Tell the core how attention is shared on this axis."""
-        from meshwright_dtensor.context import share_attention
+        from meshwright_dtensor.mesh.attention_sharing import share_attention
 
         share_attention(mesh, self.axis, "all_gather" if plan.context is None else plan.context.attention)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright_dtensor.strategy import (
+from meshwright_dtensor.strategy.strategy import (
     CollectiveUse,
     GradientKind,
     Link,
@@ -23,7 +23,7 @@ from meshwright_dtensor.strategy import (
 )
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.states import State
+    from meshwright_dtensor.sharding.states import State
 
 BUCKET_BYTES = 25 * 2**20
 """Size at which a bucket of gradients is summed; from here on nothing is gained by moving more at once."""

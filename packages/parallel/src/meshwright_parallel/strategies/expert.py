@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.runs import owned
-from meshwright_dtensor.strategy import (
+from meshwright_dtensor.sharding.intervals import owned
+from meshwright_dtensor.strategy.strategy import (
     CollectiveUse,
     GradientKind,
     Link,
@@ -29,13 +28,14 @@ from meshwright_dtensor.strategy import (
     planned_state,
     rows_state,
 )
+from meshwright_dtensor.utils.names import listing
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright_dtensor.plan import ParallelPlan
-    from meshwright_dtensor.states import State
+    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.sharding.states import State
     from meshwright_parallel.experts.detect import Detection
 
 

@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright_dtensor.links import CollectiveKind
-from meshwright_dtensor.strategy import (
+from meshwright_dtensor.cluster.links import CollectiveKind
+from meshwright_dtensor.strategy.strategy import (
     CollectiveUse,
     GradientKind,
     Link,
@@ -35,8 +35,8 @@ from meshwright_dtensor.strategy import (
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.plan import ParallelPlan
-    from meshwright_dtensor.states import State
+    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.sharding.states import State
 
 OUTSIDE = "parameters outside of blocks"
 """Why what lies outside of blocks is gathered, in plans."""

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.plugins import discover
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.calibration.clock import device, sync
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 from meshwright_planner.search.evaluator import Search

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster, LinkLevel
-from meshwright_dtensor.cores import usable_cores
-from meshwright_dtensor.links import MeasuredCollective
+from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel
+from meshwright_dtensor.cluster.links import MeasuredCollective
+from meshwright_dtensor.utils.cpu import usable_cores
 from meshwright_planner.calibration import block, together, work
 from meshwright_planner.calibration.clock import device
 from meshwright_planner.costs.kinds import HEAD_WIDTHS, attention_kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from types import MappingProxyType
 
-from meshwright_dtensor.trace import Node
+from meshwright_dtensor.trace.graph import Node
 
 VIEWS = frozenset(
     "view _unsafe_view reshape t transpose permute expand unsqueeze squeeze slice select split split_with_sizes unbind "

@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright_dtensor.trace import Node
+from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.costs.kinds import VIEWS, base_name
 
 if TYPE_CHECKING:

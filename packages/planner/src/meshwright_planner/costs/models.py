@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, TypeVar
 
-from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster.cost_model import Communication, CostModel, Operation
+from meshwright_dtensor.cluster.links import CollectiveKind, Link
 from meshwright_dtensor.errors import MeshwrightError, PluginError, UsageError
-from meshwright_dtensor.links import CollectiveKind, Link
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost
-from meshwright_dtensor.pricing import Communication, CostModel, Operation
 from meshwright_planner.costs.operations import operation_seconds
 
 Question = TypeVar("Question", Operation, Communication)
@@ -182,6 +182,6 @@ def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> Check
     if lacking:
         raise PluginError(
             f"{who} makes a {type(model).__name__} without {' and '.join(lacking)}; its target must take a Cluster and return a "
-            "meshwright_dtensor.pricing.CostModel"
+            "meshwright_dtensor.cluster.cost_model.CostModel"
         )
     return CheckedModel(name, found.distribution, model)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from meshwright_dtensor.trace import Node
+from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.kinds import VIEWS, base_name
 from meshwright_planner.costs.living import Living

@@ -1,6 +1,6 @@
 """What things cost on one mesh axis: operations with the sizes that one rank has, conversions by the collectives they are made of.
 
-Operations are timed by `operations.py`, collectives by `meshwright_dtensor.links` on the slowest link that the axis crosses;
+Operations are timed by `operations.py`, collectives by `meshwright_dtensor.cluster.links` on the slowest link that the axis crosses;
 a cost model (`models.py`) says both in their place.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.pricing import CostModel, Operation
-from meshwright_dtensor.states import State, forward_kind, gradient_kind, is_shard
-from meshwright_dtensor.strategy import CollectiveKind, Link
-from meshwright_dtensor.trace import Node, Value
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster.cost_model import CostModel, Operation
+from meshwright_dtensor.sharding.states import State, forward_kind, gradient_kind, is_shard
+from meshwright_dtensor.strategy.strategy import CollectiveKind, Link
+from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner.costs.backward import Back
 from meshwright_planner.costs.kinds import base_name, kind_of
 from meshwright_planner.costs.operations import FORWARD, timed

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshwright_dtensor.rules.base import NodeView
-from meshwright_dtensor.rules.composite import Composite
-from meshwright_dtensor.trace import Node, Value
+from meshwright_dtensor.rules.composites.base import Composite
+from meshwright_dtensor.rules.node import NodeView
+from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner import _torch
 from meshwright_planner.costs.kinds import ATTENTION, base_name
 

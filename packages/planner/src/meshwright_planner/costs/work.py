@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
-from meshwright_dtensor.trace import Node
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
+from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.costs.operations import FORWARD
 from meshwright_planner.costs.owing import Keepers
 from meshwright_planner.costs.peak import Replay

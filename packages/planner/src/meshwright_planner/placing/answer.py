@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.states import State, States
+from meshwright_dtensor.sharding.states import State, States
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.program import Conversion
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from meshwright_dtensor.rules.base import NodeView, Strategy
-from meshwright_dtensor.states import is_shard
+from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.sharding.states import is_shard
 from meshwright_planner.profile.tape import Tape
 
 BatchDims = dict[int, set[int]]

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from meshwright_dtensor.runs import Runs
-from meshwright_dtensor.states import State, forward_kind, is_shard
-from meshwright_dtensor.strategy import CollectiveKind
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
+from meshwright_dtensor.strategy.strategy import CollectiveKind
 from meshwright_planner.costs.keeping import SavedPlaces
 from meshwright_planner.costs.prices import Collective, backward_move, convertible, forward_move
 from meshwright_planner.placing.answer import RESULT, Placement, along, seconds_of

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from meshwright_dtensor.rules.base import NodeView, Strategy, base_name
-from meshwright_dtensor.rules.flat import through_view
 from meshwright_dtensor.rules.lift import Known, slice_bounds
-from meshwright_dtensor.runs import Runs, segments
-from meshwright_dtensor.states import State
+from meshwright_dtensor.rules.node import NodeView, Strategy, base_name
+from meshwright_dtensor.sharding.intervals import Runs, segments
+from meshwright_dtensor.sharding.reshape import through_view
+from meshwright_dtensor.sharding.states import State
 from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.tape import Tape
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from meshwright_dtensor.rules.base import NodeView, Strategy
 from meshwright_dtensor.rules.lift import Known
+from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.rules.refine import refine
-from meshwright_dtensor.runs import Runs
-from meshwright_dtensor.states import State, States, is_shard
-from meshwright_dtensor.trace import Ref
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, States, is_shard
+from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.costs.backward import Back, Backwards
 from meshwright_planner.costs.operations import FORWARD
 from meshwright_planner.costs.prices import AxisCosts, Collective, Work, work_of

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.marks import marks_of
-from meshwright_dtensor.states import State, format_state
-from meshwright_dtensor.tied import tied_names, with_ties
+from meshwright_dtensor.hints import marks_of
+from meshwright_dtensor.model.tied_parameters import tied_names, with_ties
+from meshwright_dtensor.sharding.states import State, format_state
 from meshwright_planner.placing.legal import Legality
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from meshwright_dtensor.plan import RecomputeRule
-from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
+from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.strategy.strategy import AttentionUse, ModuleWork, ParameterSize
 from meshwright_planner.costs.memory import copied_bytes, memory_parts, parameter_bytes, trained_sizes
 from meshwright_planner.costs.peak import Moment, Replay, moments, updating
 from meshwright_planner.costs.products import backward_flops

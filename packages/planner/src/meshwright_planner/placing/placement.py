@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
-from meshwright_dtensor.states import State, is_shard
+from meshwright_dtensor.sharding.states import State, is_shard
 from meshwright_planner.costs.keeping import kept_bytes
 from meshwright_planner.costs.prices import AxisCosts, Collective
 from meshwright_planner.placing.answer import RESULT, Placement, seconds_of

@@ -12,7 +12,7 @@ import scipy.sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.states import State
+from meshwright_dtensor.sharding.states import State
 from meshwright_planner.costs.prices import Collective
 
 Phase: TypeAlias = Literal["forward", "backward"]

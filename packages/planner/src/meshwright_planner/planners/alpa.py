@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.planners.base import ChoosingPlanner, Costs
 from meshwright_planner.search.candidate import Candidate, rank
 from meshwright_planner.search.evaluator import Search

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 from meshwright_planner.reports.infeasible import infeasible
 from meshwright_planner.search.candidate import Candidate, rank

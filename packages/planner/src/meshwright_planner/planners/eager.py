@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import Planner, PlanRequest, unknown
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
-from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.strategy.planner import Planner, PlanRequest, unknown
+from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_planner.costs.models import cost_model_of
 from meshwright_planner.costs.operations import OPTIMIZERS
 from meshwright_planner.machines.known import cluster_of

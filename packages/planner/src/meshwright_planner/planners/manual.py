@@ -6,8 +6,8 @@ import math
 from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import PlanRequest
-from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.search.proving import Proof
 

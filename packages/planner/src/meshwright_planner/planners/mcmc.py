@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import PlanRequest
 from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.planners.base import ChoosingPlanner, Costs
 from meshwright_planner.search.candidate import Candidate, rank

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwright_dtensor.rules import Composite, NodeView
-from meshwright_dtensor.strategy import AttentionUse
+from meshwright_dtensor.strategy.strategy import AttentionUse
 from meshwright_planner.costs.prices import AxisCosts, work_of
 from meshwright_planner.profile.quotient import Quotient
 from meshwright_planner.profile.tape import Tape

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.batches import BatchSize
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_planner._torch import is_fake, pytree
 
 

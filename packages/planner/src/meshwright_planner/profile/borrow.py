@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from meshwright_dtensor.conversions import KeptApply
+from meshwright_dtensor.dispatch.module_to import KeptApply
 from meshwright_planner import _torch
 from meshwright_planner.profile.contents import Contents
 

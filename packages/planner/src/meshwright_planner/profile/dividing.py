@@ -2,7 +2,7 @@
 
 A rank that has a part of the rows computes what the whole batch would take, divided: so says a tape that was recorded with its
 rows alone.  Where an operation needs rows of other ranks, the core moves them, or gathers them and computes all of them on every
-rank (`meshwright_dtensor.following` says which).  A rank runs the program of the whole batch on its parts, so the sizes that it has
+rank (`meshwright_dtensor.propagate.predict` says which).  A rank runs the program of the whole batch on its parts, so the sizes that it has
 follow from a tape of all rows.
 """
 
@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor._names import listing
-from meshwright_dtensor.boxes import dense_strides
-from meshwright_dtensor.foreseen import Followed, Grid, Moved
-from meshwright_dtensor.hoisting import is_view
-from meshwright_dtensor.rules.base import NodeView
-from meshwright_dtensor.rules.composite import Composite
+from meshwright_dtensor.propagate.prediction import Followed, Grid, Moved
+from meshwright_dtensor.propagate.rewrites import is_view
+from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.localise import localise
-from meshwright_dtensor.sizes import human_bytes
-from meshwright_dtensor.states import States
-from meshwright_dtensor.trace import Node, Value
+from meshwright_dtensor.rules.node import NodeView
+from meshwright_dtensor.sharding.boxes import dense_strides
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.trace.graph import Node, Value
+from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.names import listing
 from meshwright_planner.profile.tape import Division, Saved, Tape
 
 SHOWN = 4

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.units import has_forward
+from meshwright_dtensor.model.blocks import has_forward
 from meshwright_planner import _torch
 
 LEAST = 3

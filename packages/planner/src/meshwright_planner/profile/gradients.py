@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright_dtensor.trace import Node
+from meshwright_dtensor.trace.graph import Node
 from meshwright_planner import _torch
 from meshwright_planner._torch import COMPUTED, LEAF
 from meshwright_planner.profile.checkpoints import Checkpoint, Place

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from meshwright_dtensor.trace import Node, Ref
+from meshwright_dtensor.trace.graph import Node, Ref
 from meshwright_planner.profile.tape import Tape
 
 T = TypeVar("T")

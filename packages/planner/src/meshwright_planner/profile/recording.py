@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshwright_dtensor.deferred import has_values
+from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
-from meshwright_dtensor.marks import watched_marks
-from meshwright_dtensor.precision import cast_buffers
-from meshwright_dtensor.states import State
-from meshwright_dtensor.tied import tied_names
-from meshwright_dtensor.trace import Recorder, leaves
-from meshwright_dtensor.units import has_forward
+from meshwright_dtensor.hints import watched_marks
+from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.model.precision import cast_buffers
+from meshwright_dtensor.model.tied_parameters import tied_names
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.trace.graph import Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner.profile.batch import Batch, check_signature
 from meshwright_planner.profile.borrow import borrowed

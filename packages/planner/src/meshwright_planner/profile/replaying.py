@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.trace import Call, Node, Ref
+from meshwright_dtensor.trace.graph import Call, Node, Ref
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
 from meshwright_planner.profile.checkpoints import Checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from meshwright_dtensor.trace import Node, Ref, Value
+from meshwright_dtensor.trace.graph import Node, Ref, Value
 from meshwright_planner.profile.tape import Saved, Tape
 
 _Rule = Callable[[int], Any]

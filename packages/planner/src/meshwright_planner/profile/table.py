@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.planning import PRECISIONS, unknown
-from meshwright_dtensor.precision import DTYPES
+from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.rules.composite import Composite
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.rules.composites.base import Composite
+from meshwright_dtensor.strategy.planner import PRECISIONS, unknown
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.costs.products import backward_flops, by_name, forward_flops
 from meshwright_planner.profile.batch import Batch
 from meshwright_planner.profile.borrow import uninterrupted

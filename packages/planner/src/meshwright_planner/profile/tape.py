@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright_dtensor.foreseen import Moved
-from meshwright_dtensor.states import State
-from meshwright_dtensor.trace import Node, Value
+from meshwright_dtensor.propagate.prediction import Moved
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner.profile.checkpoints import times_again
 from meshwright_planner.profile.gradients import Note, flows
 

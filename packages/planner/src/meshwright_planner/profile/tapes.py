@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.foreseen import Grid
+from meshwright_dtensor.propagate.prediction import Grid
 from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.placing.legal import Rules
 from meshwright_planner.profile.batch import Batch

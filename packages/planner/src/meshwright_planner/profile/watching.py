@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.trace import DEVICE, Recorder, is_product, leaves
+from meshwright_dtensor.trace.graph import DEVICE, Recorder, is_product, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
 from meshwright_planner.profile import workspaces

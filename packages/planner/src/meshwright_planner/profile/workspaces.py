@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor._torch import without_modes
+from meshwright_dtensor._torch.core import without_modes
 
 WORKSPACE = 3
 """Which result of the operation it is."""

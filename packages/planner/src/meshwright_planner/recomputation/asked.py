@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from meshwright_dtensor._names import suggestion
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import RecomputeRule
-from meshwright_dtensor.units import has_forward
+from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.utils.names import suggestion
 
 POLICIES = ("full", "alternate", "selective")
 

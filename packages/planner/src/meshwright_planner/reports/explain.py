@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.plan import ParallelPlan, Prediction
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost, discover
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.machines.known import cluster_of
 from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.reports.buying import Upgrade, memory_is_full, upgrades

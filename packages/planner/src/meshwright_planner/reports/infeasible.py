@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.profile.batch import scaled
 from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate

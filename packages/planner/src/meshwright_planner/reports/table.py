@@ -12,8 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from meshwright_dtensor.plan import ParallelPlan, Prediction
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.search.candidate import human_seconds
 

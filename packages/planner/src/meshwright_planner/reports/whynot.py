@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from meshwright_dtensor._names import did_you_mean, suggestion
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.planning import DEGREES, PlanRequest
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.strategy.planner import DEGREES, PlanRequest
+from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.names import did_you_mean, suggestion
 from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.reports.explain import name_of, seconds_of
 from meshwright_planner.search.candidate import human_seconds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwright_dtensor._names import listing
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.utils.names import listing
 from meshwright_planner.search.setting import Setting
 
 

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from torch import nn
 
-from meshwright_dtensor.batches import BatchSize
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Link, SearchRequest
-from meshwright_dtensor.units import parameter_units
+from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.model.blocks import parameter_units
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import Link, SearchRequest
 from meshwright_planner.costs.memory import Sizes
 from meshwright_planner.costs.models import priced
 from meshwright_planner.search.setting import Setting

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
-from meshwright_dtensor.strategy import CollectiveUse
+from meshwright_dtensor.plan.plan import PlannedCollective, RecomputeRule
+from meshwright_dtensor.strategy.strategy import CollectiveUse
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.recomputation.asked import in_words
 from meshwright_planner.search.points import Point

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.planning import KEYWORDS
+from meshwright_dtensor.strategy.planner import KEYWORDS
 from meshwright_planner.search import sequence
 from meshwright_planner.search.basis import Basis
 from meshwright_planner.search.setting import SHARED

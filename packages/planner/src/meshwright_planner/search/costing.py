@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright_dtensor.strategy import CollectiveUse, Link, ParameterSize, SearchRequest, Stall, StrategyCost
+from meshwright_dtensor.strategy.strategy import (
+    CollectiveUse,
+    Link,
+    ParameterSize,
+    SearchRequest,
+    Stall,
+    StrategyCost,
+)
 from meshwright_planner.costs.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.costs.peak import Moment, at_peak
 from meshwright_planner.costs.work import inside_of

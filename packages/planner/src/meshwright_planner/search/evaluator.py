@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan import RecomputeRule
-from meshwright_dtensor.states import State
+from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.sharding.states import State
 from meshwright_planner.costs.memory import parameter_factor
 from meshwright_planner.costs.prices import AxisCosts
 from meshwright_planner.placing.joint.legal import JointLegality

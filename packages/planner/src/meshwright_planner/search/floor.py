@@ -18,9 +18,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from meshwright_dtensor.cluster import Cluster, MeasuredWork
-from meshwright_dtensor.links import Points
-from meshwright_dtensor.trace import Node
+from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster.links import Points
+from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.costs.operations import BACKWARD, OPTIMIZERS
 from meshwright_planner.costs.prices import Work, work_of
 from meshwright_planner.profile.tape import Tape

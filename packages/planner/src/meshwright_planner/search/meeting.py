@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from meshwright_dtensor.foreseen import Moved
-from meshwright_dtensor.strategy import CollectiveUse
+from meshwright_dtensor.propagate.prediction import Moved
+from meshwright_dtensor.strategy.strategy import CollectiveUse
 from meshwright_planner.placing.placed import Placed
 from meshwright_planner.recomputation.region import recomputed_blocks
 from meshwright_planner.search.basis import Basis

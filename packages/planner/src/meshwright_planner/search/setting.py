@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.precision import DTYPES
-from meshwright_dtensor.states import State
-from meshwright_dtensor.strategy import Strategy
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.model.precision import DTYPES
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_planner.costs.models import CheckedModel
 from meshwright_planner.profile.batch import Batch
 

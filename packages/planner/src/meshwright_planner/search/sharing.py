@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.plan.plan import RecomputeRule
 from meshwright_planner.placing.placement import Placement, PlacementProblem
 from meshwright_planner.profile.tape import Tape
 from meshwright_planner.profile.tapes import Tapes

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from meshwright_dtensor.states import parse_state
-from meshwright_dtensor.strategy import ParameterSize
+from meshwright_dtensor.sharding.states import parse_state
+from meshwright_dtensor.strategy.strategy import ParameterSize
 
 Sizes = tuple[ParameterSize, ...]
 

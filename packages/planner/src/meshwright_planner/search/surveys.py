@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from meshwright_dtensor.strategy import Strategy, Survey
+from meshwright_dtensor.strategy.strategy import Strategy, Survey
 
 
 class Surveys:

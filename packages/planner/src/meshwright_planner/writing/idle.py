@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from meshwright_dtensor._names import listing
-from meshwright_dtensor.states import is_shard
+from meshwright_dtensor.sharding.states import is_shard
+from meshwright_dtensor.utils.names import listing
 from meshwright_planner.placing.answer import along
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.search.candidate import Candidate

@@ -6,11 +6,9 @@ import importlib.metadata
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from meshwright_dtensor._names import listing
-from meshwright_dtensor.cluster import SlowNode
+from meshwright_dtensor.cluster.cluster import SlowNode
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.fingerprint import fingerprint
-from meshwright_dtensor.plan import (
+from meshwright_dtensor.plan.plan import (
     ParallelPlan,
     PlannedCollective,
     PrecisionRule,
@@ -20,8 +18,10 @@ from meshwright_dtensor.plan import (
     StepSplit,
     ZeroRule,
 )
-from meshwright_dtensor.sizes import human_bytes
-from meshwright_dtensor.states import format_state
+from meshwright_dtensor.sharding.states import format_state
+from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_dtensor.utils.fingerprint import fingerprint
+from meshwright_dtensor.utils.names import listing
 from meshwright_planner.machines.here import PREFIX
 from meshwright_planner.recomputation.effect import communicated
 from meshwright_planner.search.candidate import Candidate, human_seconds

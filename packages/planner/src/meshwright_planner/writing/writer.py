@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright_dtensor.plan import ActivationRule, ParameterRule, PlannedCollective
-from meshwright_dtensor.states import State, States, format_state
-from meshwright_dtensor.trace import Call, Node
+from meshwright_dtensor.plan.plan import ActivationRule, ParameterRule, PlannedCollective
+from meshwright_dtensor.sharding.states import State, States, format_state
+from meshwright_dtensor.trace.graph import Call, Node
 from meshwright_planner.placing.answer import along
 from meshwright_planner.placing.legal import Option
 from meshwright_planner.placing.placement import RESULT, Placement, PlacementProblem

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish
-from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
-from meshwright_dtensor.states import R
+from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
+from meshwright_dtensor.sharding.states import R
 
 
 class BatchNorm(Composite):

@@ -8,12 +8,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
-from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
-from meshwright_dtensor.rules.composites.rows_loss import RowsLoss, takes
-from meshwright_dtensor.rules.composites.shared_rows_loss import Ahead, SharedGradient, SharedRowsLoss
-from meshwright_dtensor.rules.composites.vocab_loss import Shards, VocabularyLoss
-from meshwright_dtensor.states import P, R, State
+from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.cross_entropy_rows import (
+    Ahead,
+    RowsLoss,
+    SharedGradient,
+    SharedRowsLoss,
+    takes,
+)
+from meshwright_dtensor.rules.composites.cross_entropy_vocab import Shards, VocabularyLoss
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
+from meshwright_dtensor.sharding.states import P, R, State
 
 
 class CrossEntropy(Composite):

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.boxes import dim_order_of
 from meshwright_dtensor.random import draw_full_then_slice
-from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish
-from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
-from meshwright_dtensor.states import P
+from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
+from meshwright_dtensor.sharding.boxes import dim_order_of
+from meshwright_dtensor.sharding.states import P
 
 
 class Dropout(Composite):

@@ -1,16 +1,53 @@
-"""torch.nn.functional.embedding, also with a vocabulary that is spread over ranks."""
+"""What lookups in a table have in common whose vocabulary may be spread over ranks.
+
+torch.nn.functional.embedding, also with a vocabulary that is spread over ranks.
+
+
+torch.nn.functional.embedding_bag of bags of one size, also with a vocabulary that is spread over ranks.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish
-from meshwright_dtensor.rules.composite import LocalContext, LocalFunction
-from meshwright_dtensor.rules.composites.vocabulary import Lookup
-from meshwright_dtensor.states import P, R
+from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish
+from meshwright_dtensor.sharding.states import P, R
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a vocabulary of `size`: `length` ids from `start` on."""
+
+    start: int
+    length: int
+    size: int
+
+    def elsewhere(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where ids lie on other ranks; those outside of the whole vocabulary are nobody's, and raise as ever."""
+        outside = (ids < self.start) | (ids >= self.start + self.length)
+        return outside & (ids >= 0) & (ids < self.size)
+
+
+class Lookup(Composite):
+    """A lookup of ids, the first input, in a weight [v, h], the second."""
+
+    def permutes(self, view: NodeView, row: Strategy) -> bool:
+        """But for the vocabulary: an id is looked up by the offset of one chunk."""
+        return row.ins[1] != 0
+
+    def plain(self, ctx: LocalContext) -> bool:
+        """Unless the vocabulary is sharded."""
+        return not ctx.axes_sharding(1, 0)
+
+    def part(self, ctx: LocalContext) -> Part:
+        """This rank's part of the vocabulary."""
+        start, length = ctx.box(ctx.in_shapes[1], ctx.ins[1])[0]
+        return Part(start, length, ctx.in_shapes[1][0])
 
 
 class Embedding(Lookup):
@@ -64,5 +101,65 @@ class Embedding(Lookup):
             elsewhere = part.elsewhere(ids)
             rows = F.embedding((ids - part.start).masked_fill(elsewhere, 0), weight, own_padding)
             return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+        return run
+
+
+class EmbeddingBag(Lookup):
+    """ids [n, l], weight [v, h] -> [n, h], the sum or mean of each row's l embeddings.
+
+    As for embeddings, rows of other ranks give zero, so a sharded vocabulary gives a partial sum.
+    """
+
+    name: ClassVar[str] = "embedding_bag"
+    functions: ClassVar[tuple[Any, ...]] = (F.embedding_bag,)
+
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """(ids, weight, "sum" or "mean"); bags with offsets, weights or padding, and what Embedding leaves, are not handled."""
+
+        def canonical(
+            input: Any,
+            weight: Any,
+            offsets: Any = None,
+            max_norm: float | None = None,
+            norm_type: float = 2.0,
+            scale_grad_by_freq: bool = False,
+            mode: str = "mean",
+            sparse: bool = False,
+            per_sample_weights: Any = None,
+            include_last_offset: bool = False,
+            padding_idx: int | None = None,
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if mode not in ("sum", "mean") or input.dim() != 2 or weight.dim() != 2 or not input.numel():
+                return None
+            if max_norm is not None or scale_grad_by_freq or sparse or padding_idx is not None:
+                return None
+            if offsets is not None or per_sample_weights is not None or include_last_offset:
+                return None
+            return (input, weight, mode), {}
+
+        return canonical(*args, **kwargs)
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Bags; features; vocabulary (partial); a partial weight."""
+        rows: list[Row] = [((0, R), (0,)), ((R, 1), (1,)), ((R, 0), (P,)), ((R, P), (P,))]
+        return finish(view, rows, "hand")
+
+    def local(self, ctx: LocalContext) -> LocalFunction:
+        """Bags of the ids in this rank's part of the vocabulary; an id outside the whole vocabulary raises as ever."""
+        mode = ctx.node.args[2]
+        if self.plain(ctx):
+            return lambda tensors: F.embedding_bag(tensors[0], tensors[1], mode=mode)
+        part = self.part(ctx)
+
+        def run(tensors: list[torch.Tensor]) -> torch.Tensor:
+            ids, weight = tensors
+            elsewhere = part.elsewhere(ids)
+            counted = (~elsewhere).to(weight.dtype)
+            own = (ids - part.start).masked_fill(elsewhere, 0)
+            total = F.embedding_bag(own, weight, mode="sum", per_sample_weights=counted)
+            return total if mode == "sum" else total / ids.shape[1]
 
         return run

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
-from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
-from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
-from meshwright_dtensor.rules.matmul import einsum_rows
+from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
+from meshwright_dtensor.rules.ops.matmul import einsum_rows
 
 
 class Linear(Composite):

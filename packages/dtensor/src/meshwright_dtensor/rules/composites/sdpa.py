@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.collectives import NOWHERE, Site
 from meshwright_dtensor.random import draw_full_then_slice
-from meshwright_dtensor.rules.base import NodeView, Row, Strategy, finish, numel
-from meshwright_dtensor.rules.composite import Composite, LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_context import local_attention, shares_sequence
 from meshwright_dtensor.rules.composites.sdpa_math import attention
-from meshwright_dtensor.states import P, R, State, States, is_shard
+from meshwright_dtensor.rules.node import NodeView, Row, Strategy, finish, numel
+from meshwright_dtensor.sharding.states import P, R, State, States, is_shard
 
 
 class ScaledDotProductAttention(Composite):

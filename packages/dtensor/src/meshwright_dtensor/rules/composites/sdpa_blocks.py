@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright_dtensor import _torch_attention as kernels
-from meshwright_dtensor.runs import Interval
+from meshwright_dtensor._torch import attention as kernels
+from meshwright_dtensor.sharding.intervals import Interval
 
 Tensor = torch.Tensor
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.collectives import NOWHERE, Site, Step
+from meshwright_dtensor.comm.collectives import NOWHERE, Site, Step
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import Space
 from meshwright_dtensor.random import draw_full_then_slice
-from meshwright_dtensor.regions import Place
-from meshwright_dtensor.rules.composite import LocalContext, LocalFunction
+from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
 from meshwright_dtensor.rules.composites.sdpa_math import attention
 from meshwright_dtensor.rules.composites.sdpa_ring import Gather, Ranks, Scatter, SharedAttention
-from meshwright_dtensor.runs import Intervals
-from meshwright_dtensor.space import Space
-from meshwright_dtensor.states import R, States, X
+from meshwright_dtensor.sharding.boxes import Place
+from meshwright_dtensor.sharding.intervals import Intervals
+from meshwright_dtensor.sharding.states import R, States, X
 
 Tensor = torch.Tensor
 

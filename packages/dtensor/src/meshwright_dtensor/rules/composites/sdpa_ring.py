@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor.collectives import Site
-from meshwright_dtensor.commlog import CommLog, record
+from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.comm.log import CommLog, record
 from meshwright_dtensor.rules.composites.sdpa_blocks import (
     Merged,
     Terms,
@@ -22,7 +22,7 @@ from meshwright_dtensor.rules.composites.sdpa_blocks import (
     attend_backward,
     blocks,
 )
-from meshwright_dtensor.runs import Intervals
+from meshwright_dtensor.sharding.intervals import Intervals
 
 Tensor = torch.Tensor
 Gather = Callable[[Tensor, Site, str], Tensor]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meshwright_dtensor.states import State
+from meshwright_dtensor.sharding.states import State
 from meshwright_planner.placing.answer import RESULT, along
 from meshwright_planner.placing.building import TIE, Build
 from meshwright_planner.placing.joint.pricing import Stage, stages

@@ -9,12 +9,12 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor.regions import local_shape_of
-from meshwright_dtensor.rules.base import NodeView, Strategy
+from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.rules.refine import refine
-from meshwright_dtensor.runs import Runs, segments
-from meshwright_dtensor.states import State, States, is_shard
-from meshwright_dtensor.trace import Ref
+from meshwright_dtensor.sharding.boxes import local_shape_of
+from meshwright_dtensor.sharding.intervals import Runs, segments
+from meshwright_dtensor.sharding.states import State, States, is_shard
+from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.costs.prices import Collective, Work, work_of
 from meshwright_planner.placing.answer import along
 from meshwright_planner.placing.joint.pricing import Along, JointCosts

@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright_dtensor.convert import route
-from meshwright_dtensor.regions import local_shape_of
-from meshwright_dtensor.states import State, States, forward_kind, is_shard
+from meshwright_dtensor.comm.redistribute import route
+from meshwright_dtensor.sharding.boxes import local_shape_of
+from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
 from meshwright_planner.costs.prices import (
     AxisCosts,
     Collective,

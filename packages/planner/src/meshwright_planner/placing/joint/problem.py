@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright_dtensor.states import State, States, is_shard
+from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_planner.costs.prices import AxisCosts, Collective
 from meshwright_planner.placing.answer import Placement, along
 from meshwright_planner.placing.joint.legal import JointLegality, Pins, inside, priced

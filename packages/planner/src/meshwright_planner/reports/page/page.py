@@ -7,10 +7,10 @@ from typing import Any
 
 import jinja2
 
-from meshwright_dtensor.cluster import Cluster
-from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.sizes import human_bytes
+from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.reports.buying import memory_limit
 from meshwright_planner.reports.explain import Explained, explain, how_good
 from meshwright_planner.reports.page.drawings import mesh_drawing, timeline

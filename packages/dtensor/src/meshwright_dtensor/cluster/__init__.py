@@ -1,0 +1,1 @@
+"""Clusters as numbers: devices, memory, links; the interface of cost models."""

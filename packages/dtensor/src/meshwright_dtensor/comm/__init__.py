@@ -1,0 +1,1 @@
+"""Collectives and redistribution of tensors from layout to layout, and a log of what ran."""

@@ -1,0 +1,96 @@
+"""The communication log: every collective that a parallel model performs, with where and why.
+
+``with communication() as log: ...`` collects :class:`CommEvent` from conversions, composites and engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class CommEvent:
+    """One collective.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        axis: mesh axis name.
+        nbytes: bytes of the full tensor on that axis (the local input of a reduction, the local output of a gather).
+        phase: ``forward`` or ``backward``.
+        module: fully qualified name of the module whose forward asked for it, where known.
+        function: torch function or engine that needed it.
+        why: the states converted, such as ``"P->I"``.
+    """
+
+    kind: str
+    axis: str
+    nbytes: int
+    phase: str = "forward"
+    module: str = ""
+    function: str = ""
+    why: str = ""
+
+
+class CommLog:
+    """Events in the order they were performed on this rank."""
+
+    # a backward pass runs on threads of its own, so this cannot be a context variable
+    _active: ClassVar[tuple[CommLog, ...]] = ()
+
+    def __init__(self) -> None:
+        self.events: list[CommEvent] = []
+
+    def counts(self) -> dict[tuple[str, str, str], int]:
+        """(axis, phase, kind) -> number of collectives."""
+        return dict(Counter((e.axis, e.phase, e.kind) for e in self.events))
+
+    def nbytes(self) -> dict[tuple[str, str, str], int]:
+        """(axis, phase, kind) -> bytes."""
+        total: Counter[tuple[str, str, str]] = Counter()
+        for e in self.events:
+            total[e.axis, e.phase, e.kind] += e.nbytes
+        return dict(total)
+
+    @classmethod
+    def listening(cls) -> bool:
+        """Whether any log is open."""
+        return bool(cls._active)
+
+    @classmethod
+    def emit(cls, event: CommEvent) -> None:
+        """Hand an event to every open log."""
+        for log in cls._active:
+            log.events.append(event)
+
+
+@contextlib.contextmanager
+def communication() -> Iterator[CommLog]:
+    """Collect the collectives performed inside."""
+    from meshwright_dtensor.dispatch.planned_calls import named_modules_watched
+
+    log = CommLog()
+    watching = named_modules_watched() if not CommLog._active else contextlib.nullcontext()
+    CommLog._active = (*CommLog._active, log)
+    try:
+        with watching:
+            yield log
+    finally:
+        CommLog._active = tuple(other for other in CommLog._active if other is not log)
+
+
+def record(
+    kind: str,
+    axis: str,
+    nbytes: int,
+    phase: str = "forward",
+    module: str = "",
+    function: str = "",
+    why: str = "",
+) -> None:
+    """Report a collective to the open logs; free when there is none."""
+    if CommLog._active:
+        CommLog.emit(CommEvent(kind, axis, nbytes, phase, module, function, why))

@@ -1,0 +1,155 @@
+"""Conversions between layouts, with the gradient rule.
+
+A change of state ``a -> b`` on an axis moves the value from ``forward_kind(a)`` to ``forward_kind(b)`` and its
+gradient from ``gradient_kind(b)`` back to ``gradient_kind(a)`` (Megatron's f and g, GSPMD types I/R/V/P): ``I -> X``
+is the identity forward and an all-reduce backward, ``P -> I`` the reverse, ``0 -> X`` all-gather and reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from meshwright_dtensor._torch.core import bind_apply
+from meshwright_dtensor.comm.collectives import NOWHERE, Site, Step
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of
+from meshwright_dtensor.sharding.states import (
+    State,
+    States,
+    format_state,
+    forward_kind,
+    gradient_kind,
+    is_shard,
+)
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.mesh.context import Space
+
+Tensor = torch.Tensor
+StepFunction = Callable[[Tensor, Site], Tensor]
+_DUAL: Final[dict[State, State]] = {"X": "P", "P": "X"}
+"""State of the gradient of a value, seen as a value; the others are their own."""
+
+
+def route(source: States, target: States) -> list[tuple[int, State, State]]:
+    """The order of single-axis changes that leads from ``source`` to ``target``: (axis, from, to) each.
+
+    A dim that several axes shard is nested, outer axis first, so an inner shard of the same dim is lifted before an
+    outer one changes and put back afterwards.
+    """
+    touched = {i for i, (a, b) in enumerate(zip(source, target, strict=True)) if a != b}
+    for i in sorted(touched):
+        dims = _dims(source[i], target[i])
+        touched |= {j for j in range(i + 1, len(source)) if dims & _dims(source[j], target[j])}
+    dims_used = [d for i in touched for d in _dims(source[i], target[i])]
+    if len(dims_used) == len(set(dims_used)):
+        # what shrinks goes first: less is then moved by what follows
+        order = sorted(touched, key=lambda i: (not is_shard(target[i]), is_shard(source[i]), i))
+        return [(i, source[i], target[i]) for i in order]
+    steps: list[tuple[int, State, State]] = []
+    middle = {i: "I" if is_shard(target[i]) else target[i] for i in touched}
+    for i in sorted(touched, reverse=True):
+        if source[i] == "X" and is_shard(target[i]):
+            middle[i] = "X"
+        if source[i] != middle[i]:
+            steps.append((i, source[i], middle[i]))
+    steps.extend((i, middle[i], target[i]) for i in sorted(touched) if middle[i] != target[i])
+    return steps
+
+
+def _dims(*states: State) -> set[int]:
+    return {int(s) for s in states if isinstance(s, int)}
+
+
+class Conversion:
+    """What brings a local tensor from ``source`` to ``target`` states, and its gradient back."""
+
+    __slots__ = ("space", "source", "target", "shape", "_forward", "_backward", "keep", "moves")
+
+    def __init__(self, space: Space, source: States, target: States, shape: torch.Size) -> None:
+        self.space, self.source, self.target, self.shape = space, source, target, shape
+        forward: list[StepFunction] = []
+        backward: list[StepFunction] = []
+        self.moves = False
+        current = list(source)
+        for axis, a, b in route(source, target):
+            steps = []
+            for kind_a, kind_b in ((forward_kind(a), forward_kind(b)), (gradient_kind(b), gradient_kind(a))):
+                bare = tuple("I" if i == axis else s for i, s in enumerate(current))
+                sizes = local_shape_of(tuple(shape), space.sizes, space.coords, bare)
+                total = sizes[kind_a] if isinstance(kind_a, int) else 0
+                total_target = sizes[kind_b] if isinstance(kind_b, int) else 0
+                steps.append(Step(space, axis, kind_a, kind_b, total, total_target))
+            current[axis] = b
+            ahead, back = steps[0].function("forward"), steps[1].function("backward")
+            self.moves |= steps[0].collective is not None
+            if ahead is not None:
+                forward.append(ahead)
+            if back is not None:
+                backward.insert(0, back)
+        self._forward, self._backward = forward, backward
+        # an alias costs no memory and a gathered or reduced value is shared by its consumers, a slice is cheap
+        self.keep = self.moves or not forward
+
+    def __repr__(self) -> str:
+        return f"{'/'.join(map(format_state, self.source))}->{'/'.join(map(format_state, self.target))}"
+
+    def forward(self, t: Tensor, site: Site) -> Tensor:
+        """The converted local value, without autograd; ``t`` itself when nothing changes."""
+        if not self._forward:
+            return t
+        order = None if t.is_contiguous() and 1 not in t.shape else dim_order_of(t)
+        for step in self._forward:
+            t = step(t, site)
+        # what reads the value may draw random numbers, which one device does in the order of memory
+        return t if order is None or dim_order_of(t) == order else _in_order(t, order)
+
+    def backward(self, g: Tensor, site: Site) -> Tensor:
+        """The gradient for the source, from that of the converted value."""
+        for step in self._backward:
+            g = step(g, site)
+        return g
+
+    def dual(self) -> Conversion:
+        """The conversion that the gradient makes on its way back, itself with a gradient."""
+        source, target = (tuple(_DUAL.get(s, s) for s in states) for states in (self.target, self.source))
+        conversion = self.space.conversion(source, target, self.shape)
+        assert conversion is not None  # states that differ have duals that differ
+        return conversion
+
+    def apply(self, t: Tensor, site: Site = NOWHERE) -> Tensor:
+        """The converted local value, known to autograd where ``t`` is."""
+        if t.requires_grad and torch.is_grad_enabled():
+            if not self._forward and not self._backward:
+                return t
+            return _apply(t, self, site)
+        return self.forward(t.detach() if self._forward else t, site)
+
+
+def _in_order(t: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A dense copy of ``t`` with its dims in memory in that order."""
+    return t.new_empty_strided(t.shape, dense_strides(t.shape, order)).copy_(t)
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, conversion: Conversion, site: Site) -> Tensor:
+        ctx.conversion, ctx.site = conversion, site
+        ctx.set_materialize_grads(False)
+        # detached: a view made by a custom Function could not be modified in place
+        return conversion.forward(t.detach(), site)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        if (
+            grad.requires_grad and torch.is_grad_enabled()
+        ):  # create_graph=True: collectives alone are no graph
+            return ctx.conversion.dual().apply(grad, ctx.site), None, None
+        return ctx.conversion.backward(grad, ctx.site), None, None
+
+
+_apply = bind_apply(_Convert)

@@ -1,0 +1,283 @@
+"""Deferred initialisation: build a model larger than memory with its own constructor, then keep only a rank's
+boxes.
+
+    with deferred_init():
+        model = Model(config)                      # any code; values of one device, bit for bit
+    shard = local_values(model.weight, box)        # only this box, in memory
+
+Inside the context every large CPU tensor lives in a memory-mapped file on a disk. The code that fills it runs
+as ever, in the same order, with the same numbers; the kernel keeps as many of the pages as it has room for.
+Nothing is recorded or replayed, so nothing can come out different. The price is disk space for the model,
+once per rank, and about 1.6 times the time.
+
+    with deferred_init(values=False):
+        model = Model(config)                      # to plan for: neither memory, nor disk, nor time for values
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_dtensor._torch.core import (
+    TorchDispatchMode,
+    fake_mode_active,
+    op_arguments,
+    op_mutates,
+    op_name,
+    op_returns_fresh_tensor,
+    out_overload,
+    pytree,
+)
+from meshwright_dtensor.deferred.mapped_files import MappedFiles, choose_directory, is_hollow, is_mapped
+from meshwright_dtensor.deferred.page_release import Resident, release
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.sharding.boxes import Place, copy_of
+
+MIN_BYTES = 1 << 16
+
+# Makers whose result is whatever the memory holds, or zeros: a new file is zeros already.
+_EMPTY = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided")
+    + ("zeros", "zeros_like", "new_zeros")
+)
+# Makers that are defined by an op in place on an empty tensor: the same numbers, drawn straight into the file.
+_FILLED: Mapping[str, str] = {
+    "aten::ones": "one",
+    "aten::ones_like": "one",
+    "aten::new_ones": "one",
+    "aten::full": "fill",
+    "aten::full_like": "fill",
+    "aten::new_full": "fill",
+    "aten::rand": "uniform",
+    "aten::rand_like": "uniform",
+    "aten::randn": "normal",
+    "aten::randn_like": "normal",
+    "aten::clone": "copy",
+    "aten::_to_copy": "copy",
+}
+# Makers without tensors that have a version for a given output.
+_WITH_OUT = frozenset(
+    f"aten::{name}" for name in ("arange", "linspace", "eye", "randint", "randperm", "normal", "tril_indices")
+)
+
+
+# What only changes values, beside pointwise and random ops in place.
+_WRITERS = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "masked_fill_"))
+
+
+@contextmanager
+def deferred_init(
+    *, directory: str | os.PathLike[str] | None = None, min_bytes: int = MIN_BYTES, values: bool = True
+) -> Iterator[None]:
+    """Inside, CPU tensors of at least `min_bytes` are made in files of `directory`; values are those of one
+    device.
+
+    `directory` is by default MESHWRIGHT_INIT_DIR, else the temporary directory, /var/tmp or the current one,
+    whichever has the most room; it is never a file system in memory. A file is freed with its tensor and never has a
+    name that outlives its making. Parameters made here are ordinary; used as they are, they go on living in
+    their files, which a forked process shares; their storage cannot grow (`resize_` raises). What is filled does not stay
+    mapped: on Linux the process holds about 256 MiB of such pages at most, and none afterwards. Raises
+    UsageError if there is no disk, MeshwrightError when the disk is full.
+
+    values=False: floating-point tensors of that size are never filled and take no room on the disk, nor is what is computed
+    of them, as a comparison; other integers and booleans are. Such a model can be planned for, whatever its size;
+    `parallelize` refuses it.
+    """
+    if min_bytes < 1:
+        raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")
+    place, resident = choose_directory(directory), Resident()
+    hollow = None if values else MappedFiles(place, hollow=True)
+    with resident.watching(), _MappedInit(MappedFiles(place), min_bytes, resident, hollow):
+        yield
+
+
+def is_deferred(value: torch.Tensor | nn.Module) -> bool:
+    """Whether a tensor, or any parameter or buffer of a module, lives in a file of `deferred_init`."""
+    if isinstance(value, nn.Module):
+        return any(is_mapped(tensor) for tensor in (*value.parameters(), *value.buffers()))
+    return is_mapped(value)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether somebody filled a tensor: it is not on the meta device, nor of `deferred_init(values=False)`."""
+    return not (tensor.is_meta or is_hollow(tensor))
+
+
+def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
+    """A copy of the `box` (or region) of `tensor` in ordinary memory, without holes, the dims in the same memory order,
+    detached.
+
+    Works for any tensor. The rest of a deferred tensor is never read into ordinary memory.
+    """
+    values = copy_of(tensor.detach(), box)
+    if is_mapped(tensor):
+        release(tensor.untyped_storage())
+    return values
+
+
+class _MappedInit(TorchDispatchMode):
+    """Sees every op below autograd and moves large results into files: made there where possible, else copied
+    there.
+
+    hollow: where floating-point values go that nobody wants; None where all are wanted.
+    """
+
+    def __init__(
+        self, files: MappedFiles, min_bytes: int, resident: Resident, hollow: MappedFiles | None
+    ) -> None:
+        super().__init__()
+        self._files = files
+        self._min_bytes = min_bytes
+        self._resident = resident
+        self._hollow = hollow
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if fake_mode_active():  # fake tensors take no memory
+            return func(*args, **kwargs)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._hollow is not None and op_mutates(func) and _only_writes(func, args):
+            return args[0]
+        if op_mutates(func) or not all(_is_plain(tensor) for tensor in inputs):
+            return func(*args, **kwargs)
+        result = self._made_in_file(func, args, kwargs, inputs)
+        if result is not None:
+            return result
+        result = func(*args, **kwargs)
+        known = set() if op_name(func) == "aten::lift_fresh" else {_storage(tensor) for tensor in inputs}
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, known), result)
+
+    def _made_in_file(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The result of `func`, computed straight into a file; None if it is small or `func` is not one to do
+        so.
+        """
+        name = op_name(func)
+        pointwise = torch.Tag.pointwise in func.tags
+        if not (name in _EMPTY or name in _FILLED or name in _WITH_OUT or pointwise):
+            return None
+        if not op_returns_fresh_tensor(func):
+            return None
+        if pointwise and not any(self._is_large(tensor) for tensor in inputs):
+            return None
+        device = kwargs.get("device")
+        if (device is not None and torch.device(device).type != "cpu") or kwargs.get("pin_memory"):
+            return None
+        sketch = _sketch(func, args, kwargs)
+        if sketch is None or not self._is_large(sketch):
+            return None
+        if name in _EMPTY:
+            return self._new(sketch)
+        if self._is_unwanted(sketch) or any(is_hollow(tensor) for tensor in inputs):
+            return self._new(sketch, hollow=True)
+        if name in _FILLED:
+            given = {**dict(zip(op_arguments(func), args, strict=False)), **kwargs}
+            return _fill(_FILLED[name], self._new(sketch), given)
+        out = out_overload(func)
+        if out is None:
+            return None
+        accepted = op_arguments(out)
+        named = {key: value for key, value in kwargs.items() if key in accepted}
+        target = next(reversed(accepted))
+        return out(*args, **named, **{target: self._new(sketch)})
+
+    def _moved(self, tensor: torch.Tensor, known: set[int]) -> torch.Tensor:
+        """`tensor`, or its copy in a file if it is large, new and in ordinary memory."""
+        if not _is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
+            return tensor
+        if _storage(tensor) in known or is_mapped(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        if tensor.untyped_storage().nbytes() < math.prod(tensor.shape) * tensor.dtype.itemsize:
+            return tensor  # a small one, expanded
+        new = self._new(tensor)
+        return new if self._is_unwanted(tensor) else new.copy_(tensor)
+
+    def _new(self, like: torch.Tensor, hollow: bool = False) -> torch.Tensor:
+        files = (
+            self._hollow if self._hollow is not None and (hollow or self._is_unwanted(like)) else self._files
+        )
+        new = files.zeros(like.shape, like.stride(), like.dtype)
+        self._resident.add(new.untyped_storage())
+        return new
+
+    def _is_unwanted(self, tensor: torch.Tensor) -> bool:
+        return self._hollow is not None and tensor.is_floating_point()
+
+    def _is_large(self, tensor: torch.Tensor) -> bool:
+        return math.prod(tensor.shape) * tensor.dtype.itemsize >= self._min_bytes
+
+
+def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call does nothing but change values that nobody wants."""
+    tags = func.tags
+    writes = (
+        torch.Tag.pointwise in tags or torch.Tag.nondeterministic_seeded in tags or op_name(func) in _WRITERS
+    )
+    in_place = op_name(func).endswith("_") and bool(args) and isinstance(args[0], torch.Tensor)
+    return writes and in_place and is_hollow(args[0])
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """An ordinary dense tensor; subclasses (fake, distributed, quantised ones) keep their own ways."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return plain and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The result on the meta device: its shape, strides and dtype; None if torch cannot say or it is on a
+    device.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    leaves = [_as_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    meta_args, meta_kwargs = pytree.tree_unflatten(leaves, spec)
+    if "device" in op_arguments(func):
+        meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+    if "generator" in meta_kwargs:
+        meta_kwargs = {**meta_kwargs, "generator": None}
+    try:
+        result = func(*meta_args, **meta_kwargs)
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # no meta kernel, or a user's error that the real call shall report
+        return None
+    return result
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _fill(how: str, target: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    generator = given.get("generator")
+    if how == "one":
+        return target.fill_(1)
+    if how == "fill":
+        return target.fill_(given["fill_value"])
+    if how == "uniform":
+        return target.uniform_(0, 1, generator=generator)
+    if how == "normal":
+        return target.normal_(0, 1, generator=generator)
+    return target.copy_(given["self"])

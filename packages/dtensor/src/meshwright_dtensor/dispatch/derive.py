@@ -1,0 +1,375 @@
+"""Derivation: from a torch function and the layouts of its inputs to a local program.
+
+The function is run once on fake tensors of the global shapes and its aten ops are recorded; the rules and the policy
+of :mod:`choose` give every op its states; then comes the proof: run again on fake *local* tensors, the function must
+record the very same ops, localised.  If it does, it is run on the locals as it is (tier 1); else its ops are run one by
+one with conversions between them (tier 2).  What cannot be derived raises :class:`Underivable`, and is gathered and
+run replicated (tier 3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, without_modes
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.dispatch.planned_calls import here
+from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
+from meshwright_dtensor.propagate.rewrites import check_mutations, chosen, hoist
+from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
+from meshwright_dtensor.sharding.boxes import Region, dim_order_of, local_shape_of, region_of
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, States
+from meshwright_dtensor.tensor.global_tensor import DetachedView
+from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.layout import Layout
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class Traced:
+    """A function's ops on tensors of certain shapes."""
+
+    nodes: list[Node]
+    values: list[Value]
+    out: Any
+    detaches: bool = False
+
+
+@dataclass(slots=True)
+class Derivation:
+    """What was found for one call.
+
+    Attributes:
+        first: states that each tensor input is converted to before anything runs (tier 1), or where it starts (tier 2).
+        out: the function's output with every tensor replaced by its :class:`Layout`.
+        direct: the positional arguments after the first that localise the call, or None to pass the call's own; only
+            meaningful when ``tier`` is 1.
+        composite: the context when the call is exactly one composite node.
+        gathered_view: an output aliases an input on one device but not here, because the input had to be moved.
+    """
+
+    tier: int
+    traced: Traced
+    choice: Choice
+    first: list[States]
+    out: Any
+    direct: tuple[Any, ...] | None = None
+    composite: LocalContext | None = None
+    gathered_view: bool = False
+    returns_input: bool = False
+    reason: str = ""
+
+
+_SIZED = frozenset(
+    {
+        torch.Tensor.view,
+        torch.Tensor.reshape,
+        torch.reshape,
+        torch.Tensor.expand,
+        torch.Tensor.broadcast_to,
+        torch.broadcast_to,
+    }
+)
+
+
+def fake_like(shape: Sequence[int], local: Tensor, mode: Any) -> Tensor:
+    """A fake tensor of ``shape`` with the dtype, device and memory order of ``local``."""
+    order = list(dim_order_of(local) if local.dim() == len(shape) else range(len(shape)))
+    with mode:
+        fake = torch.empty([shape[d] for d in order], dtype=local.dtype, device=local.device)
+        return fake if order == sorted(order) else fake.permute([order.index(d) for d in range(len(order))])
+
+
+_ATTENTION_FLAGS = threading.RLock()
+"""The choice of attention kernels belongs to the process: threads that trace at once would leave each other's behind."""
+
+
+def trace(
+    space: Space,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Tensor],
+    fakes: Sequence[Tensor],
+    mode: Any,
+) -> Traced:
+    """Record ``func`` with every one of ``tensors`` (matched by identity) replaced by its fake."""
+    swap = {id(t): f for t, f in zip(tensors, fakes, strict=True)}
+
+    def fake(x: Any) -> Any:
+        return swap.get(id(x), x) if isinstance(x, Tensor) else x
+
+    fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+    recorder = Recorder(space.rulebook.composites, fakes)
+    with _ATTENTION_FLAGS, quiet_fakes(), torch.no_grad(), mode, sdpa_kernel(SDPBackend.MATH), recorder:
+        out = func(*fake_args, **fake_kwargs)
+    return Traced(recorder.nodes, recorder.values, recorder.references(out), recorder.detaches)
+
+
+def derive(
+    space: Space,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    locals_: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    weights: Sequence[bool],
+    forced: Sequence[States | None] = (),
+    goal: Sequence[State | None] = (),
+) -> Derivation:
+    """Find the local program of a call.
+
+    Args:
+        tensors: the tensor arguments as they stand in ``args`` and ``kwargs``, in pytree order.
+        locals_: their local tensors.
+        layouts: their layouts.
+        weights: which of them are parameters.
+        forced: states that the plan wants an input in, None to leave it to the policy.
+        goal: per mesh axis, the state that the plan wants the first output in.
+
+    Raises:
+        Underivable: with the reason.
+    """
+    mode = fake_mode()
+    fakes = [fake_like(m.shape, t, mode) for m, t in zip(layouts, locals_, strict=True)]
+    try:
+        with without_modes():
+            traced = trace(space, func, args, kwargs, tensors, fakes, mode)
+    except MeshwrightError:
+        raise
+    except Exception as e:
+        raise Underivable(f"does not run on fake tensors: {type(e).__name__}: {_first_line(e)}") from e
+    start = [
+        tuple(want if want else m.states)
+        for m, want in zip(layouts, list(forced) or [None] * len(layouts), strict=True)
+    ]
+    given = dict(enumerate(start))
+    plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
+    with without_modes():
+        chooser = Chooser(space, space.rulebook, traced.nodes, traced.values, plain)
+        choice = chosen(chooser, given, {i for i, w in enumerate(weights) if w}, goal)
+    results = refs_in(traced.out)
+    produced, wanted, hoisted = hoist(traced.nodes, results, choice, given)
+    first = list(wanted.values())
+    copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
+    lying = {i: m.states for i, m in enumerate(layouts)}
+    gathered_view = check_mutations(traced.nodes, results, choice, lying, copies)
+    out = pytree.tree_map(
+        lambda x: _layout_of(space, traced, produced, x) if isinstance(x, Ref) else x,
+        traced.out,
+        is_leaf=is_ref,
+    )
+    base = Derivation(2, traced, choice, start, out, gathered_view=gathered_view)
+    base.returns_input = any(n.mutates for n in traced.nodes) or any(
+        r.i < len(layouts) for r in refs_in(traced.out)
+    )
+    if any(is_random(n) for n in traced.nodes):
+        base.reason = "draws random numbers: drawn whole and sliced"
+    elif hoisted:
+        base.first = first
+        if len(traced.nodes) == 1 and traced.nodes[0].op is None and _is_output(traced):
+            base.tier, base.composite = 1, context(space, traced.nodes[0], traced.values, choice, 0)
+            return base
+        proof = _prove(space, func, args, kwargs, tensors, locals_, layouts, traced, choice, first, out, mode)
+        if isinstance(proof, str):
+            base.reason = proof
+        else:
+            base.tier, base.direct = 1, proof.arguments
+            return base
+        base.first = start
+    else:
+        base.reason = "moves data between its ops"
+    if traced.detaches:
+        raise Underivable(f"{base.reason}; and it detaches a value inside")
+    made = {r.i for n in traced.nodes for r in n.outs} | set(range(len(layouts)))
+    if any(r.i not in made for n in traced.nodes for r in n.ins):
+        raise Underivable(f"{base.reason}; and it makes a tensor constant inside")
+    return base
+
+
+def _is_output(traced: Traced) -> bool:
+    node = traced.nodes[0]
+    return refs_in(traced.out) == node.outs and (isinstance(traced.out, Ref) or len(node.outs) > 1)
+
+
+def _layout_of(space: Space, traced: Traced, states: dict[int, States], ref: Ref) -> Layout:
+    value = traced.values[ref.i]
+    return space.layout(states.get(ref.i, space.replicated), value.shape, value.dtype)
+
+
+@dataclass(slots=True)
+class _Proof:
+    arguments: tuple[Any, ...] | None
+
+
+def coordinates(
+    space: Space, states: Sequence[States], shapes: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Mesh coordinates whose local shapes cover all that occur: one where all divides, else first and last ranks.
+
+    Of runs that are not even any rank may hold another length.
+    """
+    found: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    ranks = [
+        range(n)
+        if any(isinstance(s[axis], Runs) and not s[axis].even for s in states)  # type: ignore[union-attr]
+        else (0, n - 1)
+        if n > 1
+        else (0,)
+        for axis, n in enumerate(space.sizes)
+    ]
+    for coords in itertools.product(*ranks):
+        local = tuple(
+            local_shape_of(tuple(shape), space.sizes, coords, s)
+            for s, shape in zip(states, shapes, strict=True)
+        )
+        found.setdefault(local, coords)
+    return list(found.values())
+
+
+def local_shape(
+    space: Space, shape: Sequence[int], states: States, coords: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Shape of the part of a value that the rank at ``coords`` (this rank by default) holds."""
+    return local_shape_of(tuple(shape), space.sizes, coords or space.coords, states)
+
+
+def _prove(
+    space: Space,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    locals_: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    traced: Traced,
+    choice: Choice,
+    first: list[States],
+    out: Any,
+    mode: Any,
+) -> _Proof | str:
+    """The arguments with which ``func`` runs on the locals as it is, or why it does not."""
+    for k, node in enumerate(traced.nodes):
+        if node.op is None:
+            ctx = context(space, node, traced.values, choice, k)
+            if not space.rulebook.composite(node.name).plain(ctx):
+                return f"contains {node.name}, which needs its own local form"
+    layout = out if hasattr(out, "local_shape") else None
+    reason = ""
+    for sized in (True, False) if func in _SIZED and layout is not None else (False,):
+        reason = ""
+        for coords in coordinates(space, first, [m.shape for m in layouts]):
+            shapes = [local_shape(space, m.shape, s, coords) for m, s in zip(layouts, first, strict=True)]
+            fakes = [fake_like(shape, t, mode) for shape, t in zip(shapes, locals_, strict=True)]
+            call_args: tuple[Any, ...] = (
+                (args[0], *layout.local_shape_at(coords)) if sized and layout else args
+            )
+            try:
+                with without_modes():
+                    local = trace(space, func, call_args, {} if sized else kwargs, tensors, fakes, mode)
+            except Exception as e:
+                reason = f"does not run on local shapes: {_first_line(e)}"
+                break
+            reason = _differs(space, traced, local, choice, coords)
+            if reason:
+                break
+        if not reason:
+            return _Proof(tuple(layout.local_shape) if sized and layout is not None else None)
+    return reason
+
+
+def _differs(space: Space, whole: Traced, local: Traced, choice: Choice, coords: tuple[int, ...]) -> str:
+    """Why the local trace is not the localised global one; empty when it is."""
+    if len(local.nodes) != len(whole.nodes):
+        return f"records {len(local.nodes)} ops on local shapes, {len(whole.nodes)} on global ones"
+    for k, (g, loc) in enumerate(zip(whole.nodes, local.nodes, strict=True)):
+        if g.outs != loc.outs or g.name != loc.name:
+            return f"{g.name} became {loc.name} on local shapes"
+        for ref, states in zip(g.outs, choice.outs[k], strict=True):
+            if local.values[ref.i].shape != local_shape(space, whole.values[ref.i].shape, states, coords):
+                return f"{g.name} gives another local shape than its layout says"
+        if g.op is None:
+            if not _same(g.args, loc.args) or not _same(g.kwargs, loc.kwargs):
+                return f"{g.name} has other arguments on local shapes"
+            continue
+        if not _same_op(space, whole, local, choice, k, coords):
+            return f"{g.name} has other arguments on local shapes"
+    if whole.out != local.out and not _same(whole.out, local.out):
+        return "returns something else on local shapes"
+    return ""
+
+
+def _same_op(
+    space: Space, whole: Traced, local: Traced, choice: Choice, k: int, coords: tuple[int, ...]
+) -> bool:
+    g, loc = whole.nodes[k], local.nodes[k]
+    ins = [
+        local_shape(space, whole.values[r.i].shape, s, coords)
+        for r, s in zip(g.ins, choice.ins[k], strict=True)
+    ]
+    outs = [
+        local_shape(space, whole.values[r.i].shape, s, coords)
+        for r, s in zip(g.outs, choice.outs[k], strict=True)
+    ]
+    held = held_by(space, whole.values, g, choice, k, coords)
+    wanted = localise(NodeView.of(g, whole.values, 1), outs, ins, held)
+    here = localise(NodeView.of(loc, local.values, 1), outs, [local.values[r.i].shape for r in loc.ins])
+    return wanted[0] == here[0] and _same(wanted[1], here[1]) and _same(wanted[2], here[2])
+
+
+def held_by(
+    space: Space,
+    values: Sequence[Value],
+    node: Node,
+    choice: Choice,
+    k: int,
+    coords: tuple[int, ...] | None = None,
+) -> Region | None:
+    """What the rank at ``coords`` (this rank by default) holds of the first input of node ``k``."""
+    if not node.ins:
+        return None
+    return region_of(values[node.ins[0].i].shape, space.sizes, coords or space.coords, choice.ins[k][0])
+
+
+def _same(a: Any, b: Any) -> bool:
+    return pytree.tree_leaves(a, is_leaf=is_ref) == pytree.tree_leaves(b, is_leaf=is_ref)
+
+
+def context(space: Space, node: Node, values: Sequence[Value], choice: Choice, k: int) -> LocalContext:
+    """What a composite needs to know to run on the locals."""
+    return LocalContext(
+        mesh=space.mesh,
+        node=node,
+        ins=tuple(choice.ins[k]),
+        outs=tuple(choice.outs[k]),
+        in_shapes=tuple(values[r.i].shape for r in node.ins),
+        out_shapes=tuple(values[r.i].shape for r in node.outs),
+        # an inner space (see Space.inner) shares what is said of all axes and has some of them
+        attention={i: space.attention[name] for i, name in enumerate(space.axes) if name in space.attention},
+        record=lambda kind, axis, nbytes, phase: record(
+            kind, space.axes[axis], nbytes, phase, here(node.name).module, node.name, f"inside {node.name}"
+        ),
+    )
+
+
+def describe(func: Callable[..., Any], layouts: Sequence[Layout]) -> tuple[str, str]:
+    """Function name and layouts, for reports."""
+    return function_name(func), ", ".join(map(repr, layouts))
+
+
+def _first_line(e: BaseException) -> str:
+    return (str(e).splitlines() or [""])[0][:200]

@@ -1,0 +1,306 @@
+"""From a torch call on global tensors to its local program: key, cache, special cases, fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._torch.core import (
+    any_autocast,
+    dtensor_local,
+    functorch_active,
+    make_subclass,
+    pytree,
+)
+from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.log import CommLog
+from meshwright_dtensor.dispatch import fallback, tensor_methods
+from meshwright_dtensor.dispatch.derive import derive, describe
+from meshwright_dtensor.dispatch.guard import install_guard
+from meshwright_dtensor.dispatch.planned_calls import FRAMES, Target
+from meshwright_dtensor.dispatch.program import Program, build
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
+from meshwright_dtensor.propagate.choose import Underivable
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+from meshwright_dtensor.trace.graph import function_name
+
+Tensor = torch.Tensor
+_HASHED = frozenset(
+    {type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
+)
+
+
+def _freeze(a: Any, tensors: list[Any]) -> Any:
+    """A hashable stand-in for an argument; its tensors are appended to ``tensors`` in pytree order."""
+    t = type(a)
+    if t is GlobalTensor:
+        tensors.append(a)
+        return a._layout
+    if t in _HASHED:
+        return a
+    if t is int or t is bool:
+        return (t, a)
+    if t is float:
+        return (t, a.hex())  # -0.0 is not 0.0, and nan is nan
+    if isinstance(a, Tensor):
+        tensors.append(a)
+        if isinstance(a, DetachedView):
+            a.check_fresh()
+            return ("view", a._layout)
+        if isinstance(a, MeshParameter):
+            return a._key
+        if isinstance(a, DTensor):
+            return ("dtensor", layout_of_dtensor(a))
+        if functorch_active():
+            return object()  # equal to nothing: run on whole values, every time
+        return (a.shape, a.dtype)
+    if t is tuple or t is list or t is torch.Size:
+        return (t, tuple([_freeze(x, tensors) for x in a]))
+    if t is slice:
+        return ("slice", _freeze(a.start, tensors), _freeze(a.stop, tensors), _freeze(a.step, tensors))
+    if t is dict:
+        return tuple((k, _freeze(v, tensors)) for k, v in a.items())
+    try:
+        hash(a)
+    except TypeError:
+        return object()  # equal to nothing: what cannot be compared is derived anew every time
+    return (t, a)
+
+
+def dispatch(
+    cls: type,
+    func: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``__torch_function__`` of global tensors: run a torch function that has one, or a mesh parameter, among its arguments."""
+    tensors: list[Any] = []
+    key: list[Any] = [func]
+    space: Space | None = None
+    for a in args:
+        kind = type(a)
+        if kind is GlobalTensor:
+            layout = a._layout
+            space = layout.space
+            tensors.append(a)
+            key.append(layout)
+        elif kind is int:
+            key.append(a)
+        elif kind is MeshParameter:
+            tensors.append(a)
+            key.append(a._key)
+        else:
+            key.append(_freeze(a, tensors))
+    if kwargs:
+        for name in kwargs:
+            key.append(name)
+            key.append(_freeze(kwargs[name], tensors))
+    else:
+        kwargs = {}
+    count = len(tensors)
+    if count > 1 and (tensors[0] is tensors[1] if count == 2 else len(set(map(id, tensors))) < count):
+        key.append(_repeats(tensors))
+    if any_autocast():
+        key.append(_autocast())
+    stack = FRAMES.stack
+    target = None
+    if stack and stack[-1].rules:
+        target = stack[-1].target(func)
+        if target is not None:
+            key.append(target)
+    if space is None:
+        space = _space_of(tensors)
+    frozen = tuple(key)
+    program = space.programs.get(frozen)
+    if program is None:
+        handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(
+            func, getattr(func, "__name__", "")
+        )
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if functorch_active():
+            return fallback.run_on_full(func, args, kwargs)
+        if kwargs.get("out") is not None:
+            return fallback.run_with_out(
+                func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k)
+            )
+        space = _space_of(tensors)
+        program = _make(space, func, args, kwargs, tensors, target)
+        space.remember(frozen, program)
+    site = NOWHERE
+    if CommLog._active:
+        site = Site(stack[-1].where if stack else "", function_name(func))
+    return _run(program, args, kwargs, tensors, site)
+
+
+def _repeats(tensors: list[Any]) -> tuple[int, ...]:
+    """For every tensor the position at which it stands first: ``x * x`` is another program than ``x * y``."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
+
+
+def _autocast() -> Any:
+    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+
+
+def _run(
+    program: Program | fallback.Replicated, args: Any, kwargs: Any, tensors: list[Any], site: Site
+) -> Any:
+    if isinstance(program, fallback.Replicated):
+        return program.run(args, kwargs, site)
+    if program.unchanged:
+        locals_ = [t._local for t in tensors] if len(tensors) > 1 else [tensors[0]._local]
+    else:
+        locals_ = []
+        for t, states in zip(tensors, program.targets):
+            if type(t) is GlobalTensor:
+                locals_.append(t._local if states is None else local_in(t, states, site))
+            elif states is None and type(t) is MeshParameter:
+                locals_.append(dtensor_local(t) if t._copy is None else t._copy.take())
+            else:
+                locals_.append(_local_of(t, states, program, site))
+    if program.writes:
+        refuse_write_to_copy(locals_[0])
+    if program.takes_arguments:
+        result = program.local(args, kwargs, locals_)
+    else:
+        result = program.local(locals_, site)
+    out = program.out
+    if type(out) is not Layout:
+        return _label(result, out, tensors, program.gathered_view)
+    if program.returns_input:
+        for t in tensors:
+            if t is result or (type(t) is GlobalTensor and t._local is result and t._layout is out):
+                return t
+    if program.gathered_view:
+        return detached(result, out, tensors[0])
+    made: Any = make_subclass(GlobalTensor, out.template)  # wrap(), without the call
+    made._local = result
+    made._layout = out
+    return made
+
+
+def _label(result: Any, out: Any, tensors: list[Any], gathered_view: bool) -> Any:
+    if type(out) is Layout:
+        return detached(result, out, tensors[0]) if gathered_view else wrap(result, out)
+    if isinstance(result, (tuple, list)):
+        outs = (
+            out
+            if isinstance(out, (tuple, list))
+            else pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
+        )
+        made = [_label(r, o, tensors, gathered_view) for r, o in zip(result, outs, strict=True)]
+        return type(result)(
+            made
+        )  # a tuple, a list, or one of torch's structseqs, which take one iterable too
+    return result
+
+
+def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Tensor:
+    if isinstance(t, GlobalTensor):
+        return t._local if states is None else local_in(t, states, site)
+    if isinstance(t, DTensor):
+        return parameter_local(t, states or layout_of_dtensor(t).states, site)
+    if states is None:
+        return t  # type: ignore[no-any-return]
+    space: Space = program.space
+    conversion = space.conversion(space.replicated, states, t.shape)
+    return t if conversion is None else conversion.apply(t, site)
+
+
+def _space_of(tensors: Sequence[Any]) -> Space:
+    space: Space | None = None
+    for t in tensors:
+        here = t._layout.space if isinstance(t, (GlobalTensor, MeshParameter)) else None
+        if here is None and isinstance(t, DTensor):
+            here = layout_of_dtensor(t).space
+        if here is None or here is space:
+            continue
+        if space is not None and here.mesh != space.mesh:
+            raise UnsupportedError(
+                f"a call mixes tensors over two meshes, {space.mesh} and {here.mesh}; move one with .full_tensor() first"
+            )
+        space = here if space is None else space
+    if space is None:
+        raise UnsupportedError("no tensor of this call lies over a mesh")
+    return space
+
+
+def _make(
+    space: Space, func: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Any], target: Target | None
+) -> Program | fallback.Replicated:
+    layouts, locals_ = [], []
+    for t in tensors:
+        if isinstance(t, GlobalTensor):
+            layouts.append(t._layout)
+            locals_.append(t._local)
+        elif isinstance(t, DTensor):
+            layouts.append(layout_of_dtensor(t))
+            own = isinstance(t, MeshParameter) and t._copy is not None
+            locals_.append(parameter_local(t, layouts[-1].states) if own else dtensor_local(t))
+        else:
+            layouts.append(space.layout(space.replicated, t.shape, t.dtype))
+            locals_.append(t)
+    name, described = describe(func, layouts)
+    in_place = tensor_methods.is_in_place(name) or kwargs.get("inplace") is True
+    if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
+        raise UnsupportedError(
+            f"{name} writes to a view that had to be gathered from its sharded base, and would not reach the base; write to "
+            "the base itself (x[index] = value works on sharded tensors) or use the out-of-place form"
+        )
+    if name in tensor_methods.DATA_DEPENDENT:
+        space.note(name, 3, described, "depends on the data")
+        return fallback.Replicated(space, func, in_place)
+    forced: list[States | None] = [None] * len(tensors)
+    goal: tuple[Any, ...] = ()
+    if target is not None:
+        forced, goal = target.states(space, layouts)
+        if in_place and forced:
+            # what is written stays as it lies: a write to a copy reaches it, or its gradient, never
+            forced[0] = None
+    try:
+        once = sorted(set(_repeats(tensors)))
+        weights = [isinstance(tensors[i], MeshParameter) for i in once]
+        d = derive(
+            space,
+            func,
+            args,
+            kwargs,
+            [tensors[i] for i in once],
+            [locals_[i] for i in once],
+            [layouts[i] for i in once],
+            weights,
+            [forced[i] for i in once],
+            goal,
+        )
+        bare = all(type(t) is GlobalTensor for t in tensors)
+        places = [once.index(i) for i in _repeats(tensors)]
+        program = build(space, func, args, kwargs, layouts, places, d, bare)
+        program.writes = in_place
+    except Underivable as e:
+        space.note(name, 3, described, str(e))
+        return fallback.Replicated(space, func, in_place)
+    space.note(name, d.tier, described, d.reason)
+    return program
+
+
+def install() -> None:
+    """Connect global tensors to this module and catch ``autograd.Function.apply``, which goes past it; idempotent."""
+    GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
+    install_guard(fallback.run_function, _hidden_from)
+
+
+def _hidden_from(cls: Any, x: Any) -> bool:
+    """torch's own Functions (DTensor's, FSDP's) know DTensors, and so mesh parameters."""
+    return isinstance(x, GlobalTensor) or (
+        isinstance(x, MeshParameter) and not cls.__module__.startswith("torch.")
+    )

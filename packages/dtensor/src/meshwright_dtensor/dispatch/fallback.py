@@ -1,0 +1,191 @@
+"""Tier 3 and the ways round: run on whole values, always right, and say so.
+
+Also here: ``out=``, ``autograd.Function`` and checkpointing with global tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.dispatch.autograd_function import runs_on_shards
+from meshwright_dtensor.dispatch.planned_calls import here
+from meshwright_dtensor.dispatch.tensor_methods import VIEWS
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
+from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+from meshwright_dtensor.trace.graph import function_name
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.mesh.context import Space
+
+Tensor = torch.Tensor
+
+
+def whole(x: Any, site: Site = NOWHERE) -> Any:
+    """The whole value of a global tensor or mesh parameter, connected to autograd; anything else as it is."""
+    if isinstance(x, GlobalTensor):
+        if isinstance(x, DetachedView):
+            x.check_fresh()
+        return local_in(x, x._layout.space.replicated, site)
+    if isinstance(x, DTensor):
+        return parameter_local(x, layout_of_dtensor(x).space.replicated, site)
+    return x
+
+
+def label(space: Space, tree: Any) -> Any:
+    """``tree`` with every plain tensor labelled as a global tensor that every rank holds whole."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Tensor) and not isinstance(x, (GlobalTensor, DTensor)):
+            return wrap(x, space.layout(space.replicated, x.shape, x.dtype))
+        return x
+
+    if isinstance(tree, tuple) and hasattr(tree, "n_fields"):  # structseq: a pytree leaf
+        return type(tree)([one(x) for x in tree])
+    return pytree.tree_map(one, tree)
+
+
+class Replicated:
+    """The program of a call without a local form: gather the inputs, run, label the outputs replicated."""
+
+    __slots__ = ("space", "func", "in_place")
+
+    def __init__(self, space: Space, func: Callable[..., Any], in_place: bool) -> None:
+        self.space, self.func, self.in_place = space, func, in_place
+
+    def run(self, args: Any, kwargs: Any, site: Site) -> Any:
+        """Run on whole values; a write goes back into the shards it belongs to."""
+        if self.in_place:
+            return self._write(args, kwargs, site)
+        full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
+        out = label(self.space, self.func(*full_args, **full_kwargs))
+        if function_name(self.func) in VIEWS:
+            base = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GlobalTensor)), None)
+            if base is not None and (isinstance(base, DetachedView) or not base._layout.replicated):
+                return pytree.tree_map(
+                    lambda x: detached(x._local, x._layout, base) if isinstance(x, GlobalTensor) else x, out
+                )
+        return out
+
+    def _write(self, args: Any, kwargs: Any, site: Site) -> Any:
+        target = args[0]
+        rest, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args[1:], kwargs))
+        if not isinstance(target, GlobalTensor):
+            if isinstance(target, DTensor):
+                raise UnsupportedError(
+                    f"{function_name(self.func)} on a parameter over a mesh has no local form; change it on one device "
+                    "before parallelize, or write through parameter.data with a DTensor"
+                )
+            return self.func(target, *rest, **full_kwargs)
+        refuse_write_to_copy(target._local)
+        layout = target._layout
+        changed = whole(target, site)
+        if changed is target._local:
+            result = self.func(changed, *rest, **full_kwargs)
+            return target if result is not None else None
+        changed = changed.clone()
+        result = self.func(changed, *rest, **full_kwargs)
+        source = layout.space.layout(layout.space.replicated, layout.shape, layout.dtype)
+        if tuple(changed.shape) != tuple(layout.shape):
+            raise UnsupportedError(
+                f"{function_name(self.func)} would change the shape of a sharded tensor from {list(layout.shape)} to "
+                f"{list(changed.shape)} in place; use the out-of-place form"
+            )
+        target._local.copy_(local_in(wrap(changed, source), layout.states, site))
+        return target if result is not None else None
+
+
+def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run on whole plain values and return them plain: inside a functorch transform a label would be lost.
+
+    Raises:
+        UnsupportedError: a sharded tensor that needs a gradient would have to be gathered inside the transform.
+    """
+    for x in pytree.tree_leaves((args, kwargs)):
+        if isinstance(x, GlobalTensor) and x.requires_grad and not x._layout.replicated:
+            raise UnsupportedError(
+                f"{function_name(func)} inside a functorch transform needs the whole of a sharded tensor ({x._layout!r}) whose "
+                "gradient is wanted; take x.full_tensor() outside of the transform and use that"
+            )
+    full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
+    return func(*full_args, **full_kwargs)
+
+
+def run_with_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+    """``out=``: compute without it, then write the result into it, in its own layout.
+
+    Raises:
+        UnsupportedError: ``out`` has another shape, which torch would resize.
+    """
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out")
+    over = any(isinstance(x, (GlobalTensor, DTensor)) for x in pytree.tree_leaves((args, kwargs)))
+    result = run(func, args, kwargs) if over else func(*args, **kwargs)
+    outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
+    for o, r in zip(outs, results, strict=True):
+        if tuple(o.shape) != tuple(r.shape):
+            raise UnsupportedError(
+                f"out= of shape {list(o.shape)} does not fit the result of shape {list(r.shape)} of {function_name(func)}, "
+                "and a global tensor is not resized; pass one of the right shape or none"
+            )
+        if isinstance(o, DetachedView):
+            raise UnsupportedError(
+                f"out= of {function_name(func)} is a view that had to be gathered from its sharded base, and the write would "
+                "not reach the base; write to the base itself"
+            )
+        if isinstance(o, GlobalTensor):
+            refuse_write_to_copy(o._local)
+            if not isinstance(r, GlobalTensor):
+                r = label(o._layout.space, r)
+            o._local.copy_(r.redistribute(o._layout.states)._local)
+        else:
+            o.copy_(whole(r))
+    return out
+
+
+def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A user's ``autograd.Function``: its forward and backward are given whole plain values on every rank.
+
+    Parameters that they reach in other ways (a reversible layer runs its modules inside) make global tensors of what
+    they compute; those leave as whole values, too.
+    """
+    if cls is CheckpointFunction:
+        function, preserve, *rest = args
+        return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve)
+    if runs_on_shards(cls, args, kwargs):
+        layout = next(a for a in args if isinstance(a, GlobalTensor))._layout
+        return wrap(cls.apply(*[a._local if isinstance(a, GlobalTensor) else a for a in args]), layout)
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (GlobalTensor, DTensor))]
+    first = tensors[0]
+    space = first._layout.space if isinstance(first, GlobalTensor) else layout_of_dtensor(first).space
+    site = here(getattr(cls, "__name__", "Function"))
+    full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
+    # a Function may save its input by identity or write to it: never hand it storage that others hold
+    aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}
+    full_args = tuple(x.view_as(x) if isinstance(x, Tensor) and id(x) in aliased else x for x in full_args)
+    return label(space, _leaving_whole(cls).apply(*full_args, **full_kwargs))
+
+
+@cache
+def _leaving_whole(cls: Any) -> Any:
+    """A subclass whose forward and backward return plain whole values: autograd cannot see into global tensors."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map(whole, cls.forward(*args, **kwargs))
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return pytree.tree_map(whole, cls.backward(ctx, *gradients))
+
+    own = {"forward": staticmethod(forward)}
+    if cls.backward is not torch.autograd.Function.backward:  # else it has vjp
+        own["backward"] = staticmethod(backward)
+    return type(cls.__name__, (cls,), own)

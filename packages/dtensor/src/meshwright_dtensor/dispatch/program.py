@@ -1,0 +1,243 @@
+"""Local programs: what a call does on this rank once it has been derived.
+
+A program takes the call's arguments, converts the tensor inputs, runs on the locals and labels the outputs.  Autograd
+sees only what runs on the locals, so the backward pass runs in C++, except inside communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.dispatch.derive import Derivation, context, held_by, local_shape
+from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.random import Part, is_drawn_alike, run_random
+from meshwright_dtensor.rules import NodeView, is_random, localise
+from meshwright_dtensor.sharding.boxes import dim_order_of
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.trace.graph import Ref, is_ref
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.mesh.context import Space
+
+Tensor = torch.Tensor
+
+
+class Program:
+    """A cached local program.
+
+    Attributes:
+        targets: per tensor argument the states it is converted to, None where it is taken as it is.
+        unchanged: every argument is a global tensor taken as it is.
+        local: (args, kwargs, locals) or (locals, site) -> local outputs, by ``takes_arguments``.
+        out: tree of layouts, the outputs.
+        returns_input: an output may be an input itself.
+        writes: the first argument is written to.
+        gathered_view: outputs alias an input on one device, but not here.
+    """
+
+    __slots__ = (
+        "space",
+        "targets",
+        "out",
+        "gathered_view",
+        "returns_input",
+        "writes",
+        "local",
+        "takes_arguments",
+        "unchanged",
+    )
+
+    def __init__(
+        self,
+        space: Space,
+        targets: tuple[States | None, ...],
+        d: Derivation,
+        local: Callable[..., Any],
+        takes_arguments: bool,
+        unchanged: bool,
+    ) -> None:
+        self.space, self.targets, self.out, self.gathered_view = space, targets, d.out, d.gathered_view
+        self.returns_input = d.returns_input
+        self.writes = False
+        self.local, self.takes_arguments, self.unchanged = local, takes_arguments, unchanged
+
+
+def build(
+    space: Space,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    layouts: Sequence[Layout],
+    places: Sequence[int],
+    d: Derivation,
+    bare: bool,
+) -> Program:
+    """The program of a derivation.
+
+    Args:
+        layouts: of every tensor argument.
+        places: for every tensor argument, which input of the derivation it is (the same one may stand twice).
+        bare: every tensor argument is a plain :class:`GlobalTensor`.
+    """
+    targets = tuple(
+        None if m.states == d.first[i] else d.first[i] for m, i in zip(layouts, places, strict=True)
+    )
+    unchanged = bare and all(t is None for t in targets)
+    inputs = [places.index(i) for i in range(len(d.first))]
+    if d.tier == 1 and d.composite is not None:
+        composite = space.rulebook.composite(d.composite.node.name)
+        run = _located(composite.local(d.composite), composite.located)
+        order = [inputs[r.i] for r in d.composite.node.ins]
+        return Program(space, targets, d, _composite_runner(run, order, len(layouts)), False, unchanged)
+    if d.tier == 1:
+        return Program(space, targets, d, _direct_runner(func, args, kwargs, d.direct), True, unchanged)
+    return Program(space, targets, d, _Steps(space, d, inputs), False, unchanged)
+
+
+def _located(run: Callable[..., Any], located: bool) -> Callable[[list[Tensor], Site], Any]:
+    return run if located else lambda locals_, site: run(locals_)
+
+
+def _composite_runner(
+    run: Callable[[list[Tensor], Site], Any], order: list[int], count: int
+) -> Callable[[list[Tensor], Site], Any]:
+    if order == list(range(count)):
+        return run
+    return lambda locals_, site: run([locals_[i] for i in order], site)
+
+
+def _direct_runner(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sized: tuple[Any, ...] | None
+) -> Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]:
+    if sized is not None:
+        return lambda a, k, locals_: func(locals_[0], *sized)
+    places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    flat = not any(
+        isinstance(a, Tensor) for i, a in enumerate(args) if i not in places for a in pytree.tree_leaves(a)
+    )
+    flat = flat and not any(isinstance(v, Tensor) for v in pytree.tree_leaves(kwargs))
+    if flat and places == [0] and not kwargs:
+        return lambda a, k, locals_: func(locals_[0], *a[1:])
+    if flat and places == [0, 1] and len(args) == 2 and not kwargs:
+        return lambda a, k, locals_: func(locals_[0], locals_[1])
+    if flat:
+
+        def run(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
+            values = list(a)
+            for place, t in zip(places, locals_, strict=True):
+                values[place] = t
+            return func(*values, **k)
+
+        return run
+
+    first: Any = args[0] if args else None
+    rest = (*args[1:], *kwargs.values())
+    if (
+        type(first) in (list, tuple)
+        and all(isinstance(x, Tensor) for x in first)
+        and not any(isinstance(x, Tensor) for x in pytree.tree_leaves(rest))
+    ):
+        return lambda a, k, locals_: func(locals_, *a[1:], **k)  # cat, stack
+
+    def run_nested(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
+        following = iter(locals_)
+        a, k = pytree.tree_map(lambda x: next(following) if isinstance(x, Tensor) else x, (a, k))
+        return func(*a, **k)
+
+    return run_nested
+
+
+class _Steps:
+    """Tier 2: the recorded ops one by one on the locals, with conversions between them."""
+
+    def __init__(self, space: Space, d: Derivation, inputs: Sequence[int]) -> None:
+        self.space, self.out_tree = space, d.traced.out
+        self.inputs = inputs
+        traced, choice = d.traced, d.choice
+        states: dict[int, States] = dict(enumerate(d.first))
+        self.steps: list[tuple[Callable[[list[Tensor]], Any], list[tuple[int, Any]], list[int]]] = []
+        for k, node in enumerate(traced.nodes):
+            reads = []
+            for ref, want in zip(node.ins, choice.ins[k], strict=True):
+                shape = torch.Size(traced.values[ref.i].shape)
+                reads.append((ref.i, space.conversion(states.get(ref.i, space.replicated), want, shape)))
+            for ref, made in zip(node.outs, choice.outs[k], strict=True):
+                states[ref.i] = made
+            self.steps.append((self._local(d, k), reads, [r.i for r in node.outs]))
+
+    def _local(self, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
+        node, values, space = d.traced.nodes[k], d.traced.values, self.space
+        if node.op is None:
+            return space.rulebook.composite(node.name).local(context(space, node, values, d.choice, k))
+        if is_random(node):
+            return _random_step(space, d, k)
+        shapes = [
+            local_shape(space, values[r.i].shape, s) for r, s in zip(node.outs, d.choice.outs[k], strict=True)
+        ]
+        ins = [
+            local_shape(space, values[r.i].shape, s) for r, s in zip(node.ins, d.choice.ins[k], strict=True)
+        ]
+        op, op_args, op_kwargs = localise(
+            NodeView.of(node, values, 1), shapes, ins, held_by(space, values, node, d.choice, k)
+        )
+        leaves, spec = pytree.tree_flatten((op_args, op_kwargs), is_leaf=is_ref)
+        order = {r.i: j for j, r in enumerate(node.ins)}
+
+        def run(locals_: list[Tensor]) -> Any:
+            a, kw = pytree.tree_unflatten(
+                [locals_[order[x.i]] if isinstance(x, Ref) else x for x in leaves], spec
+            )
+            return op(*a, **kw)
+
+        return run
+
+    def __call__(self, locals_: list[Tensor], site: Site) -> Any:
+        env = {i: locals_[place] for i, place in enumerate(self.inputs)}
+        done: dict[tuple[int, int], Tensor] = {}
+        for run, reads, outs in self.steps:
+            values = []
+            for i, conversion in reads:
+                if conversion is None:
+                    values.append(env[i])
+                    continue
+                key = (i, id(conversion))
+                if key not in done:
+                    done[key] = conversion.apply(env[i], site)
+                values.append(done[key])
+            result = run(values)
+            made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+            env.update(zip(outs, made, strict=True))
+        return pytree.tree_map(lambda x: env[x.i] if isinstance(x, Ref) else x, self.out_tree, is_leaf=is_ref)
+
+
+def _random_step(space: Space, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
+    node, values = d.traced.nodes[k], d.traced.values
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs), is_leaf=is_ref)
+    order = {r.i: j for j, r in enumerate(node.ins)}
+    if not node.ins:
+        return lambda locals_: node.op(*node.args, **node.kwargs)
+    pairs = zip(node.ins, d.choice.ins[k], strict=True)
+    layouts = [space.layout(s, values[r.i].shape, values[r.i].dtype) for r, s in pairs]
+
+    alike, shape_only = is_drawn_alike(node.op), "_like." in node.name
+
+    def run(locals_: list[Tensor]) -> Any:
+        tensors = [locals_[order[x.i]] for x in leaves if isinstance(x, Ref)]
+        following = iter(tensors)
+        a, kw = pytree.tree_unflatten([next(following) if isinstance(x, Ref) else x for x in leaves], spec)
+        if not alike:
+            return node.op(*a, **kw)  # multinomial: its inputs are whole
+        parts = [
+            Part(tuple(m.shape), dim_order_of(t), m.region) for m, t in zip(layouts, tensors, strict=True)
+        ]
+        if not shape_only:
+            return run_random(node.op, a, kw, parts)
+        with torch.no_grad():  # as torch's own rand_like does: the op below it has no derivative
+            return run_random(node.op, a, kw, parts)
+
+    return run

@@ -1,0 +1,335 @@
+"""Torch functions that are about the tensor object itself rather than about a computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.sharding.boxes import dim_order_of
+from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
+from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
+from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+
+Tensor = torch.Tensor
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+DATA_DEPENDENT = frozenset(
+    "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ nonzero __array__ equal "
+    "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__".split()
+)
+"""Functions whose result is made of values, not of layouts: they need the whole value."""
+
+VIEWS = frozenset(
+    "__getitem__ view reshape narrow select transpose t permute expand expand_as unsqueeze squeeze chunk split unbind diagonal "
+    "as_strided unfold view_as flatten unflatten movedim swapaxes swapdims tensor_split ravel".split()
+)
+"""Functions whose result shares memory with its input on one device."""
+
+_ON_LOCAL = frozenset(
+    "is_contiguous is_floating_point is_complex is_signed element_size is_inference get_device is_pinned is_neg is_conj "
+    "is_distributed is_same_size is_shared _is_view retain_grad requires_grad_ is_sparse".split()
+)
+_STORAGE = frozenset(
+    "data_ptr untyped_storage storage storage_offset set_ resize_ resize_as_ share_memory_ typed_storage".split()
+)
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    if name == "__setitem__":
+        return True
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return name.endswith("_") and not name.endswith("__") and not name.startswith("_foreach")
+
+
+def _on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = args[0]
+    result = func(*[x._local if isinstance(x, GlobalTensor) else x for x in args], **kwargs)
+    return first if result is getattr(first, "_local", None) else result
+
+
+def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``loss.backward()``: the gradient of a global value is that of the whole; a partial sum is reduced first."""
+    x = args[0]
+    if isinstance(x, DTensor):
+        with stock_call():
+            func(*args, **kwargs)
+        return
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    layout = x._layout
+    gradient = given.pop("gradient", None)
+    if gradient is None and layout.shape.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    states = tuple("I" if s in ("P", "X") else s for s in layout.states)
+    local = local_in(x, states)
+    if gradient is not None:
+        if not isinstance(gradient, GlobalTensor):
+            plain = layout.space.layout(layout.space.replicated, gradient.shape, gradient.dtype)
+            gradient = wrap(gradient, plain)
+        given["gradient"] = local_in(gradient, states)
+    inputs = given.pop("inputs", None)
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        given["inputs"] = [_leaf(t) for t in inputs]
+    local.backward(**given)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    if isinstance(t, GlobalTensor):
+        return t._local
+    copy = getattr(t, "_copy", None)  # of a mesh parameter
+    if copy is not None:
+        return copy.leaf()  # type: ignore[no-any-return]
+    return dtensor_local(t) if isinstance(t, DTensor) else t
+
+
+def _gradient_of(t: DTensor, g: Tensor) -> DTensor:
+    """What autograd captured at the leaf of a DTensor, as a DTensor like it."""
+    copy = getattr(t, "_copy", None)
+    if copy is not None:
+        g = copy.stored_gradient(g)
+    return dtensor_from(g, dtensor_spec(t))
+
+
+def _gradient_states(x: GlobalTensor) -> tuple[Any, ...]:
+    """The dual states: the gradient of a gradient has to come back as the value lies."""
+    return tuple({"X": "P", "P": "X"}.get(s, s) if isinstance(s, str) else s for s in x._layout.states)
+
+
+def _gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    g = x._local.grad
+    if g is None:
+        return None
+    states = _gradient_states(x)
+    return wrap(g, x._layout.space.layout(states, x._layout.shape, g.dtype))
+
+
+def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, g = args
+    if g is not None:
+        if not isinstance(g, GlobalTensor):
+            g = wrap(g, x._layout.space.layout(x._layout.space.replicated, g.shape, g.dtype))
+        g = local_in(g, _gradient_states(x))
+    x._local.grad = g
+
+
+def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A gradient hook sees the gradient as a global tensor and may return another one."""
+    x, hook = args
+    if isinstance(x, DTensor):
+        with stock_call():
+            return func(*args, **kwargs)
+    space, states = x._layout.space, _gradient_states(x)
+
+    def run(g: Tensor) -> Tensor | None:
+        new = hook(wrap(g, space.layout(states, x._layout.shape, g.dtype)))
+        if new is None:
+            return None
+        if not isinstance(new, GlobalTensor):
+            new = wrap(new, space.layout(space.replicated, new.shape, new.dtype))
+        return local_in(new, states)
+
+    return x._local.register_hook(run)
+
+
+def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad`` with respect to global tensors and mesh parameters."""
+    names = (
+        "outputs",
+        "inputs",
+        "grad_outputs",
+        "retain_graph",
+        "create_graph",
+        "only_inputs",
+        "allow_unused",
+    )
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = [given.pop("outputs")] if isinstance(given["outputs"], Tensor) else list(given.pop("outputs"))
+    inputs = [given.pop("inputs")] if isinstance(given["inputs"], Tensor) else list(given.pop("inputs"))
+    seeds = given.pop("grad_outputs", None)
+    seeds = [None] * len(outputs) if seeds is None else [seeds] if isinstance(seeds, Tensor) else list(seeds)
+    locals_, local_seeds = [], []
+    for out, seed in zip(outputs, seeds, strict=True):
+        if not isinstance(out, GlobalTensor):
+            locals_.append(out)
+            local_seeds.append(seed)
+            continue
+        states = tuple("I" if s in ("P", "X") else s for s in out._layout.states)
+        locals_.append(local_in(out, states))
+        if seed is not None and not isinstance(seed, GlobalTensor):
+            seed = wrap(seed, out._layout.space.layout(out._layout.space.replicated, seed.shape, seed.dtype))
+        local_seeds.append(None if seed is None else local_in(seed, states))
+    found = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
+    return tuple(
+        wrap(g, t._layout.space.layout(_gradient_states(t), t._layout.shape, g.dtype))
+        if isinstance(t, GlobalTensor) and g is not None
+        else _gradient_of(t, g)
+        if isinstance(t, DTensor) and g is not None
+        else g
+        for t, g in zip(inputs, found, strict=True)
+    )
+
+
+def _stride(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Strides of the global value in the memory order of the local one."""
+    x = args[0]
+    shape, local = x._layout.shape, x._local.stride()
+    strides = [0] * len(shape)
+    step = 1
+    for d in reversed(dim_order_of(x._local)):
+        strides[d] = step if local[d] else 0
+        step *= shape[d] if local[d] else 1
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return tuple(strides) if dim is None else strides[dim]
+
+
+def _storage(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, GlobalTensor))
+    raise UnsupportedError(
+        f"{getattr(func, '__name__', func)} asks for the storage of a global tensor ({x._layout!r}), which holds this rank's part "
+        "only; use x.to_local() for the part or x.full_tensor() for the whole value"
+    )
+
+
+def _forward_mode(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(
+        "forward-mode derivatives (functorch's jvp, torch.autograd.forward_ad) of a global tensor are not supported; use "
+        "reverse mode, or x.full_tensor(), the whole value"
+    )
+
+
+def _transposed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    return x.permute(*reversed(range(x.dim())))
+
+
+def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _cut_off(args[0], args[0]._local.detach())
+
+
+def _cut_off(x: GlobalTensor, local: Tensor) -> GlobalTensor:
+    """The global tensor of ``local``, which is that of ``x`` without its history."""
+    if is_of_copy(x._local):  # torch forgets of what this is a view
+        mark_as_copy(local)
+    return detached(local, x._layout, x) if isinstance(x, DetachedView) else wrap(local, x._layout)
+
+
+class _Forgetful(dict[Any, Any]):
+    """A memory that keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def _data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    other = _cut_off(x, x._local.data)
+    # one memory, two version counters: what either has gathered could go stale unseen, so neither keeps it
+    x._memo, other._memo = _Forgetful(), _Forgetful()
+    return other
+
+
+def _set_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, new = args
+    if not isinstance(new, GlobalTensor) or new._layout is not x._layout:
+        raise UnsupportedError(
+            f"x.data of a global tensor ({x._layout!r}) can only be set to one of the same layout; use x.copy_(value) instead"
+        )
+    x._local.data = new._local
+
+
+def _property_on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(args[0]._local)
+
+
+def _set_property(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(args[0]._local, *args[1:])
+
+
+def _nbytes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return args[0].numel() * args[0].element_size()  # type: ignore[no-any-return]
+
+
+def _conjugate_transposed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if x.dim() not in (0, 2):
+        x._layout.template.H  # noqa: B018  (torch's own refusal, in its own words)
+    return torch.adjoint(x) if x.dim() else torch.conj(x)
+
+
+def _reshape_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.t_()`` and its like: the same object, from now on what ``x.t()`` is."""
+    x = args[0]
+    if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
+        raise RuntimeError(
+            f"a leaf Variable that requires grad is being used in an in-place operation, {func.__name__}; use the form that gives "
+            "a new tensor"
+        )
+    changed = getattr(torch.Tensor, func.__name__.removesuffix("_"))(*args, **kwargs)
+    x._local, x._layout, x._memo = changed._local, changed._layout, None
+    x.__dict__.pop("_middle", None)
+    return x
+
+
+# attributes that compute: their function form has a local program, the getter on the local tensor would show a part
+_GETTERS: dict[Any, tuple[Handler, Handler | None]] = {
+    torch.Tensor.grad: (_gradient, _set_gradient),
+    torch.Tensor._grad: (_gradient, _set_gradient),
+    torch.Tensor.data: (_data, _set_data),
+    torch.Tensor.T: (_transposed, None),
+    torch.Tensor.mT: (lambda f, a, k: a[0].transpose(-1, -2), None),
+    torch.Tensor.H: (_conjugate_transposed, None),
+    torch.Tensor.mH: (lambda f, a, k: torch.adjoint(a[0]), None),
+    torch.Tensor.real: (lambda f, a, k: torch.real(a[0]), None),
+    torch.Tensor.imag: (lambda f, a, k: torch.imag(a[0]), None),
+    torch.Tensor.nbytes: (_nbytes, None),
+    torch.Tensor._base: (lambda f, a, k: None, None),
+}
+
+
+def _handlers() -> dict[Any, Handler]:
+    table: dict[Any, Handler] = {
+        torch.Tensor.backward: _backward,
+        torch.Tensor.register_hook: _register_hook,
+        torch.autograd.grad: _autograd_grad,
+        torch.Tensor.stride: _stride,
+        torch.Tensor.detach: _detach,
+        torch.detach: _detach,
+    }
+    for name in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"):
+        table[getattr(torch.Tensor, name)] = _reshape_in_place
+    for getter, (read, write) in _GETTERS.items():
+        table[getter.__get__] = read
+        if write is not None:
+            table[getter.__set__] = write
+    return table
+
+
+HANDLERS = MappingProxyType(_handlers())
+"""Handlers by function object."""
+
+
+def by_name(func: Callable[..., Any], name: str) -> Handler | None:
+    """The handler of a function that is known by its name only."""
+    if name in _STORAGE:
+        return _storage
+    if writes_lists(name):
+        return one_by_one
+    if name in _ON_LOCAL:
+        return _on_local
+    if name in ("_make_dual", "make_dual"):
+        return _forward_mode
+    if name == "__get__":
+        return _property_on_local
+    if name in ("__set__", "__delete__"):
+        return _set_property
+    return None

@@ -1,0 +1,93 @@
+"""Hints: a user says where a parameter or an activation should lie, and everything else is arranged around it.
+
+    mw.mark_sharding(model.layers[0].up.weight, {"tp": Shard(0)})      # before planning: the planner keeps to it
+    x = mw.mark_sharding(x, {"tp": Shard(1)})                          # in a forward: the value is brought there
+
+On one device, and on mesh axes that the mesh does not have, a mark does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.layout import states_of
+from meshwright_dtensor.sharding.states import State, format_state
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+
+_ATTRIBUTE = "_meshwright_marks"
+
+_WATCHER: ContextVar[Callable[[dict[str, State]], None] | None] = ContextVar("_WATCHER", default=None)
+
+
+def mark_sharding(tensor: torch.Tensor, placements: Mapping[str, Placement | State]) -> torch.Tensor:
+    """Say how a tensor should lie on some mesh axes.
+
+    Args:
+        tensor: a parameter before planning, or an activation inside a forward.
+        placements: mesh axis -> Shard(dim), Replicate(), a dim or "I". Axes left out are left to the planner.
+
+    Returns:
+        A parameter itself; of an activation the same value, redistributed where it is a global tensor.
+
+    Raises:
+        UsageError: the placement is none of these, or the parameter lies over a mesh already.
+        UnsupportedError: the tensor has no such dim, or an activation's dim is too short to be sharded over the axis.
+    """
+    wanted = {axis: _state(tensor, axis, placement) for axis, placement in placements.items()}
+    if isinstance(tensor, DTensor):
+        raise UsageError(
+            "mark_sharding of a parameter that lies over a mesh already; mark it before plan() and parallelize(), or write "
+            "the placement into plan.parameters"
+        )
+    if isinstance(tensor, nn.Parameter):
+        vars(tensor)[_ATTRIBUTE] = {**marks_of(tensor), **wanted}
+        return tensor
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        watcher(wanted)
+    if not isinstance(tensor, GlobalTensor):
+        return tensor
+    layout = tensor.global_layout
+    states = [
+        state if wanted.get(axis, state) == state or (state == "X" and wanted[axis] == "I") else wanted[axis]
+        for axis, state in zip(layout.space.axes, layout.states, strict=True)
+    ]
+    return tensor.redistribute(states)
+
+
+@contextlib.contextmanager
+def watched_marks(seen: Callable[[dict[str, State]], None]) -> Iterator[None]:
+    """While open, `seen` is called with each mark of an activation: mesh axis -> state."""
+    token = _WATCHER.set(seen)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
+def marks_of(parameter: torch.Tensor) -> dict[str, State]:
+    """mesh axis -> state that a user has marked a parameter with."""
+    found: dict[str, State] = vars(parameter).get(_ATTRIBUTE, {})
+    return found
+
+
+def _state(tensor: torch.Tensor, axis: str, placement: Any) -> State:
+    known = isinstance(placement, Placement) or (
+        isinstance(placement, int) and not isinstance(placement, bool)
+    )
+    state: State = "P"
+    if known or placement == "I":
+        state = states_of([placement], tensor.dim(), 1)[0]
+    if state not in ("I",) and not isinstance(state, int):
+        raise UsageError(
+            f"mark on axis {axis!r} is {placement!r}; use Shard(dim), a dim, Replicate() or {format_state('I')!r}"
+        )
+    return state

@@ -1,0 +1,1 @@
+"""Process groups, device meshes, and the layout of a tensor on a mesh."""

@@ -1,0 +1,167 @@
+"""Layouts: how one global value lies over a mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.mesh.run_shard import RunShard
+from meshwright_dtensor.sharding.boxes import (
+    Box,
+    Region,
+    local_shape_of,
+    region_of,
+    region_shape,
+    single_box,
+)
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, States, format_state
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright_dtensor.mesh.context import Space
+
+
+class Layout:
+    """Mesh, one state per mesh axis, global shape and dtype.  Interned: made by :meth:`Space.layout` only.
+
+    Attributes:
+        space: caches and collectives of the mesh.
+        states: one state per mesh axis, outermost first.
+        shape: global shape.
+        dtype: element type.
+        local_shape: shape of this rank's part.
+        region: per tensor dim the intervals of the global value that this rank holds, in local order.
+        replicated: whether every rank holds the whole value.
+        template: an empty meta tensor of the global shape, from which wrappers are made.
+    """
+
+    __slots__ = (
+        "space",
+        "states",
+        "shape",
+        "dtype",
+        "ndim",
+        "local_shape",
+        "replicated",
+        "template",
+        "region",
+    )
+
+    def __init__(self, space: Space, states: States, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.space = space
+        self.states = states
+        self.shape = shape
+        self.dtype = dtype
+        self.ndim = len(shape)
+        self.replicated = all(s == "I" or s == "X" for s in states)
+        self.region: Region = region_of(tuple(shape), space.sizes, space.coords, states)
+        self.local_shape = torch.Size(region_shape(self.region))
+        self.template = torch.empty(shape, dtype=dtype, device="meta")
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh."""
+        return self.space.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The states as torch placements."""
+        return tuple(placement_of(s) for s in self.states)
+
+    @property
+    def box(self) -> Box:
+        """(offset, length) per tensor dim: which part of the global value this rank holds, if it is one box.
+
+        Raises:
+            UsageError: it is several, because a dim is sharded in runs; :attr:`region` has them all.
+        """
+        box = single_box(self.region)
+        if box is None:
+            raise UsageError(
+                f"{self!r} gives this rank several boxes; use layout.region with regions.region_boxes, take and put"
+            )
+        return box
+
+    def local_shape_at(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the part of the rank at mesh coordinates ``coords``."""
+        return local_shape_of(tuple(self.shape), self.space.sizes, tuple(coords), self.states)
+
+    def inside(self, axes: Sequence[int]) -> Layout:
+        """The same part of this rank as one of the value that the ranks along `axes` (numbers, in order) hold together.
+
+        What this rank's place on all other axes leaves is that value: its shape is global there. On a dim that axes of
+        both kinds shard, the others must be the outer ones.
+        """
+        space = self.space
+        others = tuple("I" if axis in axes else s for axis, s in enumerate(self.states))
+        shape = local_shape_of(tuple(self.shape), space.sizes, space.coords, others)
+        inner = space.inner(tuple(space.axes[axis] for axis in axes))
+        return inner.layout(tuple(self.states[axis] for axis in axes), shape, self.dtype)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{a}={format_state(s)}" for a, s in zip(self.space.axes, self.states, strict=True))
+        return f"Layout({list(self.shape)} {str(self.dtype).removeprefix('torch.')} {axes})"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the global value in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def placement_of(state: State) -> Placement:
+    """The torch placement of a state: ``I`` and ``X`` are both Replicate, Runs are a :class:`RunShard`."""
+    if isinstance(state, Runs):
+        return RunShard(int(state), state.intervals)
+    if isinstance(state, int):
+        return Shard(state)
+    return Partial() if state == "P" else Replicate()
+
+
+def stored_placement(state: State) -> Placement:
+    """The placement that a parameter's DTensor has: where the state is Runs, Shard of the permuted tensor."""
+    return Shard(int(state)) if isinstance(state, int) else placement_of(state)
+
+
+def state_of(placement: Placement, ndim: int) -> State:
+    """The state of a torch placement of a tensor with ``ndim`` dims.
+
+    Raises:
+        UnsupportedError: for placements other than Replicate, Shard, RunShard and Partial(sum).
+    """
+    if placement.is_replicate():
+        return "I"
+    if type(placement) is Shard or isinstance(placement, RunShard):
+        dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+        if not 0 <= dim < ndim:
+            raise UnsupportedError(
+                f"placement {placement} names a dim of a {ndim}-D tensor; legal dims are 0..{ndim - 1}"
+            )
+        return placement.state(dim) if isinstance(placement, RunShard) else dim
+    if type(placement) is Partial and placement.reduce_op == "sum":
+        return "P"
+    raise UnsupportedError(
+        f"placement {placement} is not supported in a global tensor; use Replicate(), Shard(dim), RunShard(dim, intervals) "
+        "or Partial('sum')"
+    )
+
+
+def states_of(placements: Sequence[Placement | State], ndim: int, axes: int) -> States:
+    """States from a mix of torch placements and states, one per mesh axis; negative dims are resolved."""
+    if len(placements) != axes:
+        raise UnsupportedError(
+            f"{len(placements)} placements were given for a mesh of {axes} axes; give one per axis, outermost first"
+        )
+    states: list[State] = []
+    for p in placements:
+        if isinstance(p, str) and p in ("I", "X", "P"):
+            states.append(p)
+        else:
+            states.append(state_of(placement_of(p) if isinstance(p, int) else p, ndim))  # type: ignore[arg-type]
+    return tuple(states)

@@ -1,0 +1,1 @@
+"""Facts about an nn.Module: tied parameters, repeated blocks, stages, batch size, precision."""

@@ -1,0 +1,1 @@
+"""The parallel plan: fields, validation, JSON, differences, text."""

@@ -1,0 +1,129 @@
+"""A plan as JSON text: stable, readable, and safe to read whatever it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan import validate as checks
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.plan.plan import ParallelPlan
+
+WIDTH = 110
+_ASKED = ("request", "batch")
+
+T = TypeVar("T")
+
+
+def to_data(plan: ParallelPlan) -> dict[str, Any]:
+    """The plan as plain dicts and lists. Mesh axes stand in mesh order, other keys in alphabetical order."""
+    data: dict[str, Any] = _plain(plan, tuple(plan.degrees) if isinstance(plan.degrees, Mapping) else ())
+    if not data.get("experts"):  # most plans have none, and say nothing of it
+        data.pop("experts", None)
+    provenance = data.get("provenance")
+    if isinstance(provenance, dict):  # plans that were written by hand were asked for nothing
+        for name in _ASKED:
+            if not provenance.get(name):
+                provenance.pop(name, None)
+    return data
+
+
+def identity(plan: ParallelPlan) -> dict[str, Any]:
+    """`to_data` without what does not count for equality: when the plan was made, and what was asked for."""
+    data = to_data(plan)
+    if isinstance(data.get("provenance"), dict):
+        for name in ("created", *_ASKED):
+            data["provenance"].pop(name, None)
+    return data
+
+
+def _plain(value: Any, axes: tuple[str, ...]) -> Any:
+    if isinstance(value, BaseModel):
+        pairs = ((name, getattr(value, name, None)) for name in type(value).model_fields)
+        return {name: _plain(field, axes) for name, field in pairs if field is not None}
+    if isinstance(value, Mapping):
+        rank = {axis: place for place, axis in enumerate(axes)}
+        keys = sorted(value, key=lambda key: (rank.get(key, len(axes)), str(key)))
+        return {key: _plain(value[key], axes) for key in keys}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, axes) for item in value]
+    return value
+
+
+def dumps(data: object) -> str:
+    """JSON text, two spaces a level; whatever fits on a line stands on one, except the plan itself and its lists."""
+    return _render(data, 0, 0) + "\n"
+
+
+def _render(value: object, level: int, used: int) -> str:
+    """`value` as JSON, `level` levels deep, where `used` columns of its first line are taken."""
+    flat = json.dumps(value, ensure_ascii=True, allow_nan=False)
+    if not isinstance(value, (dict, list)) or not value:
+        return flat
+    is_list_of_objects = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    opened = level == 0 or (level == 1 and is_list_of_objects)
+    if not opened and used + len(flat) + 1 <= WIDTH:
+        return flat
+    inner = "  " * (level + 1)
+    if isinstance(value, dict):
+        heads = [f"{inner}{json.dumps(str(key))}: " for key in value]
+        lines = [
+            head + _render(item, level + 1, len(head))
+            for head, item in zip(heads, value.values(), strict=True)
+        ]
+        return "{\n" + ",\n".join(lines) + "\n" + "  " * level + "}"
+    lines = [inner + _render(item, level + 1, len(inner)) for item in value]
+    return "[\n" + ",\n".join(lines) + "\n" + "  " * level + "]"
+
+
+def loads(text: str | bytes) -> Any:
+    """What the JSON text holds. Raises PlanError for anything else than one JSON value without repeated keys."""
+    try:
+        if isinstance(text, (bytes, bytearray)):
+            text = bytes(text).decode("utf-8-sig")
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        ends = not text[error.pos :].strip() if isinstance(text, str) else False
+        rule = f"it is not JSON at {where}: {'the text ends there' if ends else error.msg}"
+        raise PlanError("(document)", _excerpt(text, error.pos), rule) from None
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            "(document)", error.object[error.start : error.start + 8], "it is not UTF-8 text"
+        ) from None
+    except RecursionError:
+        raise PlanError("(document)", "nested brackets", "it is nested too deeply to be a plan") from None
+    except (ValueError, TypeError) as error:
+        raise PlanError("(document)", _excerpt(text, 0), f"it cannot be read as JSON: {error}") from None
+
+
+def _excerpt(text: object, position: int) -> object:
+    return text[max(0, position - 20) : position + 20] if isinstance(text, str) else type(text).__name__
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise PlanError(key, value, "the same key stands twice in one object; keep one")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise PlanError("(document)", text, "numbers in a plan are finite")
+
+
+def guarded(model: type[BaseModel], make: Callable[[], T]) -> T:
+    """What `make` returns, its pydantic errors turned into PlanErrors."""
+    try:
+        return make()
+    except ValidationError as error:
+        raise checks.plan_error(model, error) from None
+    except RecursionError:
+        raise PlanError("(document)", "nested values", "it is nested too deeply to be a plan") from None

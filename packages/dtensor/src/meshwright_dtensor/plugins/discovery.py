@@ -1,0 +1,222 @@
+"""How a host is built: import each plugin, check its hooks, call them, and note what is broken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pluggy
+
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plugins.hookspec import GROUP, PREFIX, RECORD_TYPES, HookSpecs
+from meshwright_dtensor.plugins.records import Problem, Record, Registered
+from meshwright_dtensor.utils.names import canonical, did_you_mean, listing
+
+DISABLE = "MESHWRIGHT_DISABLE_PLUGINS"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a plugin comes from."""
+
+    distribution: str
+    version: str
+    entry_point: str
+
+    def problem(self, reason: str) -> Problem:
+        fix = f"; to skip it set {DISABLE}={self.entry_point}"
+        return Problem(self.distribution, self.version, self.entry_point, " ".join(reason.split()) + fix)
+
+
+class Collector:
+    """Imports plugins and asks them for their records, keeping count of what is wrong."""
+
+    def __init__(self, disabled: Collection[str], problems: Iterable[Problem] = ()) -> None:
+        self._disabled = {canonical(name): name for name in disabled}
+        self._problems = list(problems)
+        self._skipped: list[str] = []
+        self._errors: list[str] = []  # what stops the build, said together once everything was looked at
+        self._records: dict[type[Record], dict[str, Registered[Any]]] = {
+            kind: {} for kind in RECORD_TYPES.values()
+        }
+
+    def collect(
+        self, entry_points: Iterable[importlib.metadata.EntryPoint]
+    ) -> tuple[dict[type[Record], dict[str, Registered[Any]]], list[Problem], list[str]]:
+        """Records by type and name, problems, and the disabled entry points. See `PluginHost.build`."""
+        manager = pluggy.PluginManager(GROUP)
+        manager.add_hookspecs(HookSpecs)
+        sources: dict[str, _Source] = {}
+        # a fixed order, so that every rank and every run reports the same thing
+        located = sorted(
+            ((_source(point), point) for point in entry_points), key=lambda pair: _order(pair[0])
+        )
+        wanted = [(source, point) for source, point in located if not self._is_disabled(source)]
+        self._check_disabled([source for source, _ in located])
+        for source, point in wanted:
+            plugin_name = f"{source.distribution}:{source.entry_point}={point.value}"
+            if plugin_name in sources:
+                continue  # the same distribution seen twice on sys.path
+            if self._register(manager, plugin_name, source, point):
+                sources[plugin_name] = source
+        for hook, record_type in RECORD_TYPES.items():
+            implementations = getattr(manager.hook, hook).get_hookimpls()
+            for implementation in implementations:
+                self._call(sources[implementation.plugin_name], hook, record_type, implementation)
+        if self._errors:
+            raise PluginError("; ".join(self._errors))
+        return self._records, self._problems, self._skipped
+
+    def _is_disabled(self, source: _Source) -> bool:
+        if (
+            canonical(source.entry_point) in self._disabled
+            or canonical(source.distribution) in self._disabled
+        ):
+            self._skipped.append(f"{source.distribution}:{source.entry_point}")
+            return True
+        return False
+
+    def _check_disabled(self, sources: list[_Source]) -> None:
+        known = {
+            canonical(name): name for source in sources for name in (source.entry_point, source.distribution)
+        }
+        for key, name in self._disabled.items():
+            if key not in known:
+                close = did_you_mean(name, known.values())
+                hint = (
+                    f"; did you mean {close!r}?"
+                    if close
+                    else f"; installed: {listing(sorted(known.values()))}"
+                )
+                self._problems.append(
+                    Problem(DISABLE, "", "", f"no installed plugin is named {name!r}{hint}")
+                )
+
+    def _register(
+        self, manager: pluggy.PluginManager, name: str, source: _Source, point: importlib.metadata.EntryPoint
+    ) -> bool:
+        """Import one plugin and register it. False where it is broken, which is then noted."""
+        try:
+            plugin = point.load()
+            misspelt = [
+                text for text in (_check_name(plugin, attribute) for attribute in dir(plugin)) if text
+            ]
+        except (Exception, SystemExit) as error:
+            self._problems.append(source.problem(f"{point.value!r} fails to import: {_describe(error)}"))
+            return False
+        if misspelt:
+            who = f"plugin {source.distribution} {source.version} (entry point {source.entry_point!r})"
+            fix = f"correct it, or set {DISABLE}={source.entry_point}"
+            self._errors.append(f"{who}: {'; '.join(misspelt)}; {fix}")
+            return False
+        try:
+            manager.register(plugin, name)
+        except Exception as error:  # a hook that takes arguments, or one object announced twice
+            if manager.has_plugin(name):
+                manager.unregister(name=name)
+            self._problems.append(source.problem(f"cannot be registered: {_describe(error)}"))
+            return False
+        return True
+
+    def _call(
+        self, source: _Source, hook: str, record_type: type[Record], implementation: pluggy.HookImpl
+    ) -> None:
+        if implementation.hookwrapper or implementation.wrapper:
+            self._problems.append(
+                source.problem(f"{hook} is a hook wrapper; yield records from a plain hook instead")
+            )
+            return
+        function = cast("Callable[[], Iterable[object]]", implementation.function)
+        try:
+            produced = list(function())
+        except (Exception, SystemExit) as error:  # all of a hook's records or none: a half list would mislead
+            self._problems.append(source.problem(f"{hook} raised {_describe(error)}"))
+            return
+        for record in produced:
+            if not isinstance(record, record_type):
+                shown = type(record).__name__
+                self._problems.append(
+                    source.problem(f"{hook} yielded a {shown}; it must yield {record_type.__name__}")
+                )
+                continue
+            self._add(source, record_type, record)
+
+    def _add(self, source: _Source, record_type: type[Record], record: Record) -> None:
+        found = self._records[record_type]
+        new = Registered(record, source.distribution, source.version, source.entry_point)
+        old = found.setdefault(record.name, new)
+        if old is not new:
+            self._errors.append(
+                f"{record.kind} {record.name!r} is registered twice, by {_who(old)} and by {_who(new)}; turn one off: "
+                f"set {DISABLE}={_turn_off(old, new)} or {DISABLE}={_turn_off(new, old)}"
+            )
+
+
+def search_one_by_one() -> tuple[list[importlib.metadata.EntryPoint], list[Problem]]:
+    """The entry points of every distribution whose metadata can be read, and a problem for every other."""
+    points: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    problems = []
+    for distribution in importlib.metadata.distributions():
+        name, version = _name_and_version(distribution)
+        try:
+            found = list(distribution.entry_points.select(group=GROUP))
+        except Exception as error:
+            problems.append(
+                Problem(name, version, "", f"its entry points cannot be read: {_describe(error)}")
+            )
+            continue
+        points.setdefault(canonical(name), found)  # the first on sys.path is the one that is imported
+    return [point for found in points.values() for point in found], problems
+
+
+def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    try:
+        return str(distribution.metadata["Name"] or "unnamed distribution"), str(distribution.version or "")
+    except Exception:  # no METADATA file
+        return "unnamed distribution", ""
+
+
+def _source(point: importlib.metadata.EntryPoint) -> _Source:
+    name, version = _name_and_version(point.dist) if point.dist is not None else ("unnamed distribution", "")
+    return _Source(name, version, point.name)
+
+
+def _order(source: _Source) -> tuple[str, str]:
+    return canonical(source.distribution), source.entry_point
+
+
+def _check_name(plugin: object, attribute: str) -> str | None:
+    """What is wrong with one attribute of a plugin as a hook, or None."""
+    if attribute.startswith("__"):
+        return None
+    value = getattr(plugin, attribute, None)
+    options = getattr(value, f"{GROUP}_impl", None)  # what pluggy's marker leaves on a function
+    marked = isinstance(options, dict)
+    if isinstance(options, dict) and (options.get("optionalhook") or options.get("specname") in RECORD_TYPES):
+        return None  # the author said that an older host may not know this hook, or which hook is meant
+    if attribute in RECORD_TYPES:
+        if callable(value) and not marked:
+            return f"{attribute} is not marked as a hook: put @hookimpl above it"
+        return None
+    if marked or (attribute.startswith(PREFIX) and callable(value)):
+        # the prefix they share would make all of them look close
+        by_rest = {name.removeprefix(PREFIX): name for name in RECORD_TYPES}
+        close = did_you_mean(attribute.partition("_")[2], by_rest)
+        hint = f"did you mean {by_rest[close]!r}?" if close else f"the hooks are {', '.join(RECORD_TYPES)}"
+        return f"there is no hook {attribute!r}; {hint}"
+    return None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _who(registered: Registered[Any]) -> str:
+    return f"{registered.distribution} {registered.version} (entry point {registered.entry_point!r})"
+
+
+def _turn_off(one: Registered[Any], other: Registered[Any]) -> str:
+    """A name that turns off `one` but not `other`."""
+    return one.entry_point if canonical(one.entry_point) != canonical(other.entry_point) else one.distribution

@@ -1,0 +1,110 @@
+"""Check at start-up that every rank has the same plugins.
+
+Ranks with different plugins would plan or place differently and then wait for each other in a collective for ever.
+torch is imported only when the check runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.utils.names import listing
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.plugins.host import PluginHost
+
+Held = set[tuple[str, str, str, str]]  # kind, name, distribution, version
+
+
+def compare_across_ranks(host: PluginHost, group: Any = None) -> None:
+    """Raise PluginError on every rank of `group` unless all ranks hold the same records.
+
+    group: a torch.distributed process group; None is the default one. Without one (a world of one) nothing is done.
+    Records are compared by kind, name, distribution and version. Every rank of the group must call this.
+    """
+    _compare(host, None, group)
+
+
+def discover_on_all_ranks(group: Any = None) -> PluginHost:
+    """`discover()`, then `compare_across_ranks`: the host, or PluginError on every rank where any rank has an error.
+
+    A rank that raised alone would leave the others waiting for it. Every rank of the group must call this.
+    """
+    from meshwright_dtensor.plugins.host import discover
+
+    host, failure = None, None
+    try:
+        host = discover()
+    except PluginError as error:
+        failure = str(error)
+    _compare(host, failure, group)
+    if host is None:
+        raise PluginError(str(failure))
+    return host
+
+
+def _compare(host: PluginHost | None, failure: str | None, group: Any) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    held: Held = set()
+    problems: list[str] = []
+    if host is not None:
+        held = {(it.record.kind, it.name, it.distribution, it.version) for it in host.everything()}
+        problems = [str(problem) for problem in host.problems]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (held, problems, failure), group=group)
+    failures = [text for _, _, text in gathered]
+    if any(failures):
+        raise PluginError(
+            "; ".join(f"{text}, on {_ranks(ranks)}" for text, ranks in _by_value(failures).items())
+        )
+    message = difference([held for held, _, _ in gathered], [broken for _, broken, _ in gathered])
+    if message:
+        raise PluginError(message)
+
+
+def difference(records: list[Held], problems: list[list[str]] | None = None) -> str | None:
+    """How the ranks' plugin sets differ, in one line, or None where they do not.
+
+    records: per rank, the set of (kind, name, distribution, version).
+    problems: per rank, what is broken there: usually the cause.
+    """
+    everywhere = set.intersection(*records)
+    parts = []
+    for record in sorted(set.union(*records) - everywhere):
+        kind, name, distribution, version = record
+        have = [rank for rank, found in enumerate(records) if record in found]
+        lack = [rank for rank, found in enumerate(records) if record not in found]
+        parts.append(
+            f"{kind} {name!r} of {distribution} {version} is on {_ranks(have)} but not on {_ranks(lack)}"
+        )
+    if not parts:
+        return None
+    text = f"ranks have different plugins: {'; '.join(parts[:6])}"
+    if len(parts) > 6:
+        text += f"; and {len(parts) - 6} more"
+    broken: dict[str, list[int]] = {}
+    for rank, found_there in enumerate(problems or []):
+        for problem in found_there:
+            broken.setdefault(problem, []).append(rank)
+    causes = [
+        f"{problem}, on {_ranks(ranks)}" for problem, ranks in broken.items() if len(ranks) < len(records)
+    ]
+    if causes:
+        text += f"; broken: {listing(causes, 3)}"
+    return text + "; install the same versions and set the same MESHWRIGHT_DISABLE_PLUGINS on every rank"
+
+
+def _by_value(texts: list[str | None]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    return ranks
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing((str(rank) for rank in ranks), 8)}"

@@ -1,0 +1,1 @@
+"""Sharding propagation: choose a legal row for each op, and predict states and communication offline."""

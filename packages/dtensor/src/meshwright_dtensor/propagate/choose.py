@@ -1,0 +1,263 @@
+"""Which legal row each recorded op takes, given the states of the inputs: the policy of the core.
+
+Legality comes from the rules.  The choice is ours: stay put where nothing has to move; reduce a Partial once, at once,
+when it meets anything it cannot stay Partial with; never move a weight where an activation can move instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from meshwright_dtensor.random import is_drawn_alike
+from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, is_random, refine
+from meshwright_dtensor.sharding.boxes import local_shape_of, uneven_dims
+from meshwright_dtensor.sharding.intervals import Runs, fitted
+from meshwright_dtensor.sharding.states import I, P, R, State, States, X, forward_kind, gradient_kind
+from meshwright_dtensor.trace.graph import Node, Ref, Value
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.mesh.attention_sharing import AttentionForm
+
+_WEIGHT = 1000.0
+"""How much dearer it is to move a parameter than an activation of the same size."""
+
+_STEP = 1e-6
+"""Cost of a conversion that moves nothing: staying put wins ties."""
+
+
+class Axes(Protocol):
+    """What a choice depends on of a mesh: a :class:`~meshwright_dtensor.mesh.context.Space`, or a mesh that there is not yet."""
+
+    @property
+    def attention(self) -> Mapping[str, AttentionForm]:
+        """Axis name -> how it shares attention (see context.share_attention)."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names, outermost first."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks along each."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """States of every op's inputs and outputs, per node and tensor: one state per mesh axis."""
+
+    ins: list[list[States]] = field(default_factory=list)
+    outs: list[list[States]] = field(default_factory=list)
+
+
+def moved(a: State, b: State, n: int) -> float:
+    """Share of the full tensor that a change of kind puts on the wire, per rank."""
+    if a == b:
+        return 0.0
+    if a == P:
+        return (2.0 if b == R else 1.0) * (n - 1) / n
+    if isinstance(a, int):
+        if b == R:
+            return (n - 1) / n
+        return (n - 1) / n / n if isinstance(b, int) else 0.0
+    return 0.0
+
+
+def conversion_cost(
+    a: State, b: State, nbytes: float, n: int, weight: bool = False, grad: bool = True
+) -> float | None:
+    """Bytes on the wire, forward plus backward, of converting state ``a`` to ``b``; None when it is forbidden."""
+    if a == b:
+        return 0.0
+    if isinstance(a, int) and b == P:
+        return None
+    ahead = moved(forward_kind(a), forward_kind(b), n)
+    back = moved(gradient_kind(b), gradient_kind(a), n) if grad else 0.0
+    dear = _WEIGHT if weight and (ahead or isinstance(b, int)) else 1.0
+    return (ahead * dear + back) * nbytes + _STEP
+
+
+class Underivable(Exception):
+    """The call has no local program; it is gathered and run replicated."""
+
+
+class Chooser:
+    """Goes through recorded nodes in order, one mesh axis after the other, outermost first."""
+
+    def __init__(
+        self,
+        space: Axes,
+        book: RuleBook,
+        nodes: Sequence[Node],
+        values: Sequence[Value],
+        constants: frozenset[int] = frozenset(),
+    ) -> None:
+        """``constants``: indices of values that never need a gradient, so that I and X are the same for them."""
+        self.space, self.book, self.nodes, self.values, self.constants = space, book, nodes, values, constants
+
+    def run(
+        self, inputs: Mapping[int, States], weights: Collection[int], outputs: Sequence[State | None] = ()
+    ) -> Choice:
+        """States for every node.
+
+        Args:
+            inputs: value -> its states, of those that the nodes do not make; what is not among them lies whole.
+            weights: which of the inputs are parameters.
+            outputs: per mesh axis a state that the last node's first output should have, where legal.
+        """
+        count = len(self.nodes)
+        per_axis: list[list[Strategy]] = []
+        for axis in range(self.space.ndim):
+            goal = outputs[axis] if axis < len(outputs) else None
+            if self.space.sizes[axis] == 1:
+                per_axis.append(self._axis_of_one())
+            else:
+                per_axis.append(self._axis(axis, inputs, weights, per_axis, goal))
+        return Choice(
+            [
+                [tuple(rows[k].ins[j] for rows in per_axis) for j in range(len(self.nodes[k].ins))]
+                for k in range(count)
+            ],
+            [
+                [tuple(rows[k].outs[j] for rows in per_axis) for j in range(len(self.nodes[k].outs))]
+                for k in range(count)
+            ],
+        )
+
+    def _axis_of_one(self) -> list[Strategy]:
+        return [Strategy((I,) * len(n.ins), (I,) * len(n.outs), "replicate") for n in self.nodes]
+
+    def _axis(
+        self,
+        axis: int,
+        inputs: Mapping[int, States],
+        weights: Collection[int],
+        earlier: list[list[Strategy]],
+        goal: State | None,
+    ) -> list[Strategy]:
+        n = self.space.sizes[axis]
+        env: dict[int, State] = {i: states[axis] for i, states in inputs.items()}
+        attention = self.space.attention.get(self.space.axes[axis])
+        chosen: list[Strategy] = []
+        for k, node in enumerate(self.nodes):
+            shapes, frozen = self._local_shapes(k, node, earlier)
+            view = NodeView(node, n, _lookup(shapes), lambda ref: self.values[ref.i].dtype, attention)
+            want = goal if k == len(self.nodes) - 1 else None
+            if isinstance(want, Runs):
+                want = fitted(want, view.out_shapes[0], n) if view.out_shapes else None
+            rows = self._rows(view, env, want)
+            best: Strategy | None = None
+            best_key: tuple[float, float, int, int] | None = None
+            for order, row in enumerate(rows):
+                if _touches(node, row, frozen):
+                    continue
+                key = self._cost(node, row, env, n, weights, want)
+                if key is not None and (best_key is None or (*key, order) < best_key):
+                    best, best_key = row, (*key, order)
+            if best is None:
+                raise Underivable(f"no legal row for {node.name} on mesh axis {self.space.axes[axis]!r}")
+            chosen.append(best)
+            for ref, state in zip(node.outs, best.outs, strict=True):
+                env[ref.i] = state
+        return chosen
+
+    def _rows(self, view: NodeView, env: dict[int, State], goal: State | None = None) -> list[Strategy]:
+        node = view.node
+        rows = list(self.book.strategies(view))
+        lies = [(env.get(r.i, I),) for r in node.ins]
+        if not is_random(node) and any(isinstance(s, int) for (s,) in lies):
+            rows = self.book.lifted(
+                view, rows, lies, [(goal,)] if isinstance(goal, Runs) and len(node.outs) == 1 else ()
+            )
+        if is_random(node):
+            first = env.get(node.ins[0].i, I) if node.ins else I
+            rows = rows[:1]
+            if (
+                isinstance(first, int)
+                and is_drawn_alike(node.op)
+                and all(view.shape(r) == view.shape(node.ins[0]) for r in node.outs)
+            ):
+                ins = tuple(first if view.shape(r) == view.shape(node.ins[0]) else R for r in node.ins)
+                rows.append(Strategy(ins, (first,) * len(node.outs), "random"))
+        return refine(view, rows, lambda ref: self.values[ref.i].differentiable)
+
+    def _cost(
+        self,
+        node: Node,
+        row: Strategy,
+        env: dict[int, State],
+        n: int,
+        heavy: Collection[int],
+        goal: State | None,
+    ) -> tuple[float, float, int] | None:
+        current = [env.get(r.i, I) for r in node.ins]
+        spread = any(not _replicated(s) for s in current)
+        sharded = sum(isinstance(s, int) for s in row.outs)
+        want = 0.0 if goal is None or not row.outs or row.outs[0] == goal else 1.0
+        if not spread and want and any(not _replicated(s) for s in row.ins + row.outs):
+            return None  # nothing is cut up that lies whole
+        if not spread and goal is None and any(not _replicated(s) for s in row.ins + row.outs):
+            return None
+        total = 0.0
+        for position, (ref, a, b) in enumerate(zip(node.ins, current, row.ins, strict=True)):
+            if a == b:
+                continue
+            if node.mutates and position == 0:
+                return None
+            # nothing whole becomes a Partial to meet one (a bias joins the partial sums of a matmul instead)
+            if b == P and _replicated(a) and not any(isinstance(c, int) for c in row.ins):
+                return None
+            # a Partial is scattered only towards an operand that is already sharded that way
+            if (
+                a == P
+                and isinstance(b, int)
+                and not any(
+                    c == d == b
+                    for j, (c, d) in enumerate(zip(current, row.ins, strict=True))
+                    if j != position
+                )
+            ):
+                return None
+            value = self.values[ref.i]
+            if ref.i in self.constants and _replicated(a) and _replicated(b):
+                continue
+            cost = conversion_cost(a, b, value.nbytes, n, ref.i in heavy, value.differentiable)
+            if cost is None:
+                return None
+            total += cost
+        return want, total, -sharded
+
+    def _local_shapes(
+        self, k: int, node: Node, earlier: list[list[Strategy]]
+    ) -> tuple[dict[int, tuple[int, ...]], set[tuple[int, int]]]:
+        """Shapes local to the earlier axes (on their first rank), and (value, dim) cut unevenly there."""
+        shapes: dict[int, tuple[int, ...]] = {}
+        uneven: set[tuple[int, int]] = set()
+        sizes = self.space.sizes[: len(earlier)]
+        for refs, pick in ((node.ins, "ins"), (node.outs, "outs")):
+            for j, ref in enumerate(refs):
+                states = tuple(getattr(rows[k], pick)[j] for rows in earlier)
+                shape = self.values[ref.i].shape
+                shapes[ref.i] = local_shape_of(shape, sizes, (0,) * len(sizes), states)
+                uneven |= {(ref.i, d) for d in uneven_dims(shape, sizes, states)}
+        return shapes, uneven
+
+
+def _lookup(shapes: dict[int, tuple[int, ...]]) -> Callable[[Ref], tuple[int, ...]]:
+    return lambda ref: shapes[ref.i]
+
+
+def _replicated(state: State) -> bool:
+    return state in (I, X)
+
+
+def _touches(node: Node, row: Strategy, frozen: set[tuple[int, int]]) -> bool:
+    if not frozen:
+        return False
+    pairs = list(zip(node.ins, row.ins, strict=True)) + list(zip(node.outs, row.outs, strict=True))
+    return any((ref.i, int(s)) in frozen for ref, s in pairs if isinstance(s, int))

@@ -1,0 +1,74 @@
+"""What is foreseen of a recorded run (see :mod:`following`), and the mesh that it is foreseen for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meshwright_dtensor.cluster.links import CollectiveKind
+from meshwright_dtensor.sharding.boxes import local_shape_of
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.strategy.cost import Phase
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.mesh.attention_sharing import AttentionForm
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A mesh that there is not yet.
+
+    Attributes:
+        axes: names, outermost first; ``sizes``: ranks along each.
+        attention: as that of a Space.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    attention: Mapping[str, AttentionForm] = field(default_factory=dict)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.axes)
+
+    def local(self, shape: Sequence[int], states: States) -> tuple[int, ...]:
+        """Shape of what the first rank holds of a value: no rank holds more."""
+        return local_shape_of(tuple(shape), self.sizes, (0,) * self.ndim, states)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A collective: kind, mesh axis, bytes of the full tensor on it, pass, and the call that needs it.
+
+    `module`, `function`: of the call; `why`: the states converted, or "inside ..." of a composite; `value`: what is moved, None
+    inside of a composite.
+    """
+
+    kind: CollectiveKind
+    axis: str
+    nbytes: int
+    phase: Phase
+    module: str
+    function: str
+    why: str
+    value: int | None = None
+
+
+@dataclass
+class Followed:
+    """What was found.
+
+    Attributes:
+        ins, outs: per node, the states of its inputs and outputs as it runs.
+        lies: value -> its states afterwards, of all that lie otherwise than whole.
+        moved: collectives, but for those of numbers.
+        gathered: node -> why the call that it belongs to has no local program: its inputs are gathered.
+    """
+
+    ins: list[tuple[States, ...]] = field(default_factory=list)
+    outs: list[tuple[States, ...]] = field(default_factory=list)
+    lies: dict[int, States] = field(default_factory=dict)
+    moved: list[Moved] = field(default_factory=list)
+    gathered: dict[int, str] = field(default_factory=dict)

@@ -1,0 +1,142 @@
+"""Composites: torch functions handled whole, because op-by-op rules would lose sharding or exactness."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.sharding.boxes import Box, Interval, Region, chunk_box, region_of
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.trace.graph import Node
+
+LocalFunction = Callable[..., Any]
+"""From local inputs to the local result; that of a ``located`` composite also takes the site of the call."""
+
+
+def _no_record(kind: str, axis: int, nbytes: int, phase: str) -> None:
+    """The default of :attr:`LocalContext.record`."""
+
+
+@dataclass
+class LocalContext:
+    """Where one call of a composite runs: mesh, chosen states, global shapes.
+
+    Attributes:
+        ins: per tensor input, its state on every mesh axis; likewise ``outs``.
+        in_shapes: GLOBAL shapes; likewise ``out_shapes``.
+        in_strides: global strides as on one device, or None if not known (random draws follow memory order).
+        record: called as ``record(kind, axis, nbytes, phase)`` for communication inside; ``axis`` is the mesh axis index.
+        attention: mesh axes on which attention is shared by parts of the sequence, with its form (see context.FORMS).
+    """
+
+    mesh: DeviceMesh
+    node: Node
+    ins: tuple[States, ...]
+    outs: tuple[States, ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    in_strides: tuple[tuple[int, ...], ...] | None = None
+    record: Callable[[str, int, int, str], None] = _no_record
+    attention: Mapping[int, str] = field(default_factory=dict)
+
+    def group(self, axis: int) -> dist.ProcessGroup:
+        """Process group of this rank along mesh axis ``axis``."""
+        return self.mesh.get_group(axis)
+
+    def size(self, axis: int) -> int:
+        """Ranks along the axis."""
+        return self.mesh.size(axis)
+
+    def rank(self, axis: int) -> int:
+        """This rank's place along the axis."""
+        return self.mesh.get_local_rank(axis)
+
+    def box(self, shape: tuple[int, ...], states: States) -> Box:
+        """(offset, length) per dim of what this rank holds of a tensor."""
+        axes = range(self.mesh.ndim)
+        return chunk_box(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
+
+    def region(self, shape: tuple[int, ...], states: States) -> Region:
+        """Per dim the intervals that this rank holds of a tensor, in local order: a box where no state is Runs."""
+        axes = range(self.mesh.ndim)
+        return region_of(shape, [self.size(a) for a in axes], [self.rank(a) for a in axes], states)
+
+    def intervals(self, index: int, dim: int) -> tuple[Interval, ...]:
+        """Positions along ``dim`` of tensor input ``index`` that this rank holds, in its order."""
+        return self._intervals(index, dim, [self.rank(a) for a in range(self.mesh.ndim)])
+
+    def intervals_along(self, index: int, dim: int, axis: int) -> tuple[tuple[Interval, ...], ...]:
+        """The same for every rank along mesh axis ``axis``."""
+        coords = [self.rank(a) for a in range(self.mesh.ndim)]
+        return tuple(
+            self._intervals(index, dim, [r if a == axis else c for a, c in enumerate(coords)])
+            for r in range(self.size(axis))
+        )
+
+    def _intervals(self, index: int, dim: int, coords: list[int]) -> tuple[Interval, ...]:
+        sizes = [self.size(a) for a in range(self.mesh.ndim)]
+        return region_of(self.in_shapes[index], sizes, coords, self.ins[index])[dim]
+
+    def axes_sharding(self, index: int, dim: int) -> list[int]:
+        """Mesh axes that shard dim ``dim`` of tensor input ``index``."""
+        return [
+            axis for axis, state in enumerate(self.ins[index]) if isinstance(state, int) and int(state) == dim
+        ]
+
+
+class Composite(ABC):
+    """A torch function with rules of its own.
+
+    Attributes:
+        name: name of its nodes.
+        functions: the torch functions it stands for.
+        located: its local functions are called with (tensors, site of the call), to log communication inside.
+        comm_backward: the part of `extra_comm_bytes` that the backward pass communicates.
+    """
+
+    name: ClassVar[str]
+    functions: ClassVar[tuple[Callable[..., Any], ...]]
+    located: ClassVar[bool] = False
+    comm_backward: ClassVar[float] = 0.0
+
+    @abstractmethod
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The call in canonical positional form with defaults filled in; None leaves it to the op-by-op rules."""
+
+    @abstractmethod
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Raw rows, the replicated one first."""
+
+    @abstractmethod
+    def local(self, ctx: LocalContext) -> LocalFunction:
+        """Function from the local inputs (in the order of ``node.ins``) to the local result."""
+
+    def plain(self, ctx: LocalContext) -> bool:
+        """Whether the torch function itself, run on the locals with the same other arguments, gives the local result."""
+        return False
+
+    def permutes(self, view: NodeView, row: Strategy) -> bool:
+        """Whether ``row`` also holds where ranks own other elements of its sharded dims than chunks (Runs)."""
+        return True
+
+    def flops(self, view: NodeView) -> float:
+        """Floating-point operations of the whole call, forward."""
+        return 0.0
+
+    def extra_comm_bytes(self, view: NodeView, strategy: Strategy) -> float:
+        """Bytes all-reduced inside the call under ``strategy``, forward and backward together (see `comm_backward`)."""
+        return 0.0
+
+
+def float_bytes(shape: tuple[int, ...], itemsize: int = 4) -> int:
+    """Size in bytes of a tensor of ``shape``."""
+    return math.prod(shape) * itemsize

@@ -1,0 +1,243 @@
+"""What a rule sees and says: a node seen from one mesh axis, and the legal rows of states for it.
+
+A *row* gives one state per tensor input and output, over ``"R"`` (replicated), ``"P"`` (partial sum) and ``int`` (shard
+of that tensor dim): running the op on the locals of the inputs gives the locals of the outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.sharding.states import P, R, States
+from meshwright_dtensor.trace.graph import Node, Ref, Value, is_ref
+
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+Row: TypeAlias = tuple[States, States]
+"""(states of node.ins, states of node.outs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the tensor input ``node.ins[index]`` among bound arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as one mesh axis of size ``n`` sees it; shapes may already be local to earlier axes.
+
+    ``attention``: how the axis shares attention over parts of the sequence (context.FORMS), None where it does not.
+    """
+
+    node: Node
+    n: int
+    shape: Callable[[Ref], tuple[int, ...]]
+    dtype: Callable[[Ref], torch.dtype]
+    attention: str | None = None
+
+    @classmethod
+    def of(cls, node: Node, values: Sequence[Value], n: int) -> NodeView:
+        """The view with the global shapes of recorded ``values``."""
+        return cls(node, n, lambda ref: values[ref.i].shape, lambda ref: values[ref.i].dtype)
+
+    @classmethod
+    def with_shapes(
+        cls,
+        node: Node,
+        shapes: Mapping[Ref, tuple[int, ...]],
+        dtypes: Mapping[Ref, torch.dtype],
+        n: int,
+    ) -> NodeView:
+        """The view with the given shapes and dtypes."""
+        return cls(node, n, shapes.__getitem__, dtypes.__getitem__)
+
+    @property
+    def in_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the tensor inputs."""
+        return [self.shape(r) for r in self.node.ins]
+
+    @property
+    def out_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the tensor outputs."""
+        return [self.shape(r) for r in self.node.outs]
+
+    def slotted(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with the i-th tensor replaced by ``Slot(i)``."""
+        leaves, spec = pytree.tree_flatten((self.node.args, self.node.kwargs), is_leaf=is_ref)
+        count = 0
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Ref):
+                leaves[index] = Slot(count)
+                count += 1
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return tuple(args), kwargs
+
+    def bound(self) -> dict[str, Any]:
+        """Arguments of an aten op by schema name, defaults filled in, tensors as :class:`Slot`."""
+        args, kwargs = self.slotted()
+        values: dict[str, Any] = {}
+        for position, argument in enumerate(self.node.op._schema.arguments):
+            if position < len(args) and not argument.kwarg_only:
+                values[argument.name] = args[position]
+            elif argument.name in kwargs:
+                values[argument.name] = kwargs[argument.name]
+            elif argument.has_default_value():
+                values[argument.name] = argument.default_value
+            else:
+                values[argument.name] = None
+        return values
+
+    def floating(self, index: int) -> bool:
+        """Whether tensor input ``index`` is floating point or complex."""
+        dtype = self.dtype(self.node.ins[index])
+        return dtype.is_floating_point or dtype.is_complex
+
+
+class RuleEntry(NamedTuple):
+    """A rule: yields legal rows; those that do not fit the shapes or the axis size are dropped by the book.
+
+    Attributes:
+        rule: rows of a node.
+        source: who vouches for them (see :class:`Strategy`); rows of ``"plugin"`` are checked before use.
+        complete: replicated outputs next to sharded inputs carry no gradient.
+    """
+
+    rule: Callable[[NodeView], Iterable[Row]]
+    source: str
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A legal row of states.
+
+    Attributes:
+        ins: state of every ``node.ins``.
+        outs: state of every ``node.outs``.
+        source: who vouches for it: ``"hand"``, ``"einsum"``, ``"view"``, ``"pointwise"``, ``"dtensor"``, ``"plugin"``,
+            ``"factory"`` (the outputs carry no gradient to the inputs) or
+            ``"replicate"``.
+        complete: replicated outputs have complete gradients although an input is sharded (the composite reduces inside).
+    """
+
+    ins: States
+    outs: States
+    source: str
+    complete: bool = False
+
+
+def shardable(size: int, n: int) -> bool:
+    """Whether ``torch.chunk`` into ``n`` parts leaves no rank empty."""
+    return size > 0 and (size % n == 0 or -(-size // n) * (n - 1) < size)
+
+
+def replicate(view: NodeView) -> Strategy:
+    """Everything replicated: always right."""
+    return Strategy((R,) * len(view.node.ins), (R,) * len(view.node.outs), "replicate")
+
+
+def finish(view: NodeView, rows: Iterable[Row], source: str, complete: bool = False) -> list[Strategy]:
+    """The replicated row, then those of ``rows`` that fit shapes, axis size and mutation, without repeats."""
+    result = [replicate(view)]
+    seen = {(result[0].ins, result[0].outs)}
+    ties = mutation_ties(view)
+    if ties is None:
+        return result
+    for ins, outs in rows:
+        if (ins, outs) in seen or not _fits(view, ins, outs):
+            continue
+        if any(ins[i] != outs[o] for i, o in ties):
+            continue
+        seen.add((ins, outs))
+        result.append(Strategy(ins, outs, source, complete))
+    return result
+
+
+def _fits(view: NodeView, ins: States, outs: States) -> bool:
+    if len(ins) != len(view.node.ins) or len(outs) != len(view.node.outs):
+        return False
+    if len(set(view.node.ins)) < len(ins) and len(set(zip(view.node.ins, ins, strict=True))) > len(
+        set(view.node.ins)
+    ):
+        return False  # one tensor passed twice lies in one state
+    sizes = set()
+    for state, shape in zip(ins + outs, view.in_shapes + view.out_shapes, strict=True):
+        if isinstance(state, int):
+            if not 0 <= state < len(shape) or not shardable(shape[state], view.n):
+                return False
+            sizes.add(shape[state])
+    return len(sizes) <= 1 or all(
+        size % view.n == 0 for size in sizes
+    )  # uneven chunks only match chunks of the same size
+
+
+def mutation_ties(view: NodeView) -> list[tuple[int, int]] | None:
+    """(input, output) positions that are one storage; None when a mutated input is not among the outputs.
+
+    What only changes a shape in place (transpose_) writes to no storage: its result lies where the rule says.
+    """
+    op = view.node.op
+    if op is None or not op._schema.is_mutable or torch.Tag.inplace_view in op.tags:
+        return []
+    bound, ties = view.bound(), []
+    for argument in op._schema.arguments:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        slot = bound[argument.name]
+        if slot is None:
+            continue
+        back = [
+            k
+            for k, r in enumerate(op._schema.returns)
+            if r.alias_info is not None and r.alias_info.before_set == argument.alias_info.before_set
+        ]
+        if argument.kwarg_only or not isinstance(slot, Slot) or len(back) != 1:
+            return None
+        ties.append((slot.index, back[0]))
+    return ties
+
+
+def is_random(node: Node) -> bool:
+    """Whether an aten op draws random numbers: attention or a recurrent layer without dropout does not, although tagged so."""
+    if node.op is None or torch.Tag.nondeterministic_seeded not in node.op.tags:
+        return False
+    for position, argument in enumerate(node.op._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
+            return bool(given != 0.0)
+    return True
+
+
+def needs_data(node: Node) -> bool:
+    """Whether what an aten op returns, or of which shape, depends on values of its inputs: it does not run on fake tensors."""
+    return node.op is not None and any(tag in node.op.tags for tag in _DATA_DEPENDENT)
+
+
+def linear_row(view: NodeView, *slots: int) -> Row:
+    """Partial in the inputs ``slots`` (in which the op is jointly linear), replicated elsewhere, partial out."""
+    return tuple(P if i in slots else R for i in range(len(view.node.ins))), (P,) * len(view.node.outs)
+
+
+def dims_of(value: Any, ndim: int) -> list[int]:
+    """A dim argument (int, list, None or empty for all) as sorted non-negative dims."""
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return list(range(ndim))
+    return sorted({d % max(ndim, 1) for d in ([value] if isinstance(value, int) else value)})
+
+
+def base_name(name: str) -> str:
+    """``"aten.add"`` of ``"aten.add.Tensor"``."""
+    return ".".join(name.split(".")[:2])
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Number of elements."""
+    return math.prod(shape)

@@ -1,0 +1,47 @@
+"""Rows of the aten attention kernels, for calls that do not come through the attention composite (nn.MultiheadAttention)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot
+from meshwright_dtensor.sharding.states import R, State
+
+
+def attention(view: NodeView) -> Iterator[Row]:
+    """q [b, h, l, e], k [b, g, s, e], v [b, g, s, f]: batch; heads of q and kv together; never with dropout."""
+    q, k, v = view.in_shapes[:3]
+    if not len(q) == len(k) == len(v) == 4:
+        return
+    bound = view.bound()
+    mask = bound.get("attn_mask") or bound.get("attn_bias")
+    out = view.out_shapes[0]
+    for dim in (0, 1):
+        together = q[dim] == k[dim] == v[dim]
+        grouped = dim == 1 and k[1] == v[1] and q[1] % view.n == 0 and k[1] % view.n == 0
+        if not together and not grouped:
+            continue
+        states: list[State] = [R] * len(view.in_shapes)
+        states[:3] = [dim] * 3
+        if isinstance(mask, Slot):
+            shape = view.in_shapes[mask.index]
+            own = dim - 4 + len(shape)
+            states[mask.index] = own if own >= 0 and shape[own] != 1 else R
+        outs = tuple(dim if len(s) > dim and s[: dim + 1] == out[: dim + 1] else R for s in view.out_shapes)
+        yield tuple(states), outs
+
+
+RULES: Mapping[str, RuleEntry] = {
+    # seeds and debug masks come out replicated and carry no gradient, hence complete
+    "aten." + name: RuleEntry(attention, "hand", complete=True)
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_attention_math_for_mps",
+    )
+}
+"""op name -> rule."""

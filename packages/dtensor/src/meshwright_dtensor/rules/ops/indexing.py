@@ -1,0 +1,235 @@
+"""Rows of lookups and scattered writes: dims that no index touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, linear_row
+from meshwright_dtensor.sharding.states import P, R, State
+
+
+def embedding(view: NodeView) -> Iterator[Row]:
+    """embedding(weight [v, h], ids): every dim of ids; the feature dim.  A sharded vocabulary needs a mask: see the composite."""
+    bound = view.bound()
+    if bound["scale_grad_by_freq"] or bound["sparse"]:
+        return
+    ndim = len(view.in_shapes[1])
+    for dim in range(ndim):
+        yield (R, dim), (dim,)
+    yield (1, R), (ndim,)
+    yield (P, R), (P,)
+
+
+def _index_plan(view: NodeView, indices: list[Any]) -> tuple[dict[int, int], list[int], int, int] | None:
+    """(kept dim of self -> dim of the result, tensor slots, first dim and rank of the broadcast index), or None."""
+    places = [d for d, index in enumerate(indices) if isinstance(index, Slot)]
+    slots = [index.index for index in indices if isinstance(index, Slot)]
+    if not places or any(not _integer(view, s) for s in slots):
+        return None
+    rank = max(len(view.in_shapes[s]) for s in slots)
+    adjacent = places[-1] - places[0] + 1 == len(places)
+    start = places[0] if adjacent else 0
+    kept = [d for d in range(len(view.in_shapes[0])) if d not in places]
+    landing = {d: (i if i < start else i + rank) for i, d in enumerate(kept)}
+    return landing, slots, start, rank
+
+
+def _integer(view: NodeView, slot: int) -> bool:
+    dtype = view.dtype(view.node.ins[slot])
+    return not dtype.is_floating_point and dtype is not torch.bool and dtype is not torch.uint8
+
+
+def index(view: NodeView) -> Iterator[Row]:
+    """index(self, [i, None, j]): kept dims of self; dims of the broadcast indices; linear in self."""
+    plan = _index_plan(view, view.bound()["indices"])
+    if plan is None:
+        return
+    landing, slots, start, rank = plan
+    count, out = len(view.node.ins), view.out_shapes[0]
+    for dim, target in landing.items():
+        yield (dim, *(R,) * (count - 1)), (target,)
+    for offset in range(rank):
+        states: list[State] = [R] * count
+        for slot in slots:
+            shape = view.in_shapes[slot]
+            own = offset - rank + len(shape)
+            if own >= 0 and shape[own] == out[start + offset]:
+                states[slot] = own
+        yield tuple(states), (start + offset,)
+    if view.floating(0):
+        yield linear_row(view, 0)
+
+
+def index_put(view: NodeView) -> Iterator[Row]:
+    """index_put(self, indices, values): dims of self that no index touches; all of them where a mask takes one value."""
+    bound = view.bound()
+    plan = _index_plan(view, bound["indices"])
+    values = bound["values"]
+    if isinstance(values, Slot):
+        yield from _masked_put(view, bound["indices"], values)
+    if plan is None or not isinstance(values, Slot):
+        return
+    landing, _, _, rank = plan
+    whole = len(landing) + rank
+    shapes, count = view.in_shapes, len(view.node.ins)
+    for dim, target in landing.items():
+        states: list[State] = [R] * count
+        states[0] = dim
+        own = target - whole + len(shapes[values.index])
+        if own >= 0 and shapes[values.index][own] == shapes[0][dim] and shapes[0][dim] > 1:
+            states[values.index] = own
+        yield tuple(states), (dim,)
+
+
+def _masked_put(view: NodeView, indices: list[Any], values: Slot) -> Iterator[Row]:
+    """x[mask] = values, of a boolean mask over the first dims of x and values that all its places take alike: every dim of x."""
+    given = [index for index in indices if index is not None]
+    if len(given) != 1 or indices[0] is not given[0] or not isinstance(given[0], Slot):
+        return
+    slot, shapes = given[0].index, view.in_shapes
+    if view.dtype(view.node.ins[slot]) is not torch.bool:
+        return
+    masked, whole = len(shapes[slot]), shapes[0]
+    put = shapes[values.index]
+    if len(put) > len(whole) - masked + 1 or (len(put) == len(whole) - masked + 1 and put[0] != 1):
+        return  # a value of its own for every place
+    for dim in range(len(whole)):
+        states: list[State] = [R] * len(shapes)
+        states[0] = dim
+        own = dim - len(whole) + len(put)
+        if dim < masked:
+            states[slot] = dim
+        elif own >= 0 and put[own] == whole[dim]:
+            states[values.index] = own
+        yield tuple(states), (dim,)
+
+
+def index_select(view: NodeView) -> Iterator[Row]:
+    """index_select(self, dim, index [m]): other dims of self; the index; linear in self."""
+    shapes = view.in_shapes
+    if not shapes[0] or not shapes[1]:
+        return
+    used = view.bound()["dim"] % len(shapes[0])
+    for dim in range(len(shapes[0])):
+        if dim != used:
+            yield (dim, R), (dim,)
+    yield (R, 0), (used,)
+    if view.floating(0):
+        yield linear_row(view, 0)
+
+
+def gather(view: NodeView) -> Iterator[Row]:
+    """gather(self, dim, index): other dims, where index is as long as self, in both; the index along dim; linear in self."""
+    data, positions = view.in_shapes
+    if not data or not positions or view.bound()["sparse_grad"]:
+        return
+    used = view.bound()["dim"] % len(data)
+    for dim in range(len(data)):
+        if dim == used:
+            yield (R, dim), (dim,)
+        elif data[dim] == positions[dim]:
+            yield (dim, dim), (dim,)
+    if view.floating(0):
+        yield linear_row(view, 0)
+
+
+def scatter(view: NodeView) -> Iterator[Row]:
+    """scatter, scatter_add (self, dim, index, src): dims other than dim in which all agree."""
+    bound = view.bound()
+    shapes = view.in_shapes
+    if not all(shapes):
+        return
+    used = bound["dim"] % len(shapes[0])
+    for dim in range(len(shapes[0])):
+        if dim != used and len({shape[dim] for shape in shapes}) == 1:
+            yield (dim,) * len(shapes), (dim,)
+
+
+def scatter_add(view: NodeView) -> Iterator[Row]:
+    """scatter_add: as scatter; jointly linear in self and src; a sharded index and src give a partial sum to a partial self."""
+    yield from scatter(view)
+    bound, shapes = view.bound(), view.in_shapes
+    if view.floating(0) and view.floating(2) and all(shapes):
+        yield linear_row(view, 0, 2)
+        used = bound["dim"] % len(shapes[0])
+        if shapes[1] == shapes[2]:
+            yield (P, used, used), (P,)
+
+
+def index_add(view: NodeView) -> Iterator[Row]:
+    """index_add(self, dim, index, source): other dims; jointly linear; a sharded index and source give a partial sum."""
+    bound, shapes = view.bound(), view.in_shapes
+    if not shapes[0] or len(shapes[0]) != len(shapes[2]) or not shapes[1]:
+        return
+    used = bound["dim"] % len(shapes[0])
+    for dim in range(len(shapes[0])):
+        if dim != used:
+            yield (dim, R, dim), (dim,)
+    if view.floating(0) and view.floating(2):
+        yield linear_row(view, 0, 2)
+        yield (P, 0, used), (P,)
+
+
+def index_fill(view: NodeView) -> Iterator[Row]:
+    """index_fill, index_copy: dims other than the one indexed."""
+    bound, shapes = view.bound(), view.in_shapes
+    if not shapes[0]:
+        return
+    used = bound["dim"] % len(shapes[0])
+    for dim in range(len(shapes[0])):
+        if dim != used:
+            states: list[State] = [dim] + [R] * (len(shapes) - 1)
+            source = bound.get("source")
+            if isinstance(source, Slot):
+                if len(shapes[source.index]) != len(shapes[0]):
+                    continue
+                states[source.index] = dim
+            yield tuple(states), (dim,)
+
+
+def one_hot(view: NodeView) -> Iterator[Row]:
+    """one_hot(ids, classes): every dim, if the number of classes is given."""
+    if view.bound()["num_classes"] > 0:
+        for dim in range(len(view.in_shapes[0])):
+            yield (dim,), (dim,)
+
+
+def first_only(view: NodeView) -> Iterator[Row]:
+    """Elementwise in the first input, with a table that is whole on every rank (bucketize)."""
+    bound = view.bound()
+    if isinstance(bound["self"], Slot):
+        for dim in range(len(view.in_shapes[0])):
+            yield (dim, *(R,) * (len(view.node.ins) - 1)), (dim,)
+
+
+def membership(view: NodeView) -> Iterator[Row]:
+    """isin(elements, test_elements): every dim of the elements."""
+    bound = view.bound()
+    elements = bound.get("elements")
+    if isinstance(elements, Slot) and elements.index == 0:
+        for dim in range(len(view.in_shapes[0])):
+            yield (dim, *(R,) * (len(view.node.ins) - 1)), (dim,)
+
+
+RULES: Mapping[str, RuleEntry] = {
+    "aten." + name: RuleEntry(rule, "hand")
+    for names, rule in (
+        ("embedding", embedding),
+        ("index _unsafe_index", index),
+        ("index_put index_put_ _unsafe_index_put", index_put),
+        ("index_select", index_select),
+        ("gather", gather),
+        ("scatter scatter_ scatter_reduce scatter_reduce_", scatter),
+        ("scatter_add scatter_add_", scatter_add),
+        ("index_add index_add_", index_add),
+        ("index_fill index_fill_ index_copy index_copy_", index_fill),
+        ("one_hot", one_hot),
+        ("bucketize", first_only),
+        ("isin", membership),
+    )
+    for name in names.split()
+}
+"""op name -> rule."""

@@ -1,0 +1,146 @@
+"""Rows of elementwise ops: every dim of the output, with broadcast inputs replicated; partial sums where the op is linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, base_name, linear_row
+from meshwright_dtensor.sharding.states import P, R, State
+
+_BOTH = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
+_EITHER = frozenset({"aten.mul", "aten.mul_"})
+_FIRST = frozenset({"aten.div", "aten.div_", "aten.true_divide"})
+_ALONE = frozenset(
+    {"aten.neg", "aten.neg_", "aten.clone", "aten.positive", "aten._conj", "aten.conj_physical", "aten.real"}
+)
+
+
+def aligned(view: NodeView, dim: int) -> tuple[State, ...]:
+    """State of every input when the (broadcast) output is sharded on ``dim``."""
+    out = view.out_shapes[0]
+    states: list[State] = []
+    for shape in view.in_shapes:
+        own = dim - len(out) + len(shape)
+        states.append(own if own >= 0 and shape[own] == out[dim] else R)
+    return tuple(states)
+
+
+def pointwise(view: NodeView) -> Iterator[Row]:
+    """Any op that computes each output element from the input elements at the same place."""
+    if any(shape != view.out_shapes[0] for shape in view.out_shapes):
+        return
+    for dim in range(len(view.out_shapes[0])):
+        yield aligned(view, dim), (dim,) * len(view.node.outs)
+    yield from _partial(view)
+
+
+def _partial(view: NodeView) -> Iterator[Row]:
+    name, count = base_name(view.node.name), len(view.node.ins)
+    if len(view.node.outs) != 1 or not all(view.floating(i) for i in range(min(count, 1))):
+        return
+    bound = view.bound()
+    if name in _ALONE and count == 1:
+        yield linear_row(view, 0)
+    elif (
+        name in _BOTH and count == 2 and isinstance(bound["self"], Slot) and isinstance(bound["other"], Slot)
+    ):
+        if not _narrows(view, 0, 1):
+            yield linear_row(view, 0, 1)
+    elif name in _EITHER:
+        for i in range(count):
+            if not _narrows(view, i):
+                yield linear_row(view, i)
+    elif name in _FIRST and bound.get("rounding_mode") is None and isinstance(bound["self"], Slot):
+        if not _narrows(view, 0):
+            yield linear_row(view, 0)
+
+
+def _narrows(view: NodeView, *partial: int) -> bool:
+    """Whether a partial operand is rounded, or is no number one can split, on its way to the output."""
+    out = view.dtype(view.node.outs[0])
+    return any(not view.floating(i) or view.dtype(view.node.ins[i]).itemsize > out.itemsize for i in partial)
+
+
+def to_copy(view: NodeView) -> Iterator[Row]:
+    """_to_copy: every dim; partial sums pass unless they would be rounded before they are summed."""
+    for dim in range(len(view.out_shapes[0])):
+        yield (dim,), (dim,)
+    source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
+    if source.is_floating_point and target.is_floating_point and _holds(target, source):
+        yield linear_row(view, 0)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of ``narrow`` is one of ``wide``."""
+    return torch.promote_types(wide, narrow) is wide
+
+
+def where(view: NodeView) -> Iterator[Row]:
+    """where(condition, a, b): elementwise, and jointly linear in a and b; where(condition) alone is nonzero, no rows."""
+    if view.node.name == "aten.where.default":
+        return
+    for dim in range(len(view.out_shapes[0])):
+        yield aligned(view, dim), (dim,)
+    if len(view.node.ins) == 3 and view.floating(1) and view.floating(2) and not _narrows(view, 1, 2):
+        yield linear_row(view, 1, 2)
+
+
+def masked_fill(view: NodeView) -> Iterator[Row]:
+    """masked_fill: elementwise, and linear when it fills with 0."""
+    for dim in range(len(view.out_shapes[0])):
+        yield aligned(view, dim), (dim,)
+    value = view.bound()["value"]
+    if not isinstance(value, Slot) and value == 0 and view.floating(0):
+        yield linear_row(view, 0)
+
+
+def elementwise(view: NodeView) -> Iterator[Row]:
+    """Elementwise and not linear."""
+    for dim in range(len(view.out_shapes[0])):
+        yield aligned(view, dim), (dim,) * len(view.node.outs)
+
+
+def reinterpret(view: NodeView) -> Iterator[Row]:
+    """view(dtype): bits of another type; the last dim may change its size and is then not sharded."""
+    before, after = view.in_shapes[0], view.out_shapes[0]
+    for dim in range(len(before)):
+        if before[dim] == after[dim]:
+            yield (dim,), (dim,)
+
+
+def zero(view: NodeView) -> Iterator[Row]:
+    """zero_: any state, since the partial sum of zeros is zero."""
+    yield from elementwise(view)
+    if view.floating(0):
+        yield (P,), (P,)
+
+
+def copy(view: NodeView) -> Iterator[Row]:
+    """copy_(self, src): src broadcasts to self."""
+    yield from elementwise(view)
+    if (
+        view.floating(0)
+        and view.floating(1)
+        and _holds(view.dtype(view.node.ins[0]), view.dtype(view.node.ins[1]))
+    ):
+        yield linear_row(view, 0, 1)
+
+
+RULES: Mapping[str, RuleEntry] = {
+    "aten._to_copy": RuleEntry(to_copy, "pointwise"),
+    "aten.where": RuleEntry(where, "pointwise"),
+    "aten.masked_fill": RuleEntry(masked_fill, "pointwise"),
+    "aten.masked_fill_": RuleEntry(masked_fill, "pointwise"),
+    "aten.fill": RuleEntry(elementwise, "pointwise"),
+    "aten.fill_": RuleEntry(elementwise, "pointwise"),
+    "aten.zero_": RuleEntry(zero, "pointwise"),
+    "aten.zero": RuleEntry(zero, "pointwise"),
+    "aten.view.dtype": RuleEntry(reinterpret, "pointwise"),
+    "aten.max.other": RuleEntry(elementwise, "pointwise"),
+    "aten.min.other": RuleEntry(elementwise, "pointwise"),
+    "aten.copy_": RuleEntry(copy, "pointwise"),
+    "aten.copy": RuleEntry(copy, "pointwise"),
+}
+"""op name -> rule."""

@@ -1,0 +1,200 @@
+"""Rows of ops along dims: reductions, scans, sorts, softmax and the normalisations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from meshwright_dtensor.rules.node import NodeView, Row, RuleEntry, Slot, dims_of, linear_row, numel
+from meshwright_dtensor.sharding.states import P, R, State
+
+
+def _reduced(view: NodeView) -> tuple[list[int], Callable[[int], int]]:
+    """The reduced dims of input 0, and where a kept dim lands in the outputs."""
+    ndim, bound = len(view.in_shapes[0]), view.bound()
+    dims = dims_of(bound.get("dim"), ndim)
+    keep = bool(bound.get("keepdim"))
+    return dims, lambda dim: dim if keep else dim - sum(d < dim for d in dims)
+
+
+def reduction(view: NodeView) -> Iterator[Row]:
+    """Any reduction of one input: the kept dims; a sharded reduced dim is no row, it is gathered."""
+    dims, land = _reduced(view)
+    for dim in range(len(view.in_shapes[0])):
+        if dim not in dims:
+            yield (dim,), (land(dim),) * len(view.node.outs)
+
+
+def additive(view: NodeView) -> Iterator[Row]:
+    """sum, mean: a sharded reduced dim gives a partial sum (of a mean: the shard's sum over the global count)."""
+    yield from reduction(view)
+    source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
+    dims, _ = _reduced(view)
+    for dim in dims:
+        if dim < len(view.in_shapes[0]):
+            yield (dim,), (P,)
+    if source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize:
+        yield linear_row(view, 0)
+
+
+def counting(view: NodeView) -> Iterator[Row]:
+    """count_nonzero: each shard counts its own."""
+    yield from reduction(view)
+    for dim in _reduced(view)[0]:
+        if dim < len(view.in_shapes[0]):
+            yield (dim,), (P,)
+
+
+def histogram(view: NodeView) -> Iterator[Row]:
+    """histc, histogram(input, bins, weight): any dim, counted into a partial sum, where the bins are those of the whole.
+
+    Without bounds they lie between the smallest and the largest element, which no shard knows alone.
+    """
+    bound, shapes = view.bound(), view.in_shapes
+    given = (
+        bound.get("range") is not None
+        or isinstance(bound["bins"], Slot)
+        or bound.get("min") != bound.get("max")
+    )
+    counts = view.dtype(view.node.outs[0])
+    # a floating-point type stops counting at 2 / eps (thousands in half, 2**24 in float32), shards later than the whole
+    exact = not counts.is_floating_point or numel(shapes[0]) <= 2 / torch.finfo(counts).eps
+    if not given or not exact or bound.get("density"):
+        return
+    for dim in range(len(shapes[0])):
+        weight = bound.get("weight")
+        divided = (0, weight.index) if isinstance(weight, Slot) else (0,)
+        ins: tuple[State, ...] = tuple(dim if i in divided else R for i in range(len(shapes)))
+        yield ins, (P, *(R,) * (len(view.node.outs) - 1))
+
+
+def along(view: NodeView) -> Iterator[Row]:
+    """Ops along one dim that keep the shape's rank (softmax, sort, topk, cumprod...): every other dim."""
+    ndim = len(view.in_shapes[0])
+    used = view.bound()["dim"]
+    used = used % ndim if ndim else 0
+    for dim in range(ndim):
+        if dim != used:
+            yield (dim,), (dim,) * len(view.node.outs)
+
+
+def cumulative_sum(view: NodeView) -> Iterator[Row]:
+    """cumsum: every other dim; linear."""
+    yield from along(view)
+    source, target = view.dtype(view.node.ins[0]), view.dtype(view.node.outs[0])
+    if source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize:
+        yield linear_row(view, 0)
+
+
+def layer_norm(view: NodeView) -> Iterator[Row]:
+    """native_layer_norm and _fused_rms_norm: leading dims; the mean and rstd outputs keep them."""
+    normalized = len(view.bound()["normalized_shape"])
+    ndim = len(view.in_shapes[0])
+    rest = (R,) * (len(view.node.ins) - 1)
+    for dim in range(ndim - normalized):
+        yield (dim, *rest), (dim,) * len(view.node.outs)
+
+
+def group_norm(view: NodeView) -> Iterator[Row]:
+    """native_group_norm: the batch dim; statistics are [N, group]."""
+    yield (0, *(R,) * (len(view.node.ins) - 1)), (0,) * len(view.node.outs)
+
+
+def batch_norm(view: NodeView) -> Iterator[Row]:
+    """Batch norm in inference: batch and channels.  In training statistics need the whole batch, and buffers change."""
+    bound = view.bound()
+    running = bound.get("running_mean")
+    if bound.get("training", False) or not isinstance(running, Slot):
+        return
+    saved = [numel(shape) == 0 for shape in view.out_shapes[1:]]
+    if not all(saved):
+        return
+    rest = len(view.node.ins) - 1
+    for dim in range(len(view.in_shapes[0])):
+        states: tuple[State, ...] = (dim, *((0 if dim == 1 else R,) * rest))
+        yield states, (dim, *(R,) * (len(view.node.outs) - 1))
+
+
+def weight_norm(view: NodeView) -> Iterator[Row]:
+    """_weight_norm_interface(v, g, dim): the dim that has norms of its own."""
+    shapes, ndim = view.in_shapes, len(view.in_shapes[0])
+    dim = view.bound()["dim"] % ndim
+    if len(shapes[1]) == ndim and shapes[1][dim] == shapes[0][dim]:
+        yield (dim, dim), (dim, dim)
+
+
+def pooling(spatial: int) -> Callable[[NodeView], Iterator[Row]]:
+    """Pooling and resampling over the last ``spatial`` dims: batch and channels."""
+
+    def rule(view: NodeView) -> Iterator[Row]:
+        for dim in range(len(view.in_shapes[0]) - spatial):
+            yield (dim, *(R,) * (len(view.node.ins) - 1)), (dim,) * len(view.node.outs)
+
+    return rule
+
+
+def linear_pooling(spatial: int) -> Callable[[NodeView], Iterator[Row]]:
+    """Pooling that is linear (averages, interpolation): also partial sums."""
+    nonlinear = pooling(spatial)
+
+    def rule(view: NodeView) -> Iterator[Row]:
+        yield from nonlinear(view)
+        if view.floating(0):
+            yield linear_row(view, 0)
+
+    return rule
+
+
+def convolution(view: NodeView) -> Iterator[Row]:
+    """convolution: batch; output channels; contracted input channels (partial); groups together (depthwise)."""
+    bound = view.bound()
+    bias = isinstance(bound["bias"], Slot)
+    count = len(view.node.ins)
+    groups, transposed = bound["groups"], bound["transposed"]
+    data, weight = view.in_shapes[0], view.in_shapes[1]
+    if len(data) != len(weight):
+        return  # no batch dim
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+
+    def row(x: State, w: State, b: State, out: State) -> Row:
+        return (x, w, b)[:count], (out,)
+
+    yield row(0, R, R, 0)
+    if groups == 1:
+        yield row(R, out_dim, 0, 1)
+        yield row(1, in_dim, P, P)
+    elif data[1] == groups and weight[0] == groups and not transposed:
+        yield row(1, 0, 0, 1)  # depthwise, one filter per channel
+    yield row(P, R, P, P)
+    yield row(R, P, P, P)
+    assert bias == (count == 3)
+
+
+RULES: Mapping[str, RuleEntry] = {
+    "aten." + name: RuleEntry(rule, "hand")
+    for names, rule in (
+        ("sum mean", additive),
+        ("amax amin any all max min argmax argmin logsumexp var std var_mean std_mean prod norm linalg_vector_norm median mode "
+         "nanmedian aminmax", reduction),
+        ("count_nonzero", counting),
+        ("histc histogram", histogram),
+        ("_softmax _log_softmax _safe_softmax sort topk cummax cummin cumprod logcumsumexp argsort", along),
+        ("cumsum cumsum_", cumulative_sum),
+        ("native_layer_norm _fused_rms_norm", layer_norm),
+        ("native_group_norm", group_norm),
+        ("_weight_norm_interface", weight_norm),
+        ("convolution", convolution),
+        ("max_pool2d_with_indices adaptive_max_pool2d fractional_max_pool2d", pooling(2)),
+        ("avg_pool1d", linear_pooling(1)),
+        ("avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", linear_pooling(2)),
+        ("upsample_nearest1d upsample_linear1d", linear_pooling(1)),
+        ("avg_pool3d _adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d", linear_pooling(3)),
+    )
+    for name in names.split()
+} | {
+    # saved statistics come out empty and carry no gradient, hence complete
+    "aten." + name: RuleEntry(batch_norm, "hand", complete=True)
+    for name in ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
+}  # fmt: skip
+"""op name -> rule."""

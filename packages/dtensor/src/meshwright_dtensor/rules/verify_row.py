@@ -1,0 +1,260 @@
+"""Numeric proof of one row: run the op whole and on shards, in float64, forward and dual backward, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.rules.localise import localise
+from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.sharding.states import P, R, State
+from meshwright_dtensor.trace.graph import Ref, is_ref
+
+LIMIT = 65536
+"""Largest tensor, in elements, that is checked at its own size."""
+
+_REJECTED = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError)
+
+Draw = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
+
+
+def check(view: NodeView, strategy: Strategy, *, seed: int = 0) -> bool:
+    """Whether ``strategy`` computes what the whole op computes, value and gradients.
+
+    False also when it cannot be tried: the op rejects random arguments, or is too large to shrink consistently.
+    """
+    small = shrink(view)
+    if small is None or small.node.op is None:
+        return False
+    generator = torch.Generator().manual_seed(seed)
+    tried = False
+    for draw in (_positive, _signed):
+        outcome = _trial(small, strategy, draw, generator)
+        if outcome is False:
+            return False
+        tried = tried or outcome is True
+    return tried
+
+
+def _trial(view: NodeView, strategy: Strategy, draw: Draw, generator: torch.Generator) -> bool | None:
+    """True or False as shards agree with the whole or not, None when the whole op rejects its inputs."""
+    inputs = [draw(view.shape(ref), _wide(view.dtype(ref)), generator) for ref in view.node.ins]
+    whole_run = _run_whole(view, inputs)
+    if whole_run is None:
+        return None
+    leaves, outputs, grads = whole_run
+    pieces = [_parts(x, state, view.n, generator) for x, state in zip(inputs, strategy.ins, strict=True)]
+    try:
+        ranks = []
+        for rank in range(view.n):
+            mine = [parts[rank] for parts in pieces]
+            shapes = [
+                _local_shape(s, st, view.n, rank)
+                for s, st in zip(view.out_shapes, strategy.outs, strict=True)
+            ]
+            ranks.append(_run(view, mine, shapes, [tuple(x.shape) for x in mine], grads))
+    except _REJECTED:
+        return False
+    for index, (whole, state) in enumerate(zip(outputs, strategy.outs, strict=True)):
+        if not _agrees([local[index] for _, local in ranks], state, whole):
+            return False
+    return _dual(view, strategy, leaves, outputs, ranks, generator)
+
+
+def _dual(
+    view: NodeView,
+    strategy: Strategy,
+    leaves: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    ranks: list[tuple[list[torch.Tensor], list[torch.Tensor]]],
+    generator: torch.Generator,
+) -> bool:
+    """Backward: a partial output has a replicated gradient, a replicated input a partial one."""
+    active = [i for i, out in enumerate(outputs) if out.requires_grad]
+    wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    sharded = any(s != R for s in strategy.ins + strategy.outs)
+    if not active or not wanted or (sharded and any(strategy.outs[i] == R for i in active)):
+        return True
+    gradients = [
+        torch.randn(outputs[i].shape, dtype=torch.float64, generator=generator).to(outputs[i].dtype)
+        for i in active
+    ]
+    try:
+        whole = torch.autograd.grad(
+            [outputs[i] for i in active], [leaves[i] for i in wanted], gradients, allow_unused=True
+        )
+    except (RuntimeError, NotImplementedError):
+        return True  # the op has no derivative: nothing can go wrong backward
+    local = []
+    for rank, (rank_leaves, rank_outputs) in enumerate(ranks):
+        if any(not rank_outputs[i].requires_grad for i in active):
+            return False
+        cut = [
+            _parts_exact(g, strategy.outs[i], view.n)[rank] for g, i in zip(gradients, active, strict=True)
+        ]
+        local.append(
+            torch.autograd.grad(
+                [rank_outputs[i] for i in active], [rank_leaves[i] for i in wanted], cut, allow_unused=True
+            )
+        )
+    for position, i in enumerate(wanted):
+        expected = whole[position]
+        found = [g[position] for g in local]
+        shapes = [leaf[0][i] for leaf in ranks]
+        filled = [torch.zeros_like(s) if g is None else g for g, s in zip(found, shapes, strict=True)]
+        if expected is None:
+            expected = torch.zeros_like(leaves[i])
+        state = strategy.ins[i]
+        dual: State = state if isinstance(state, int) else (R if state == P or not sharded else P)
+        if not _agrees(filled, dual, expected):
+            return False
+    return True
+
+
+def _run_whole(
+    view: NodeView, inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]] | None:
+    """(leaves, outputs, which inputs take a gradient) of the whole op, or None if it rejects the inputs."""
+    floating = [x.is_floating_point() or x.is_complex() for x in inputs]
+    first_only = [i == floating.index(True) for i in range(len(inputs))] if any(floating) else floating
+    for grads in (floating, first_only, [False] * len(inputs)):
+        try:
+            leaves, outputs = _run(view, inputs, view.out_shapes, view.in_shapes, grads)
+        except _REJECTED:
+            continue  # some ops refuse inputs that want a gradient
+        return leaves, outputs, grads
+    return None
+
+
+def _run(
+    view: NodeView,
+    inputs: Sequence[torch.Tensor],
+    out_shapes: Sequence[tuple[int, ...]],
+    in_shapes: Sequence[tuple[int, ...]],
+    grads: Sequence[bool],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(leaves, outputs) of the op on clones of ``inputs``."""
+    op, args, kwargs = localise(view, out_shapes, in_shapes)
+    leaves = [x.clone().requires_grad_(grad) for x, grad in zip(inputs, grads, strict=True)]
+    feed = iter([x.clone() for x in leaves])
+
+    def substitute(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return next(feed)
+        if isinstance(leaf, torch.dtype):
+            return _wide(leaf)
+        return leaf
+
+    flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_ref)
+    args, kwargs = pytree.tree_unflatten([substitute(x) for x in flat], spec)
+    with torch.enable_grad():
+        result = op(*args, **kwargs)
+    return leaves, [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+def _agrees(locals_: list[torch.Tensor], state: State, whole: torch.Tensor) -> bool:
+    """Whether locals in ``state`` stand for ``whole``."""
+    if isinstance(state, int):
+        return _close(torch.cat(locals_, state), whole)
+    if state == P:
+        return _close(sum(locals_[1:], locals_[0]), whole)
+    return all(_close(x, whole) for x in locals_)
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(found, expected)
+    return torch.allclose(found, expected, rtol=1e-7, atol=1e-8, equal_nan=True)
+
+
+def _parts(x: torch.Tensor, state: State, n: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Locals of ``x`` on ``n`` ranks; a partial sum is a random one."""
+    if state == P:
+        if not (x.is_floating_point() or x.is_complex()):
+            return [x] + [torch.zeros_like(x)] * (n - 1)
+        noise = [
+            torch.randn(x.shape, dtype=torch.float64, generator=generator).to(x.dtype) for _ in range(n - 1)
+        ]
+        return [x - sum(noise[1:], noise[0]), *noise] if noise else [x]
+    return _parts_exact(x, state, n)
+
+
+def _parts_exact(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
+    return list(x.chunk(n, state)) if isinstance(state, int) else [x] * n
+
+
+def _local_shape(shape: tuple[int, ...], state: State, n: int, rank: int) -> tuple[int, ...]:
+    if not isinstance(state, int):
+        return shape
+    step = -(-shape[state] // n)
+    return (*shape[:state], max(0, min(step, shape[state] - rank * step)), *shape[state + 1 :])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
+
+
+def _positive(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).to(dtype)
+    return torch.zeros(shape, dtype=dtype) if dtype is not torch.bool else _coin(shape, generator)
+
+
+def _signed(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, generator=generator)
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, generator=generator)
+    return _coin(shape, generator).to(dtype)
+
+
+def _coin(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2, shape, generator=generator).bool()
+
+
+def shrink(view: NodeView) -> NodeView | None:
+    """``view`` itself when small; else the same node with its long sizes shortened alike wherever they occur, or None."""
+    shapes = {ref: view.shape(ref) for ref in (*view.node.ins, *view.node.outs)}
+    if all(_numel(s) <= LIMIT for s in shapes.values()):
+        return view
+    sizes = sorted({size for shape in shapes.values() for size in shape if size > 8})
+    short: dict[int, int] = {}
+    for size in sizes:
+        step = view.n if size % view.n == 0 else 1
+        candidate = 3 * step
+        while candidate in short.values() or (
+            candidate % view.n != size % view.n and candidate % view.n == 0
+        ):
+            candidate += step
+        short[size] = candidate
+
+    def shorter(x: Any) -> Any:
+        return short.get(x, x) if isinstance(x, int) and not isinstance(x, bool) else x
+
+    args, kwargs = pytree.tree_map(shorter, (view.node.args, view.node.kwargs), is_leaf=is_ref)
+    new_shapes = {ref: tuple(short.get(size, size) for size in shape) for ref, shape in shapes.items()}
+    dtypes = {ref: view.dtype(ref) for ref in shapes}
+    small = NodeView.with_shapes(replace(view.node, args=args, kwargs=kwargs), new_shapes, dtypes, view.n)
+    if any(_numel(s) > LIMIT for s in new_shapes.values()):
+        return None
+    try:
+        metas = [
+            torch.empty(new_shapes[ref], dtype=_wide(dtypes[ref]), device="meta") for ref in view.node.ins
+        ]
+        _, outputs = _run(small, metas, small.out_shapes, small.in_shapes, [False] * len(metas))
+    except _REJECTED:
+        return None
+    return small if [tuple(x.shape) for x in outputs] == small.out_shapes else None
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,1 @@
+"""Geometry of shards without torch: placement states, intervals, boxes, reshapes."""

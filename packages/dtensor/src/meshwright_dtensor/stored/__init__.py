@@ -1,0 +1,1 @@
+"""DTensors outside autograd: gathering, views, in-place writes, elementwise calls."""

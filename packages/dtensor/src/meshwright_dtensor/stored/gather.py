@@ -1,0 +1,109 @@
+"""Stored DTensors (parameters, gradients, optimizer states) as whole values and as global tensors, and back.
+
+What is stored, not what is computed with: a parameter's compute copy plays no part here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._torch.core import dtensor_local, dtensor_spec, pytree
+from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
+from meshwright_dtensor.stored.mesh_value import mesh_value
+from meshwright_dtensor.stored.permuted import tagged
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
+
+Tensor = torch.Tensor
+
+_SITE = Site(function="write")
+
+
+def stored_layout(x: DTensor) -> Layout:
+    """How the stored value lies over the mesh."""
+    layout = getattr(x, "_layout", None)
+    if isinstance(layout, Layout):
+        return layout
+    spec = dtensor_spec(x)
+    space = Space.of(spec.mesh)
+    return space.layout(states_of(spec.placements, x.ndim, space.ndim), spec.shape, spec.tensor_meta.dtype)
+
+
+def gathered(x: DTensor) -> Tensor:
+    """The whole stored value, outside of autograd; the local tensor itself where every rank holds all (a collective call)."""
+    layout, local = stored_layout(x), dtensor_local(x).detach()
+    conversion = layout.space.conversion(layout.states, layout.space.replicated, layout.shape)
+    return local if conversion is None else conversion.forward(local, _SITE)
+
+
+def whole_of(x: Any) -> Any:
+    """``x`` as one device has it, without autograd: the whole of what lies over a mesh, anything else as it is.
+
+    Raises:
+        UnsupportedError: autograd would record what is done with it.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise UnsupportedError(
+            f"a write into a sharded tensor is given a value of shape {list(x.shape)} that requires grad, and autograd would "
+            "have to record it; write under torch.no_grad(), or write value.detach()"
+        )
+    if isinstance(x, GlobalTensor):
+        return x.full_tensor().detach()
+    if isinstance(x, DTensor):
+        return gathered(_current(x))
+    return x
+
+
+def _current(x: DTensor) -> DTensor:
+    """What a view of a stored DTensor shows now."""
+    current = getattr(x, "current", None)
+    return x if current is None else current()  # type: ignore[no-any-return]
+
+
+def as_global(x: Any) -> Any:
+    """A stored DTensor as the global tensor that shares its memory, without autograd; anything else as it is."""
+    if not isinstance(x, DTensor):
+        return x
+    x = _current(x)
+    return wrap(dtensor_local(x).detach(), stored_layout(x))
+
+
+def as_stored(x: Any) -> Any:
+    """A global tensor as the stored DTensor of the same value, sums completed; anything else as it is."""
+    if not isinstance(x, GlobalTensor):
+        return x
+    layout = x.global_layout
+    states = tuple("I" if s == "P" or s == "X" else s for s in layout.states)
+    local = local_in(x, states).detach()
+    stored = DTensor.from_local(
+        local,
+        layout.mesh,
+        [stored_placement(s) for s in states],
+        run_check=False,
+        shape=layout.shape,
+        stride=dense_strides(layout.shape, dim_order_of(local)),
+    )
+    return tagged(mesh_value(stored), layout.space.layout(states, layout.shape, layout.dtype))
+
+
+def by_global_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``func`` on stored DTensors as on global tensors: sharded where a rule allows it, random numbers those of one device.
+
+    The result is stored again, unless autograd records it.
+    """
+    args, kwargs = pytree.tree_map(as_global, (args, dict(kwargs)))
+    if torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
+    ):
+        return func(*args, **kwargs)
+    with torch.no_grad():
+        return pytree.tree_map(as_stored, func(*args, **kwargs))

@@ -1,0 +1,287 @@
+"""DTensors whose local parts lie in runs: gradients and optimizer states of a parameter that is sharded in runs.
+
+To stock DTensor such a tensor is a plain shard of the *permuted* value, which is right for whatever works element by
+element, and wrong for everything else.  So the tensor carries its layout: elementwise results carry it on, reductions over
+everything pass, and all that would show the permuted order is refused, or given in true order (``full_tensor``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+
+from meshwright_dtensor._torch.core import (
+    dtensor_from,
+    dtensor_local,
+    dtensor_spec,
+    pytree,
+    stock_call,
+    with_dtype,
+)
+from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.sharding.boxes import take
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import States
+from meshwright_dtensor.stored.elementwise import on_local_parts, quickly
+
+Tensor = torch.Tensor
+
+_QUERIES = frozenset(
+    "size dim stride __len__ __repr__ __format__ is_floating_point is_complex __hash__ backward __set__ __delete__ numel "
+    "requires_grad_ data_ptr untyped_storage storage_offset element_size nelement ndimension is_contiguous to_local _is_view "
+    "register_hook get_device equal allclose".split()
+)
+"""Functions whose result is no tensor, and does not depend on the order of the elements."""
+_REDUCTIONS = frozenset(
+    "norm vector_norm linalg_vector_norm _foreach_norm sum mean max min amax amin any all count_nonzero".split()
+)
+"""Functions that give the same for any order of the elements, if they reduce all of them."""
+
+_SITE = Site(function="canonical")
+
+
+class PermutedDTensor(DTensor):
+    """A DTensor with the layout of a parameter that is sharded in runs.
+
+    ``to_local()`` is this rank's part in the order of its runs; ``full_tensor()`` and ``redistribute()`` give true order.
+    """
+
+    _layout: Layout
+    _order: States
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole value in true order on every rank (a collective call)."""
+        layout = self._layout
+        conversion = layout.space.conversion(layout.states, layout.space.replicated, layout.shape)
+        local = dtensor_local(self)
+        return local if conversion is None else conversion.apply(local)
+
+    def redistribute(  # type: ignore[override]
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """A stock DTensor in true order with these placements (a collective call)."""
+        return redistributed(self, self._layout, placements, device_mesh, options)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = quickly(func, args, kwargs)
+        if result is not NotImplemented:
+            return in_order_of(args[0], result)
+        if _writing().MeshView in types:
+            return NotImplemented  # it knows better what it shows
+        result = _writing().handled(func, args, kwargs, views=False)
+        return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
+
+
+@cache
+def _writing() -> Any:
+    from meshwright_dtensor.stored import writes
+
+    return writes
+
+
+def in_order_of(first: Any, result: DTensor) -> DTensor:
+    """``result``, elementwise from ``first`` and others that lie in the same runs, which it may be itself."""
+    layout = layout_in_runs(first)
+    if layout is None or type(result) is not DTensor:
+        return result
+    if result.dtype != layout.dtype:
+        layout = layout.space.layout(layout.states, layout.shape, result.dtype)
+    return tagged(result, layout)
+
+
+def in_runs(states: Iterable[Any]) -> bool:
+    """Whether any state is Runs."""
+    return any(isinstance(s, Runs) for s in states)
+
+
+def tagged(dtensor: DTensor, layout: Layout) -> DTensor:
+    """``dtensor``, marked as lying in the runs of ``layout``, if there are any."""
+    if not in_runs(layout.states):
+        return dtensor
+    dtensor.__class__ = PermutedDTensor
+    dtensor._layout = layout  # type: ignore[attr-defined]
+    dtensor._order = layout.states  # type: ignore[attr-defined]
+    return dtensor
+
+
+def layout_in_runs(x: Any) -> Layout | None:
+    """The layout of a parameter or DTensor that lies in runs, else None."""
+    return None if getattr(x, "_order", None) is None else x._layout  # type: ignore[no-any-return]
+
+
+def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a torch function by stock DTensor on tensors in runs; results of the same geometry carry the runs on.
+
+    Raises:
+        UnsupportedError: the result would be in permuted order, or an operand is not in the same runs.
+    """
+    name = getattr(func, "__name__", str(func))
+    with stock_call():
+        if name in _QUERIES:
+            return func(*args, **kwargs)
+        operands = [x for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
+        layouts = {x.shape: layout for x in operands if (layout := layout_in_runs(x)) is not None}
+        for x in operands:
+            layout = layouts.get(x.shape)
+            if layout is not None and not _goes_with(x, layout):
+                raise UnsupportedError(
+                    f"{name} mixes a tensor of shape {list(x.shape)} that is sharded in runs ({layout!r}) with one that is "
+                    "sharded otherwise; bring it to the parameter's layout with like_parameter(tensor, parameter)"
+                )
+        result = on_local_parts(func, name, args, kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        known = {id(x) for x in operands}
+        for out in pytree.tree_leaves(result):
+            if not isinstance(out, DTensor) or id(out) in known or not layouts:
+                continue
+            if name in _REDUCTIONS and not out.dim():
+                continue
+            layout = layouts.get(out.shape)
+            if layout is None or tuple(out.placements) != _stored(layout):
+                raise UnsupportedError(
+                    f"{name} on a tensor that is sharded in runs ({next(iter(layouts.values()))!r}) is not elementwise, and "
+                    "stock DTensor would use its permuted order; use x.full_tensor() or x.redistribute(...), in true order"
+                )
+            if out.dtype != layout.dtype:
+                layout = layout.space.layout(layout.states, layout.shape, out.dtype)
+            tagged(out, layout)
+    return result
+
+
+def _stored(layout: Layout) -> tuple[Placement, ...]:
+    return tuple(stored_placement(s) for s in layout.states)
+
+
+def _goes_with(x: DTensor, layout: Layout) -> bool:
+    own = layout_in_runs(x)
+    if own is not None:
+        return own.states == layout.states
+    return all(p.is_replicate() for p in x.placements) and x.dim() == 0
+
+
+def redistributed(
+    x: DTensor,
+    layout: Layout,
+    placements: Sequence[Placement] | None,
+    device_mesh: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> DTensor:
+    """The value of ``x`` as a stock DTensor in true order.
+
+    Raises:
+        UnsupportedError: another mesh, or placements that stock DTensor does not know.
+    """
+    if (device_mesh is not None and device_mesh != layout.mesh) or any((options or {}).values()):
+        raise UnsupportedError(
+            "redistribute of a tensor in runs takes placements on its own mesh only; redistribute the result further"
+        )
+    states = layout.states if placements is None else states_of(placements, layout.ndim, layout.space.ndim)
+    states = tuple(int(s) if isinstance(s, int) else s for s in states)
+    return _converted(x, layout, states)
+
+
+def canonical(x: DTensor, parameter: DTensor | None = None) -> DTensor:
+    """A stock DTensor of the same value in true order: what may leave the program (state dicts, checkpoints).
+
+    Args:
+        x: a parameter, gradient or optimizer state; a collective call where it lies in runs, else ``x`` itself.
+        parameter: the parameter that it belongs to, where ``x`` has lost its own layout (a state that stock DTensor made).
+    """
+    layout = layout_in_runs(x)
+    if layout is None and parameter is not None and x.shape == parameter.shape:
+        layout = layout_in_runs(parameter)
+    if layout is None:
+        return x
+    return _converted(x, layout, tuple(int(s) if isinstance(s, int) else s for s in layout.states))
+
+
+def _converted(x: DTensor, layout: Layout, states: States) -> DTensor:
+    target = layout.space.layout(states, layout.shape, x.dtype)
+    conversion = layout.space.conversion(layout.states, target.states, layout.shape)
+    with torch.no_grad():
+        local = dtensor_local(x).detach()
+        local = local if conversion is None else conversion.forward(local, _SITE)
+    return DTensor.from_local(
+        local,
+        layout.mesh,
+        list(_stored(target)),
+        run_check=False,
+        shape=layout.shape,
+        stride=dtensor_spec(x).stride,
+    )
+
+
+def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
+    """``x``, a global value or a stock DTensor in true order, laid out as ``parameter`` (a collective call for a DTensor).
+
+    The inverse of :func:`canonical`: for optimizer states that were loaded.
+
+    Raises:
+        UnsupportedError: another shape.
+    """
+    layout: Layout = parameter._layout  # type: ignore[attr-defined]
+    if x.shape != layout.shape:
+        raise UnsupportedError(
+            f"a tensor of shape {list(x.shape)} does not go with a parameter of shape {list(layout.shape)}"
+        )
+    return tagged(
+        dtensor_from(local_like(x, layout), _spec_like(parameter, x.dtype)),
+        layout.space.layout(layout.states, layout.shape, x.dtype),
+    )
+
+
+def _spec_like(parameter: DTensor, dtype: torch.dtype) -> Any:
+    spec = dtensor_spec(parameter)
+    return spec if spec.tensor_meta.dtype == dtype else with_dtype(spec, dtype)
+
+
+def local_like(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's part in ``layout`` of a global value or a DTensor, a new tensor without autograd."""
+    if not isinstance(x, DTensor):
+        return take(x.detach(), layout.region).clone()
+    own = layout_in_runs(x)
+    if own is None:
+        space = Space.of(x.device_mesh)
+        own = space.layout(states_of(x.placements, x.ndim, space.ndim), x.shape, x.dtype)
+    if own.space.mesh != layout.space.mesh:
+        raise UnsupportedError(
+            f"a DTensor over {own.space.mesh} does not go with a parameter over {layout.space.mesh}; give its full_tensor()"
+        )
+    conversion = layout.space.conversion(own.states, layout.states, layout.shape)
+    with torch.no_grad():
+        local = dtensor_local(x).detach()
+        return local.clone() if conversion is None else conversion.forward(local, _SITE)
+
+
+def install_true_order(model: nn.Module) -> None:
+    """Make state dicts of ``model`` hold true order: a parameter in runs goes out as a stock DTensor of plain chunks.
+
+    Taking a state dict is then a collective call where a module has such parameters.  ``load_state_dict`` takes those
+    DTensors, and plain tensors, which are global values.
+    """
+    for module in model.modules():
+        if any(layout_in_runs(p) is not None for p in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(_true_order)
+
+
+def _true_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        held = state_dict.get(prefix + name)
+        if isinstance(held, PermutedDTensor):  # with keep_vars=True it is the parameter itself
+            state_dict[prefix + name] = canonical(held, parameter)  # type: ignore[arg-type]

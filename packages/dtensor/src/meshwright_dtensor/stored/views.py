@@ -1,0 +1,167 @@
+"""Views of stored DTensors: how one was taken of its base, and what it shows.
+
+A view remembers its base and the functions that took it.  It lies in the base's memory where stock DTensor takes it so, or
+where every rank holds all; elsewhere it is a copy, which is taken again whenever it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright_dtensor._torch.core import (
+    dtensor_from,
+    dtensor_local,
+    dtensor_spec,
+    pytree,
+    share_memory,
+    stock_call,
+    waited,
+)
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, uneven_dims
+from meshwright_dtensor.stored.gather import gathered, stored_layout
+from meshwright_dtensor.stored.permuted import in_runs
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One function that takes a view: its arguments after the first, and which of its results it is (None: the only one)."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int | None = None
+
+    def __call__(self, x: Any) -> Any:
+        """The view of ``x``."""
+        result = self.func(x, *self.args, **self.kwargs)
+        return result if self.index is None else result[self.index]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """What a view was taken of, and how.
+
+    Attributes:
+        sketch: a meta tensor that views another as the view does the base on one device.
+    """
+
+    base: DTensor
+    sketch: Tensor
+    steps: tuple[Step, ...] = ()
+
+    @staticmethod
+    def of(base: DTensor) -> Origin:
+        """The base itself."""
+        layout, local = stored_layout(base), dtensor_local(base)
+        strides = dense_strides(layout.shape, dim_order_of(local))
+        return Origin(base, torch.empty_strided(layout.shape, strides, dtype=local.dtype, device="meta"))
+
+    def __call__(self, x: Any) -> Any:
+        """The view of ``x``, which has the geometry of the base."""
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def then(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Origin] | Origin | None:
+        """The origins of what ``func`` gives of this view; None where it copies on one device.
+
+        Raises what it raises on one device.
+        """
+        if getattr(func, "__name__", "") == "__getitem__" and not _is_basic(args[0]):
+            return None
+        args, kwargs = still((args, dict(kwargs)))
+        made = func(self.sketch, *args, **kwargs)
+        if not isinstance(made, Tensor):
+            step = [Step(func, args, kwargs, i) for i in range(len(made))]
+            return [Origin(self.base, one, (*self.steps, own)) for one, own in zip(made, step, strict=True)]
+        if not share_memory(made, self.sketch):
+            return None
+        return Origin(self.base, made, (*self.steps, Step(func, args, kwargs)))
+
+    def value(self) -> tuple[DTensor, bool]:
+        """What the view shows, a stock DTensor, and whether it lies in the base's memory.
+
+        A collective call where it does not.
+        """
+        base = self.base
+        layout, local = stored_layout(base), dtensor_local(base).detach()
+        with torch.no_grad():
+            stock = (
+                None if in_runs(layout.states) else self._by_stock(dtensor_from(local, dtensor_spec(base)))
+            )
+            if stock is not None:
+                return stock, share_memory(dtensor_local(stock), local)
+            whole = gathered(base)
+            part = self(whole)
+            found = DTensor.from_local(
+                part,
+                layout.mesh,
+                [Replicate()] * layout.space.ndim,
+                run_check=False,
+                shape=part.shape,
+                stride=part.stride(),
+            )
+            return found, share_memory(whole, local)
+
+    def _by_stock(self, x: DTensor) -> DTensor | None:
+        """The view of ``x`` by stock DTensor; None where it knows none.
+
+        Only while all ranks hold equal parts: they then fail alike, and none is left alone in a collective call.
+        """
+        try:
+            with stock_call():
+                for step in self.steps:
+                    if not _is_even(x):
+                        return None
+                    x = step(x)
+                    if type(x) is not DTensor or not all(
+                        p.is_replicate() or type(p) is Shard for p in x.placements
+                    ):
+                        return None
+        except (RuntimeError, NotImplementedError):
+            return None
+        return (
+            dtensor_from(waited(dtensor_local(x)), dtensor_spec(x)) if x.shape == self.sketch.shape else None
+        )
+
+
+def _is_even(x: DTensor) -> bool:
+    layout = stored_layout(x)
+    return not uneven_dims(layout.shape, layout.space.sizes, layout.states)
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index is made of numbers, slices, None and Ellipsis, with which indexing gives a view."""
+    return all(
+        one is None or one is Ellipsis or isinstance(one, slice) or _is_number(one)
+        for one in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+def _is_number(one: Any) -> bool:
+    if isinstance(one, Tensor):
+        return type(one) is Tensor and one.dim() == 0 and one.dtype not in (torch.bool, torch.uint8)
+    return hasattr(one, "__index__") and not isinstance(one, bool) and getattr(one, "ndim", 0) == 0
+
+
+def still(tree: Any) -> Any:
+    """Arguments that take a view, as they are now: an index that is a tensor may count on afterwards."""
+    return pytree.tree_map(_still, tree)
+
+
+def _still(x: Any) -> Any:
+    if isinstance(x, (DTensor, GlobalTensor)):  # here for its shape only (``view_as``)
+        return torch.empty((), dtype=x.dtype).expand(x.shape)
+    if isinstance(x, slice):
+        return slice(*[b.clone() if type(b) is Tensor else b for b in (x.start, x.stop, x.step)])
+    return x.clone() if isinstance(x, Tensor) else x

@@ -1,0 +1,376 @@
+"""Writes to stored DTensors (parameters, gradients, optimizer states) and through views of them.
+
+Elementwise writes run on each rank's part, through a view too where it lies in the memory of its base.  Every other write
+is made on the whole value, which is gathered, viewed in the same way and written to as on one device; each rank then keeps
+its part.  Such writes are collective calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._torch.core import (
+    copied_spec,
+    count_write,
+    dtensor_from,
+    dtensor_local,
+    dtensor_spec,
+    pytree,
+    set_dtensor_parts,
+    share_memory,
+    stock_call,
+)
+from meshwright_dtensor.dispatch.tensor_methods import VIEWS, is_in_place
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.sharding.boxes import take
+from meshwright_dtensor.stored.elementwise import is_elementwise, on_local_parts
+from meshwright_dtensor.stored.gather import (
+    as_global,
+    by_global_rules,
+    gathered,
+    stored_layout,
+    whole_of,
+)
+from meshwright_dtensor.stored.mesh_value import MeshValue, assigns_under_mask, mesh_value
+from meshwright_dtensor.stored.views import Origin
+from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
+
+Tensor = torch.Tensor
+
+_VIEWS = VIEWS | frozenset(
+    "split_with_sizes hsplit vsplit dsplit moveaxis adjoint broadcast_to view_as_real".split()
+)
+_VIEW_GETTERS = frozenset(getattr(torch.Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))
+_ALIASES = frozenset({"detach", "contiguous"})
+_NO_WRITES = frozenset("requires_grad_ detach_ share_memory_ rename_".split())
+_FILLS = frozenset("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split())
+_DRAWS = frozenset(
+    "rand_like randn_like randint_like bernoulli normal multinomial poisson rrelu gumbel_softmax dropout dropout1d dropout2d "
+    "dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split()
+)
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
+_ASKS = frozenset(
+    "size dim stride numel is_floating_point is_complex __hash__ __repr__ __format__ __len__ __get__ __set__ element_size "
+    "nelement ndimension is_contiguous get_device storage_offset _is_view".split()
+)
+"""What asks about the tensor, not for its value."""
+
+
+@cache
+def role(func: Callable[..., Any]) -> str:
+    """What a function is to a stored DTensor, its first argument.
+
+    One of "view", "alias" (a view of a view, and of all else what it is without our help), "write", "fill" (with random
+    numbers), "init" (of ``torch.nn.init``), "set data", "draw" (a new tensor of random numbers), "draft", "" for all else.
+    """
+    name = getattr(func, "__name__", "")
+    if getattr(func, "__module__", None) == nn.init.__name__:
+        return "init"
+    if name in ("__get__", "__set__"):
+        attribute = getattr(func, "__self__", None)
+        if attribute is torch.Tensor.data:
+            return "alias" if name == "__get__" else "set data"
+        return "view" if name == "__get__" and attribute in _VIEW_GETTERS else ""
+    for kind, names in (("view", _VIEWS), ("alias", _ALIASES), ("draw", _DRAWS), ("fill", _FILLS)):
+        if name in names:
+            return kind
+    if name == "new_empty":
+        return "draft"
+    # those of lists, _foreach_add_ and _fused_adamw_, are no writes to the first argument
+    writes = is_in_place(name) and not name.startswith(("_f", "_a")) and name not in _NO_WRITES
+    return "write" if writes else ""
+
+
+def handled(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, views: bool = True
+) -> Any:
+    """``func`` of a stored DTensor that is no view, where it takes views, writes or draws.
+
+    NotImplemented for all else, and for what goes element by element over DTensors alone, which needs no help.
+    """
+    kind = role(func)
+    if not kind or kind == "alias" or (kind == "view" and not views):
+        return NotImplemented
+    kwargs = kwargs or {}
+    first = args[0] if args else None
+    if kind == "view":
+        found = view_of(first, func, args[1:], kwargs) if isinstance(first, DTensor) else NotImplemented
+        # a list is no tensor yet: stock DTensor would meet it as a plain one
+        lists = found is NotImplemented and func.__name__ == "__getitem__" and not meets_others(args, {})
+        return by_global_rules(func, args, kwargs) if lists else found
+    if kind == "set data":
+        return set_data(*args)
+    if kind == "write":
+        name = func.__name__
+        if isinstance(first, DTensor) and _is_elementwise(name) and not meets_others(args, kwargs):
+            return NotImplemented
+        if name == "__setitem__" and assigns_under_mask(*args):
+            return NotImplemented
+        return write(func, args, kwargs)
+    if kind == "init":
+        return write(func, args, kwargs)
+    if kind == "fill":
+        if isinstance(first, DTensor):
+            _refuse_leaf(first)
+        by_global_rules(func, args, kwargs)
+        return first
+    with torch.no_grad():
+        if (
+            kind == "draft"
+        ):  # what torch.nn.init computes in: it changes its shape in place, which only a global tensor can
+            return func(as_global(first), *args[1:], **kwargs)
+    return by_global_rules(func, args, kwargs)
+
+
+class MeshView(MeshValue):
+    """A view of a stored DTensor: writes reach its base, and what it shows is what the base holds."""
+
+    _origin: Origin
+    _shares: bool
+    """Whether its local tensor lies in the memory of the base's."""
+    _saved: DTensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = role(func)
+        first = args[0] if args else None
+        if kind == "init" or (kwargs.get("inplace") is True and isinstance(first, MeshView)):
+            return write(func, args, kwargs)
+        if isinstance(first, MeshView):
+            if kind in ("view", "alias"):
+                found = view_of(first, func, args[1:], kwargs)
+                if found is not NotImplemented:
+                    return found
+            elif kind in ("write", "fill"):
+                return write(func, args, kwargs)
+            elif kind == "set data":
+                return set_data(*args)
+            elif getattr(func, "__name__", "") in _ASKS:
+                with stock_call():
+                    return func(*args, **kwargs)
+        out = kwargs.get("out")
+        if isinstance(out, MeshView):
+            return write_out(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if writes_lists(name):
+            return one_by_one(func, args, kwargs)
+        _refuse_lists(name, args)
+        args, kwargs = pytree.tree_map_only(MeshView, MeshView.current, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def current(self) -> DTensor:
+        """What the base holds now, as a tensor that is no view (a collective call where the memory is not the base's)."""
+        if not self._shares:
+            value, _ = self._origin.value()
+            set_dtensor_parts(self, dtensor_local(value), copied_spec(value))
+        return mesh_value(dtensor_from(dtensor_local(self), dtensor_spec(self)))
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's part."""
+        return self.current().to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The whole value on every rank (a collective call)."""
+        return self.current().full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As stock DTensor does."""
+        return self.current().redistribute(*args, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # in memory of its own, which torch can pickle, and kept alive with the view as MeshValue does
+        self._saved = self.__deepcopy__({})
+        return self._saved.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        copy: DTensor = self.current().__deepcopy__({})  # type: ignore[operator]
+        memo[id(self)] = copy
+        return copy
+
+
+def view_of(x: DTensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``func(x, *args)`` as views of the base of ``x``; NotImplemented where one device copies."""
+    origin = x._origin if isinstance(x, MeshView) else Origin.of(x)
+    found = origin.then(func, args, kwargs)
+    if found is None:
+        return NotImplemented
+    return _view(found) if isinstance(found, Origin) else tuple(map(_view, found))
+
+
+def _view(origin: Origin) -> MeshView:
+    value, shares = origin.value()
+    # a spec of its own: nothing that goes by the spec alone takes a copy for what it lies like
+    view: Any = dtensor_from(dtensor_local(value), copied_spec(value))
+    view.__class__ = MeshView
+    view._origin, view._shares = origin, shares
+    return view  # type: ignore[no-any-return]
+
+
+def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function that writes to its first argument; what it returns on one device."""
+    name = getattr(func, "__name__", "")
+    target = args[0] if args else kwargs.get("tensor")
+    if not isinstance(target, DTensor):  # a plain tensor, which takes what lies over a mesh
+        return func(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs))
+    if isinstance(target, MeshView):
+        origin = target._origin
+        if target._shares and args:
+            rest, options = pytree.tree_map_only(MeshView, MeshView.current, (args[1:], kwargs))
+            with stock_call():
+                _refuse_leaf(origin.base)
+                if on_local_parts(func, name, (target, *rest), options) is not NotImplemented:
+                    count_write(origin.base)  # the memory is the base's, the count was the view's own
+                    return target
+    else:
+        origin = Origin.of(target)
+        if args and _is_elementwise(name):
+            _refuse_leaf(target)
+            _write_parts(func, target, args, kwargs)
+            return target
+    write_whole(origin, func, target, args, kwargs)
+    return None if name == "__setitem__" else target
+
+
+def write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``out=`` that lies over a mesh: compute without it, then write the result into it.
+
+    Raises:
+        UnsupportedError: the result has another shape, to which torch would resize ``out``.
+    """
+    rest = {key: value for key, value in kwargs.items() if key != "out"}
+    result, out = func(*args, **rest), kwargs["out"]
+    outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
+    for one, value in zip(outs, results, strict=True):
+        if torch.is_grad_enabled() and value.requires_grad:
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)}: functions with out=... do not support automatic differentiation, but one of "
+                "the arguments requires grad; call it under torch.no_grad(), or without out="
+            )
+        if one.shape != value.shape:
+            raise UnsupportedError(
+                f"out= of shape {list(one.shape)} does not fit the result of shape {list(value.shape)} of "
+                f"{getattr(func, '__name__', func)}, and what lies over a mesh is not resized; pass one of the right shape"
+            )
+        one.copy_(value.detach())
+    return out
+
+
+def _refuse_lists(name: str, args: tuple[Any, ...]) -> None:
+    """Fused functions, which write to all their lists, find no view there."""
+    if not (name.startswith(("_fused", "_amp_foreach")) and name.endswith("_")):
+        return
+    for one in pytree.tree_leaves(args):
+        if isinstance(one, MeshView):
+            raise UnsupportedError(
+                f"{name} is given a view of shape {list(one.shape)} of a tensor over a mesh, and a write to it might not reach "
+                "that tensor; write to one view after the other, with its own methods"
+            )
+
+
+def _refuse_leaf(base: DTensor) -> None:
+    if torch.is_grad_enabled() and base.requires_grad:
+        raise RuntimeError(
+            "a leaf Variable that requires grad, or a view of one, is being used in an in-place operation; write to it under "
+            "torch.no_grad()"
+        )
+
+
+def _is_elementwise(name: str) -> bool:
+    if name.startswith("__i") and name.endswith("__"):
+        plain = name[3:-2]
+        return is_elementwise(_OPERATORS.get(plain, plain))
+    return is_elementwise(name)
+
+
+def meets_others(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether plain or global tensors of more than one number are among the arguments, which stock DTensor does not mix."""
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, Tensor):
+            if not isinstance(x, DTensor) and x.dim():
+                return True
+        elif isinstance(x, (tuple, list)) and meets_others(tuple(x), {}):
+            return True
+    return False
+
+
+def _write_parts(
+    func: Callable[..., Any], target: DTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """An elementwise write, on this rank's part of everything."""
+    layout = stored_layout(target)
+
+    def part(x: Any) -> Any:
+        if x is target:
+            return dtensor_local(target)
+        x = whole_of(x)
+        return take(x.expand(layout.shape), layout.region) if isinstance(x, Tensor) and x.dim() else x
+
+    parts, options = pytree.tree_map(part, (args, dict(kwargs)))
+    with torch.no_grad():
+        func(*parts, **options)
+
+
+def write_whole(
+    origin: Origin, func: Callable[..., Any], target: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Write to the whole value of the base, viewed as ``target`` views it; every rank keeps its part.
+
+    Raises:
+        UnsupportedError: the function would change the shape, or autograd would have to record it.
+    """
+    base = origin.base
+    _refuse_leaf(base)
+    layout, local = stored_layout(base), dtensor_local(base).detach()
+    if "P" in layout.states:
+        raise UnsupportedError(
+            f"a write to partial sums ({layout!r}) has no meaning for their sum; use x.redistribute(...) first"
+        )
+    given, options = pytree.tree_map(lambda x: x if x is target else whole_of(x), (args, dict(kwargs)))
+    with torch.no_grad():
+        whole = gathered(base)
+        part = origin(whole)
+        shape, strides = part.shape, part.stride()
+        given, options = pytree.tree_map(lambda x: part if x is target else x, (given, options))
+        func(*given, **options)
+        if part.shape != shape or part.stride() != strides:
+            raise UnsupportedError(
+                f"{getattr(func, '__name__', func)} would change the shape of a stored tensor from {list(shape)} to "
+                f"{list(part.shape)} in place, or its strides from {strides} to {part.stride()}; use the form that gives a new "
+                "tensor"
+            )
+        if not share_memory(whole, local):
+            local.copy_(take(whole, layout.region))
+
+
+def set_data(target: DTensor, value: Any) -> None:
+    """``target.data = value``: the global value is copied, every rank keeps its part.
+
+    Raises:
+        UnsupportedError: no tensor, or one of another shape or dtype.
+    """
+    if isinstance(target, MeshView):
+        raise UnsupportedError(
+            "x[index].data = value would give new memory to a view alone; use x[index] = value, which reaches x"
+        )
+    wanted = f"{dtensor_local(target).dtype} {list(target.shape)}"
+    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if given != wanted:
+        raise UnsupportedError(
+            f"parameter.data = value takes the global value, {wanted}, the same on every rank, and is given {given}; give all of "
+            "it, or copy this rank's part into parameter.to_local() under torch.no_grad()"
+        )
+    with torch.no_grad():
+        target.copy_(value.detach())

@@ -1,0 +1,1 @@
+"""The interfaces that plugins implement: strategies and planners."""

@@ -1,0 +1,58 @@
+"""The strategies that a plan names, and the states that they give to parameters: what needs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost, StrategySpec
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.utils.names import listing
+
+
+def resolve_strategies(plan: ParallelPlan, host: PluginHost, world_size: int) -> tuple[Strategy, ...]:
+    """The strategy of each mesh axis, in mesh order; checks that the plan is sound and fits the run.
+
+    Raises:
+        PlanError: the plan is unsound, or names a strategy of another axis.
+        PluginError: a strategy is not installed.
+    """
+    installed = host.strategies()
+    plan.validate_for(world_size, sorted({r.record.axis for r in installed.values()}))
+    found: list[Strategy] = []
+    for axis in plan.degrees:
+        owners = [name for name, registered in installed.items() if registered.record.axis == axis]
+        name = plan.strategies.get(axis)
+        if name is None:
+            if len(owners) != 1:
+                raise PlanError(
+                    f"strategies.{axis}",
+                    None,
+                    f"{len(owners)} strategies work on this axis: say which",
+                    listing(owners),
+                )
+            name = owners[0]
+        registered = host.get(StrategySpec, name)
+        if registered.record.axis != axis:
+            rule = f"strategy {name!r} works on axis {registered.record.axis!r}"
+            raise PlanError(f"strategies.{axis}", name, rule, listing(owners))
+        found.append(registered.load()())
+    return tuple(found)
+
+
+def parameter_states(
+    fqn: str, shape: tuple[int, ...], plan: ParallelPlan, strategies: Sequence[Strategy]
+) -> tuple[State, ...]:
+    """State per mesh axis, in mesh order, in which parameter `fqn` of global `shape` is stored."""
+    found: dict[str, State] = {}
+    for strategy in sorted(strategies, key=lambda one: one.gathers):  # these see what the others leave
+        axis, degree = strategy.axis, plan.degree(strategy.axis)
+        if degree == 1:
+            found[axis] = "I"
+        elif strategy.gathers:
+            found[axis] = strategy.state_beside(fqn, shape, plan, degree, dict(found))
+        else:
+            found[axis] = strategy.parameter_state(fqn, shape, plan, degree)
+    return tuple(found[axis] for axis in plan.degrees)

@@ -1,0 +1,1 @@
+"""Global tensors and compute copies of parameters."""

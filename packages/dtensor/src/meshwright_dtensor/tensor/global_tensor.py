@@ -1,0 +1,409 @@
+"""Global tensors: activations that speak globally and lie on this rank as a plain local tensor.
+
+A :class:`GlobalTensor` wraps a local tensor above autograd: each torch call on it looks up a local program by
+(function, layouts, static arguments), runs it on the locals and labels the outputs.  Autograd records plain local ops.
+The wrapper carries the Python dispatch key and a meta tensor's geometry, so code that goes past
+``__torch_function__`` raises instead of reading local values as if they were global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from meshwright_dtensor._torch.core import dtensor_local, make_subclass
+from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.layout import Layout, states_of
+from meshwright_dtensor.mesh.mesh import Placements, meant
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, States
+
+Tensor = torch.Tensor
+
+
+class GlobalTensor(torch.Tensor):
+    """A global value over a device mesh, held on this rank as a local tensor.
+
+    Behaves as the global ``torch.Tensor``: shape, indexing, arithmetic, autograd.  Made by :func:`distribute` and by
+    torch functions on other global tensors.
+    """
+
+    _local: Tensor
+    _layout: Layout
+    _memo: dict[Any, tuple[int, bool, Tensor]] | None = None
+
+    # ---- what is asked on every line of a model must not go through the dispatcher
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._layout.dtype
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return self._layout.ndim
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._local.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self._local.is_cuda
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self._local.is_cpu
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self._local.is_meta
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._local.requires_grad = value
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._local.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return self._local.grad_fn
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Global size."""
+        return self._layout.shape if dim is None else self._layout.shape[dim]
+
+    def dim(self) -> int:
+        """Number of tensor dims."""
+        return self._layout.ndim
+
+    def ndimension(self) -> int:
+        """Number of tensor dims."""
+        return self._layout.ndim
+
+    def numel(self) -> int:
+        """Number of elements of the global value."""
+        return self._layout.shape.numel()
+
+    def nelement(self) -> int:
+        """Number of elements of the global value."""
+        return self._layout.shape.numel()
+
+    def __len__(self) -> int:
+        if self._layout.ndim == 0:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    # ---- layout
+    @property
+    def global_layout(self) -> Layout:
+        """How the value lies over the mesh."""
+        return self._layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The device mesh."""
+        return self._layout.space.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Torch placements, one per mesh axis."""
+        return self._layout.placements
+
+    def to_local(self) -> Tensor:
+        """This rank's part, connected to autograd; its gradient is that of the part."""
+        return self._local.view_as(self._local)
+
+    def full_tensor(self) -> Tensor:
+        """The global value as a plain tensor on every rank (a collective call), connected to autograd."""
+        return local_in(self, self._layout.space.replicated).view(self._layout.shape)
+
+    def redistribute(self, placements: Sequence[Placement | State]) -> GlobalTensor:
+        """The same value in another layout: torch placements or states, one per mesh axis."""
+        layout = self._layout
+        states = states_of(placements, layout.ndim, layout.space.ndim)
+        check_shardable(layout.space, layout.shape, states)
+        target = layout.space.layout(states, layout.shape, layout.dtype)
+        return self if target is layout else wrap(local_in(self, target.states), target)
+
+    # ---- representation and copies
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._layout.replicated:
+            return f"GlobalTensor({self._local.detach()!r}, {self._layout!r})"
+        return f"GlobalTensor(local={self._local.detach()!r}, {self._layout!r})"
+
+    def __format__(self, spec: str) -> str:
+        # models look modules up by f"expert_{index}"; a bare f"{loss}" on one rank only must not wait for the others
+        number = self._layout.ndim == 0 and (spec != "" or self._layout.replicated)
+        return self.detach().item().__format__(spec) if number else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
+        if not self._local.is_leaf:
+            raise RuntimeError(
+                "Only leaf tensors support deepcopy; this global tensor was computed: use .detach().clone() or .full_tensor()"
+            )
+        copy = wrap(self._local.detach().clone().requires_grad_(self._local.requires_grad), self._layout)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"a global tensor ({self._layout!r}) cannot be pickled or torch.saved: it is this rank's part only; "
+            "save x.full_tensor() (the whole value) or x.to_local() (this rank's part)"
+        )
+
+    def __tensor_flatten__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"torch.compile cannot take a global tensor ({self._layout!r}): its graph would see this rank's part as the whole; "
+            "call the function uncompiled, or compile what runs on x.to_local() or x.full_tensor()"
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> NoReturn:
+        raise UnsupportedError(
+            "torch.compile cannot make a global tensor; compile what runs on plain tensors"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # only until the first tensor is made: install() puts the dispatcher itself here, one Python frame less per call
+        _guard()
+        return cls.__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise UnsupportedError(
+            f"{func} reached a global tensor below __torch_function__ (functorch, torch.compile, a scripted function or a "
+            "C++ extension); pass x.full_tensor(), the whole value, or wrap the call in an autograd.Function"
+        )
+
+
+class DetachedView(GlobalTensor):
+    """A copy of what on one device is a view: the tensor it would alias had to be moved.
+
+    Reading it is right until its base is modified in place; writing to it in place would not reach the base.  Both raise.
+    """
+
+    _base_tensor: Tensor
+    _base_version: int
+
+    def check_fresh(self) -> None:
+        """Refuse to be read once the base has changed."""
+        if version_of(self._base_tensor) != self._base_version:
+            raise UnsupportedError(
+                f"this tensor ({self._layout!r}) is a view whose base was modified in place after the view was taken; on one "
+                "device it would show the change, here it is a copy because the base is sharded: take the view again"
+            )
+
+    def to_local(self) -> Tensor:
+        """This rank's part, if it is up to date."""
+        self.check_fresh()
+        return super().to_local()
+
+    def full_tensor(self) -> Tensor:
+        """The global value, if it is up to date."""
+        self.check_fresh()
+        return super().full_tensor()
+
+    def redistribute(self, placements: Sequence[Placement | State]) -> GlobalTensor:
+        """The same value in another layout, if it is up to date."""
+        self.check_fresh()
+        return super().redistribute(placements)
+
+
+def wrap(local: Tensor, layout: Layout, cls: type[GlobalTensor] = GlobalTensor) -> GlobalTensor:
+    """The global tensor of ``layout`` whose part on this rank is ``local``."""
+    t: Any = make_subclass(cls, layout.template)
+    t._local = local
+    t._layout = layout
+    return t  # type: ignore[no-any-return]
+
+
+def detached(local: Tensor, layout: Layout, base: Tensor) -> DetachedView:
+    """The view ``local`` of ``base``, or of what ``base`` is itself a detached view of."""
+    view: Any = wrap(local, layout, DetachedView)
+    if isinstance(base, DetachedView):
+        origin = base._base_tensor
+    else:
+        origin = base._local if isinstance(base, GlobalTensor) else base
+        origin = dtensor_local(origin) if isinstance(origin, DTensor) else origin
+    view._base_tensor, view._base_version = origin, version_of(origin)
+    return view  # type: ignore[no-any-return]
+
+
+def version_of(t: Tensor) -> int:
+    """How often ``t`` was written to; torch does not count that in inference mode, where writes go unseen."""
+    return -1 if t.is_inference() else t._version
+
+
+def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
+    """The local tensor of ``t`` in ``states``; gathered and reduced values and aliases are made once per tensor."""
+    layout = t._layout
+    if states == layout.states:
+        return t._local
+    between = _reduced_first(layout.states, states)
+    if between is not None:
+        return local_in(_through(t, between, site), states, site)
+    conversion = layout.space.conversion(layout.states, states, layout.shape)
+    local = t._local
+    if conversion is None:
+        return local
+    grad = local.requires_grad and torch.is_grad_enabled()
+    memo = t._memo
+    if memo is not None:
+        kept = memo.get(conversion)
+        if kept is not None and kept[0] == local._version and kept[1] == grad:
+            return kept[2]
+    result = conversion.apply(local, site)
+    # every layer cuts the same mask: one copy, which all of them keep for their backward passes
+    if (conversion.keep or not local.is_floating_point()) and not local.is_inference():
+        if memo is None:
+            memo = t._memo = {}
+        memo[conversion] = (local._version, grad, result)
+    return result
+
+
+def _through(t: GlobalTensor, states: States, site: Site) -> GlobalTensor:
+    """``t`` in other states as a tensor with memory of its own, kept with ``t`` as long as it is up to date."""
+    local = local_in(t, states, site)
+    layout = t._layout
+    kept: Any = t.__dict__.get("_middle")
+    if kept is None or kept._local is not local or kept._layout.states != states:
+        kept = wrap(local, layout.space.layout(states, layout.shape, layout.dtype))
+        t.__dict__["_middle"] = kept
+    return kept  # type: ignore[no-any-return]
+
+
+def _reduced_first(source: States, target: States) -> States | None:
+    """Where a Partial becomes X: stop at I, so that its one reduction is shared with every other consumer."""
+    if not any(a == "P" and b == "X" for a, b in zip(source, target, strict=True)):
+        return None
+    return tuple("I" if a == "P" and b == "X" else a for a, b in zip(source, target, strict=True))
+
+
+def check_shardable(space: Space, shape: Sequence[int], states: States) -> None:
+    """Refuse shards that would leave a rank empty.
+
+    Raises:
+        UnsupportedError: naming dim, size, and number of ranks.
+    """
+    from meshwright_dtensor.rules import shardable
+
+    sizes = list(shape)
+    for axis, state in enumerate(states):
+        n = space.sizes[axis]
+        if not isinstance(state, int) or n == 1:
+            continue
+        if isinstance(state, Runs):
+            if state.total != sizes[state] or len(state.intervals) != n:
+                raise UnsupportedError(
+                    f"runs {state!r} of {state.total} elements on {len(state.intervals)} ranks do not fit dim {int(state)} of "
+                    f"size {sizes[state]} on the {n} ranks of mesh axis {space.axes[axis]!r}; make them for that size"
+                )
+            if int(state) in list(map(_dim, states[axis + 1 :])) and not state.even:
+                raise UnsupportedError(
+                    f"runs {state!r} give ranks unequal lengths of dim {int(state)}, which a later mesh axis shards too; use "
+                    "even runs there"
+                )
+            sizes[state] = state.lengths[0]
+            continue
+        if not shardable(sizes[state], n):
+            raise UnsupportedError(
+                f"tensor dim {state} of size {shape[state]} cannot be sharded over the {n} ranks of mesh axis "
+                f"{space.axes[axis]!r}: a rank would be empty; use at most {sizes[state]} ranks or replicate it"
+            )
+        sizes[state] = -(-sizes[state] // n)
+
+
+def _dim(state: State) -> int:
+    return int(state) if isinstance(state, int) else -1
+
+
+def distribute(
+    tensor: Tensor, mesh: DeviceMesh | Placements | None = None, placements: Placements | None = None
+) -> GlobalTensor:
+    """Lay a global value over a mesh: ``distribute(x, mesh, [Shard(0)])``, ``distribute(x, {"tp": Shard(0)})``.
+
+    Args:
+        tensor: the global value, the same on every rank.
+        mesh: the device mesh. It may be left out, the placements then come second: it is that of the surrounding
+            ``with mesh:``, or, for a single placement, all ranks as one axis.
+        placements: torch placements (Replicate, Shard, Partial) or states, one per mesh axis, outermost first, or a
+            mapping from the names of axes; what that does not name is replicated.
+
+    Returns:
+        The global tensor; a leaf of autograd requires grad if ``tensor`` does and stays connected to it.
+
+    Raises:
+        UsageError: no placements, no mesh where it takes one, or no such axis.
+        UnsupportedError: a dim that is too short to be sharded, or is not there.
+    """
+    known = tensor.global_layout.space.mesh if isinstance(tensor, GlobalTensor) else None
+    mesh, placements = meant(mesh, placements, known)
+    if isinstance(tensor, GlobalTensor):
+        return tensor.redistribute(placements)
+    space = Space.of(mesh)
+    states = states_of(placements, tensor.ndim, space.ndim)
+    check_shardable(space, tensor.shape, states)
+    source = space.layout(space.replicated, tensor.shape, tensor.dtype)
+    target = space.layout(states, tensor.shape, tensor.dtype)
+    _guard()
+    conversion = space.conversion(source.states, target.states, target.shape)
+    if conversion is None:
+        return wrap(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach(), target)
+    return wrap(conversion.apply(tensor), target)
+
+
+def from_local(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | State], shape: Sequence[int]
+) -> GlobalTensor:
+    """The global tensor of global ``shape`` whose part on this rank is ``local``.
+
+    Raises:
+        UnsupportedError: ``local`` has not the shape that ``placements`` give this rank.
+    """
+    space = Space.of(mesh)
+    states = states_of(placements, len(shape), space.ndim)
+    check_shardable(space, shape, states)
+    layout = space.layout(states, tuple(shape), local.dtype)
+    if tuple(local.shape) != tuple(layout.local_shape):
+        raise UnsupportedError(
+            f"local tensor of shape {list(local.shape)} is not this rank's part of {layout!r}, "
+            f"which has shape {list(layout.local_shape)}"
+        )
+    _guard()
+    return wrap(local, layout)
+
+
+def _guard() -> None:
+    from meshwright_dtensor.dispatch.dispatch import install
+
+    install()

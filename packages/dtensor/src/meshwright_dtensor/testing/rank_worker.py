@@ -1,0 +1,151 @@
+"""What one rank of a `testing.RankPool` runs: wait for a function, run it in the right world, send the
+outcome.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from meshwright_dtensor._torch.meshes import forget_failed_join, forget_meshes
+
+
+@dataclass
+class Outcome:
+    """How a call ended: `result` (pickled) or `traceback` with, where it pickles, `exception`; `finished` on
+    the monotonic clock; `joined` is false where the world itself did not come about, so that no rank ran anything.
+    """
+
+    result: bytes = b""
+    traceback: str = ""
+    exception: bytes | None = None
+    finished: float = 0.0
+    joined: bool = True
+
+    @staticmethod
+    def none() -> Outcome:
+        """The outcome of a rank that never answered."""
+        return Outcome(finished=float("inf"))
+
+
+def run_worker(rank: int, pipe: Connection, folder: str, environment: dict[str, str]) -> None:
+    """Serve jobs (sys.path, module and file of the function, world size, meeting file, payload)
+    until end of file, in the pool's environment.
+    """
+    os.environ.clear()  # a fork's is that of the time when its server started
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes the pipe
+    with open(Path(folder) / f"stack-{os.getpid()}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        meeting = ""
+        while True:
+            try:
+                path, source, world_size, place, payload = pipe.recv()
+            except (EOFError, OSError):
+                break
+            joined = False
+            try:
+                sys.path[:] = path
+                if place != meeting:
+                    meeting = place
+                    _join(rank, world_size, place)
+                joined = True
+                _import(*source)
+                fn, args = pickle.loads(payload)
+                _reset()
+                outcome = Outcome(result=pickle.dumps(fn(rank, world_size, *args)), finished=time.monotonic())
+            except BaseException as error:  # whatever it is, it belongs to the parent
+                finished = time.monotonic()  # before the others hear of it and fail too
+                outcome = Outcome(
+                    traceback=traceback.format_exc(),
+                    exception=_pickled(error),
+                    finished=finished,
+                    joined=joined,
+                )
+                meeting = ""
+                _leave()  # closes the connections, so that ranks that wait for this one fail at once
+            try:
+                pipe.send(outcome)
+            except OSError:
+                break
+        _leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo threads that still hold tensors would abort an interpreter that is taken down (see _exit)
+    os._exit(0)
+
+
+def _join(rank: int, world_size: int, place: str) -> None:
+    _leave()
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(place, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(hours=1),  # the pool itself ends what hangs
+    )
+    dist.barrier()  # nobody begins before everybody is there: a world that failed can be tried again
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        with suppress(Exception):
+            dist.destroy_process_group()
+        forget_meshes()
+        gc.collect()  # what is left of models holds process groups, whose threads wake up a hundred times a second
+    forget_failed_join()
+
+
+def _reset() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+
+
+def _import(name: str, file: str | None) -> None:
+    """Make `name` importable for pickle: by name if that is the same file, else from the file."""
+    module: Any = sys.modules.get(name)
+    if module is None:
+        with suppress(ImportError):
+            module = importlib.import_module(name)
+    if file is None or (module is not None and getattr(module, "__file__", None) == file):
+        return
+    if name == "__main__":
+        return  # multiprocessing has prepared it
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception, if it survives a round trip."""
+    with suppress(Exception):
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    return None

@@ -1,0 +1,395 @@
+"""Values and nodes: what a callable does to tensors, recorded while it runs (on fake tensors, as a rule).
+
+The recorder watches from outside: a dispatch mode sees the aten ops, a function mode sees the torch functions they
+belong to.  A *composite* (linear, attention, embedding, cross-entropy, dropout) is recorded as one node; all else is
+recorded op by op.  Mutations are put in single-assignment form: a mutated tensor gets a new value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from meshwright_dtensor._torch.core import TorchDispatchMode, is_fake, pytree, unwatched
+from meshwright_dtensor._torch.metas import FLOPS, METAS
+
+if TYPE_CHECKING:
+    from meshwright_dtensor.rules.composites.base import Composite
+
+T = TypeVar("T")
+aten = torch.ops.aten
+_ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+_QUERIES = frozenset({aten.sym_size.int, aten._local_scalar_dense.default})
+DEVICE = torch.ops.prim.device.default
+"""Autograd asks fake tensors for theirs again and again."""
+
+
+class Ref:
+    """Stands for a tensor among recorded arguments: the value with index ``i``."""
+
+    __slots__ = ("i",)
+
+    def __init__(self, i: int) -> None:
+        self.i = i
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ref) and self.i == other.i
+
+    def __hash__(self) -> int:
+        return hash((Ref, self.i))
+
+    def __repr__(self) -> str:
+        return f"%{self.i}"
+
+
+def is_ref(x: object) -> bool:
+    """Leaf predicate for pytree functions over recorded arguments."""
+    return isinstance(x, Ref)
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor that was seen: geometry, dtype, and where it came from (``"param:fqn"``, ``"input:name"``...)."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    name: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole value in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a value of this dtype can have a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Address of a torch function call: the ``occurrence``-th call of ``function`` within one forward of ``module``.
+
+    Only calls that a tensor derived from an input or a parameter takes part in are counted: those are the calls
+    that the runtime sees.
+    """
+
+    module: str
+    function: str
+    occurrence: int
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One recorded operation; tensors among ``args`` and ``kwargs`` are :class:`Ref`."""
+
+    op: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ins: list[Ref]
+    outs: list[Ref]
+    module: str = ""
+    call: Call | None = None
+    flops: float = 0.0
+    mutates: bool = False
+    call_inputs: tuple[int | None, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.args}, {self.kwargs}) -> {self.outs}"
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, Ref})
+"""Leaves of nearly all arguments: pytree, which knows of every type, is ten times as slow to say so."""
+
+
+def leaves(tree: Any, kind: type[T]) -> list[T]:
+    """The leaves of this kind in a tree of arguments, in pytree order; a Ref is a leaf."""
+    found: list[T] = []
+    _collect(tree, kind, found)
+    return found
+
+
+def _collect(tree: Any, kind: type[T], found: list[T]) -> None:
+    own = type(tree)
+    if own is tuple or own is list:
+        for x in tree:
+            _collect(x, kind, found)
+    elif own is dict:
+        for x in tree.values():
+            _collect(x, kind, found)
+    elif isinstance(tree, kind):
+        found.append(tree)
+    elif own not in _PLAIN:
+        found.extend(x for x in pytree.tree_leaves(tree, is_leaf=is_ref) if isinstance(x, kind))
+
+
+def is_product(op: Any) -> bool:
+    """Whether an aten op counts operations: products, convolutions, attention."""
+    return getattr(op, "_overloadpacket", None) in flop_registry or op in FLOPS
+
+
+def refs_in(tree: Any) -> list[Ref]:
+    """The refs of a tree of recorded arguments, in pytree order."""
+    return leaves(tree, Ref)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name under which a torch function is addressed in a :class:`Call`."""
+    return getattr(function, "__name__", str(function))
+
+
+@dataclass(slots=True)
+class ModuleFrame:
+    """The module whose forward is running, with its count of calls per function name."""
+
+    module: str
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class _Functions(TorchFunctionMode):
+    """Tells the recorder which torch function is running and records composites as one node."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self.recorder.on_function(func, args, dict(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Context manager that records what runs inside as :attr:`nodes` over :attr:`values`.
+
+    Args:
+        composites: torch function -> its :class:`~meshwright_dtensor.rules.composites.base.Composite`.
+        inputs: tensors registered first, so that they are values ``0 .. len(inputs) - 1``.
+    """
+
+    def __init__(
+        self,
+        composites: Mapping[Callable[..., Any], Composite] | None = None,
+        inputs: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+        self.detaches = False
+        """Whether a computed tensor was detached: as an alias it is not among the nodes."""
+        self.frames: list[ModuleFrame] = [ModuleFrame("")]
+        self._composites = composites or {}
+        self._functions = _Functions(self)
+        self._index: dict[int, int] = {}
+        self._aliases: dict[int, set[int]] = {}
+        self._kept: list[torch.Tensor] = []
+        self._tainted: set[int] = set()
+        self._silent = 0
+        self._call: Call | None = None
+        self._call_inputs: tuple[int | None, ...] = ()
+        for tensor in inputs:
+            self.mark(tensor)
+
+    # ---- module frames, pushed and popped by whoever watches modules
+    def enter_module(self, name: str) -> None:
+        """The forward of module ``name`` begins."""
+        self.frames.append(ModuleFrame(name))
+
+    def exit_module(self) -> None:
+        """The innermost running forward ends."""
+        self.frames.pop()
+
+    # ---- values
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """The ref of ``tensor``; a tensor not seen before becomes a new value."""
+        index = self._index.get(id(tensor))
+        if index is None:
+            index = len(self.values)
+            self.values.append(_value(tensor))
+            self._bind(tensor, index)
+        return Ref(index)
+
+    def mark(self, tensor: torch.Tensor, name: str | None = None) -> Ref:
+        """Register an input, parameter or buffer; all but buffers taint what is computed from them."""
+        ref = self.ref(tensor)
+        self.values[ref.i].name = name
+        if name is None or not name.startswith("buffer:"):
+            self._tainted.add(id(tensor))
+        return ref
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The value index of a tensor that was seen, else None."""
+        return self._index.get(id(tensor))
+
+    def _bind(self, tensor: torch.Tensor, index: int) -> None:
+        self._index[id(tensor)] = index
+        self._aliases.setdefault(index, set()).add(id(tensor))
+        self._kept.append(tensor)  # an id must not be reused while we map it
+
+    def _tree(self, tree: Any) -> Any:
+        own = type(tree)
+        if own is tuple or own is list:
+            return own([self._tree(x) for x in tree])
+        if own is dict:
+            return {key: self._tree(x) for key, x in tree.items()}
+        if isinstance(tree, torch.Tensor):
+            return self.ref(tree)
+        if own in _PLAIN:
+            return tree
+        return pytree.tree_map(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, tree)
+
+    def references(self, tree: Any) -> Any:
+        """``tree`` with every tensor replaced by its ref."""
+        return self._tree(tree)
+
+    # ---- recording
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._functions.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._functions.__exit__(*exc)
+        super().__exit__(*exc)
+
+    def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, noting its address; a composite is recorded as one node."""
+        if self._silent:
+            return func(*args, **kwargs)
+        tensors = leaves((args, kwargs), torch.Tensor)
+        tainted = any(id(t) in self._tainted for t in tensors)
+        outer = self._call, self._call_inputs
+        if tainted:
+            frame, name = self.frames[-1], function_name(func)
+            self._call = Call(frame.module, name, frame.counts[name])
+            self._call_inputs = tuple(self._index.get(id(t)) for t in tensors)
+            frame.counts[name] += 1
+        else:
+            self._call, self._call_inputs = None, ()
+        try:
+            composite = self._composites.get(func)
+            normal = composite.normalise(args, kwargs) if composite is not None else None
+            if composite is None or normal is None:
+                return func(*args, **kwargs)
+            versions = [t._version for t in tensors]
+            self._silent += 1
+            try:
+                out = self.composed(func, args, kwargs, tensors)
+            finally:
+                self._silent -= 1
+            if versions == [t._version for t in tensors] and any(out is t for t in tensors):
+                return out  # the identity: a dropout that is off
+            self._add(None, composite.name, normal[0], normal[1], out)
+            return out
+        finally:
+            self._call, self._call_inputs = outer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE:
+            return func(*args)
+        kwargs = kwargs or {}
+        out = self.compute(func, args, kwargs)
+        if self._silent or func.namespace == "prim" or func in _QUERIES:
+            return out
+        if func in _ALIASES:
+            self.detaches |= func is aten.detach.default and not self._is_new(args[0])
+            self._bind(out, self.ref(args[0]).i)
+            if id(args[0]) in self._tainted:
+                self._tainted.add(id(out))
+            return out
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is not None:
+            count = float(flops(*args, **kwargs, out_val=out))
+        else:
+            count = float(FLOPS[func](*args, **kwargs)) if func in FLOPS else 0.0
+        self._add(func, str(func), args, kwargs, out, count)
+        return out
+
+    def composed(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """Run a composite; `tensors`: those among its arguments."""
+        return func(*args, **kwargs)
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one aten op."""
+        meta = METAS.get(func)
+        return meta(*args, **kwargs) if meta is not None and is_fake(args[0]) else func(*args, **kwargs)
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` depends on no values: torch detaches what its ``*_like`` functions have just made."""
+        if id(tensor) not in self._tainted:
+            return True
+        made = self.nodes[-1] if self.nodes else None
+        if made is None or not ("_like." in made.name or made.name.startswith("aten.new_")):
+            return False
+        return Ref(self._index[id(tensor)]) in made.outs
+
+    def _add(self, op: Any, name: str, args: Any, kwargs: Any, out: Any, flops: float = 0.0) -> None:
+        tensors = leaves((args, kwargs), torch.Tensor)
+        outputs = leaves(out, torch.Tensor)
+        if not outputs:
+            return
+        node_args, node_kwargs = self._tree(tuple(args)), self._tree(dict(kwargs))
+        ins = refs_in((node_args, node_kwargs))
+        seen = {id(t) for t in tensors}
+        mutated = [t for t in outputs if id(t) in seen] if op is None or op._schema.is_mutable else []
+        for tensor in mutated:
+            self._reversion(tensor)
+        outs = [self.ref(t) for t in outputs]
+        if any(id(t) in self._tainted for t in tensors):
+            self._tainted.update(id(t) for t in outputs)
+        self.nodes.append(
+            Node(
+                op,
+                name,
+                node_args,
+                node_kwargs,
+                ins,
+                outs,
+                self.frames[-1].module,
+                self._call,
+                flops,
+                bool(mutated),
+                self._call_inputs,
+            )
+        )
+        self.added(tensors)
+
+    def added(self, tensors: list[torch.Tensor]) -> None:
+        """A node was added; `tensors`: those among its arguments, in the order of its `ins`."""
+
+    def _reversion(self, tensor: torch.Tensor) -> None:
+        """Give ``tensor`` and its aliases a new value: what they held has been overwritten."""
+        old = self._index[id(tensor)]
+        new = len(self.values)
+        self.values.append(_value(tensor))
+        for alias in self._aliases.pop(old):
+            self._index[alias] = new
+            self._aliases.setdefault(new, set()).add(alias)
+
+
+def _value(tensor: torch.Tensor) -> Value:
+    with unwatched():
+        stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        return Value(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)

@@ -1,0 +1,1 @@
+"""Small helpers: names, byte sizes, CPU count, fingerprints, shutdown."""

@@ -1,0 +1,119 @@
+"""Conversions: value and gradient survive every change of layout, uneven and nested shards included."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layout_cases import STATES, convertible, legal, run_many
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright_dtensor.comm import log as log_module
+from meshwright_dtensor.comm.redistribute import route
+from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.sharding.states import is_shard
+from meshwright_dtensor.tensor.global_tensor import distribute, local_in, wrap
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+
+def test_every_pair_on_one_axis(rank_pool: RankPool):
+    for n in (2, 3):
+        cases = [
+            (shape, (a,), (b,))
+            for shape in ((4, 6, 6), (5, 7, 4), (3, 1, 9))
+            for a, b in itertools.product(STATES, STATES)
+            if convertible(a, b) and legal(shape, (a,), (n,)) and legal(shape, (b,), (n,))
+        ]
+        assert len(cases) > 60
+        assert all(rank_pool.run(n, run_many, (n,), cases))
+
+
+states = st.sampled_from(STATES)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    raw=st.lists(
+        st.tuples(
+            st.tuples(st.integers(2, 9), st.integers(2, 9), st.integers(1, 5)),
+            st.tuples(states, states),
+            st.tuples(states, states),
+        ),
+        min_size=8,
+        max_size=8,
+    )
+)
+def test_pairs_on_two_axes(rank_pool: RankPool, raw):
+    cases = [
+        (shape, a, b)
+        for shape, a, b in raw
+        if legal(shape, a, (2, 2))
+        and legal(shape, b, (2, 2))
+        and all(convertible(s, t) for s, t in zip(a, b, strict=True))
+        and a.count("P") < 2
+    ]
+    assert all(rank_pool.run(4, run_many, (2, 2), cases))
+
+
+@given(st.tuples(states, states, states), st.tuples(states, states, states))
+def test_a_route_leads_to_its_target_and_never_moves_an_outer_shard_under_an_inner_one(a, b):
+    current = list(a)
+    for axis, before, after in route(a, b):
+        assert current[axis] == before
+        touched = {s for s in (before, after) if is_shard(s)}
+        assert not any(current[j] in touched for j in range(axis + 1, len(a))), (a, b)
+        current[axis] = after
+    assert tuple(current) == b
+
+
+def count_collectives(rank, world):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    x = torch.randn(4, 6)
+    found = {}
+    for name, source, target in (
+        ("alias", "I", "X"),
+        ("gather", 0, "I"),
+        ("gather_scatter", 0, "X"),
+        ("scatter", "I", 1),
+        ("transpose", 0, 1),
+    ):
+        g = distribute(x, mesh, [source]).requires_grad_()
+        with log_module.communication() as log:
+            y = local_in(g, (target,))
+            again = local_in(g, (target,))
+            (y.sum() + again.sum()).backward()
+        found[name] = [(e.kind, e.phase, e.nbytes) for e in log.events]
+    return found
+
+
+def test_collectives_are_those_of_the_gradient_rule_and_shared(rank_pool: RankPool):
+    size = 4 * 6 * 4
+    for found in rank_pool.run(2, count_collectives):
+        assert found == {
+            "alias": [("all_reduce", "backward", size)],  # two consumers, one reduction
+            "gather": [("all_gather", "forward", size)],
+            "gather_scatter": [("all_gather", "forward", size), ("reduce_scatter", "backward", size)],
+            "scatter": [
+                ("all_gather", "backward", size),
+                ("all_gather", "backward", size),
+            ],  # slices are not kept
+            "transpose": [("all_to_all", "forward", size), ("all_to_all", "backward", size)],
+        }
+
+
+def partial_once(rank, world):
+    """A Partial that both a replicated and a partial-gradient consumer read is reduced once."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    space = Space.of(mesh)
+    x = wrap(torch.randn(3, 4).requires_grad_(), space.layout(("P",), (3, 4), torch.float32))
+    with log_module.communication() as log:
+        local_in(x, ("I",))
+        local_in(x, ("X",))
+        local_in(x, ("X",))
+    return [e.kind for e in log.events]
+
+
+def test_a_partial_is_reduced_once(rank_pool: RankPool):
+    assert rank_pool.run(2, partial_once) == [["all_reduce"]] * 2

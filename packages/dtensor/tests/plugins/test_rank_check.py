@@ -1,0 +1,119 @@
+"""Ranks with different plugins fail together, with the difference; ranks with the same ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from plugin_distributions import install
+
+from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.plugins import (
+    ClusterSpec,
+    PluginHost,
+    Problem,
+    Registered,
+    compare_across_ranks,
+    discover_on_all_ranks,
+)
+from meshwright_dtensor.plugins.rank_check import difference
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+
+def host(*records: tuple[str, str, str], problems: tuple[Problem, ...] = ()) -> PluginHost:
+    found = {
+        name: Registered(ClusterSpec(name=name, target="a:b"), distribution, version, "point")
+        for name, distribution, version in records
+    }
+    return PluginHost({ClusterSpec: found}, problems)
+
+
+def outcome(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except PluginError as error:
+        return str(error)
+    return "agreed"
+
+
+def same_everywhere(rank: int, world_size: int) -> str:
+    return outcome(host(("a", "acme", "1"), ("b", "acme", "1")).compare_across_ranks)
+
+
+def one_lacks(rank: int, world_size: int) -> str:
+    problem = Problem("bravo", "2", "b", "fails to import")
+    mine = host(("a", "acme", "1")) if rank != 1 else host(problems=(problem,))
+    return outcome(lambda: compare_across_ranks(mine))
+
+
+def versions_differ(rank: int, world_size: int) -> str:
+    return outcome(lambda: compare_across_ranks(host(("a", "acme", f"1.{rank}"))))
+
+
+def groups_differ(rank: int, world_size: int) -> tuple[str, str]:
+    """Ranks agree within each half, and differ between the halves."""
+    import torch.distributed as dist
+
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = host(("a", "acme", f"{rank // 2}"))
+    within = outcome(lambda: mine.compare_across_ranks(halves[rank // 2]))
+    return within, outcome(mine.compare_across_ranks)
+
+
+def discover_where_one_is_broken(rank: int, world_size: int, site: str) -> str:
+    """Only rank 1 sees a distribution whose hook is misspelt."""
+    import sys
+
+    if rank == 1:
+        sys.path.insert(0, site)
+    try:
+        return outcome(discover_on_all_ranks)
+    finally:
+        if rank == 1:
+            sys.path.remove(site)
+
+
+def test_equal_ranks_agree(rank_pool: RankPool) -> None:
+    assert rank_pool.run(3, same_everywhere) == ["agreed"] * 3
+
+
+def test_a_rank_that_lacks_a_plugin_fails_every_rank(rank_pool: RankPool) -> None:
+    results = rank_pool.run(3, one_lacks)
+    assert len(set(results)) == 1
+    assert "cluster 'a' of acme 1 is on ranks 0, 2 but not on rank 1" in results[0]
+    assert "bravo 2 (entry point 'b'): fails to import, on rank 1" in results[0]
+    assert "\n" not in results[0]
+
+
+def test_versions_count(rank_pool: RankPool) -> None:
+    results = rank_pool.run(2, versions_differ)
+    assert results[0] == results[1]
+    assert "acme 1.0 is on rank 0" in results[0] and "acme 1.1 is on rank 1" in results[0]
+
+
+def test_only_the_group_is_compared(rank_pool: RankPool) -> None:
+    for within, over_all in rank_pool.run(4, groups_differ):
+        assert within == "agreed"
+        assert "ranks have different plugins" in over_all
+
+
+def test_an_error_on_one_rank_is_raised_on_all(
+    rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    site = tmp_path_factory.mktemp("site")
+    source = "@hookimpl\ndef meshwright_stratgies():\n    yield 1\n"
+    install(site, "acme-one-rank", {"one-rank": "acme_one_rank"}, {"acme_one_rank": source})
+    results = rank_pool.run(2, discover_where_one_is_broken, str(site))
+    assert results[0] == results[1]
+    assert "did you mean 'meshwright_strategies'" in results[0] and results[0].endswith("on rank 1")
+
+
+def test_without_a_process_group_nothing_is_compared() -> None:
+    host(("a", "acme", "1")).compare_across_ranks()
+
+
+def test_many_differences_make_one_short_line() -> None:
+    many = {("cluster", f"c{index}", "acme", "1") for index in range(40)}
+    text = difference([many, set()])
+    assert text is not None and "and 34 more" in text and "\n" not in text
+    assert difference([many, set(many)]) is None

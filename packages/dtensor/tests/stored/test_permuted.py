@@ -1,0 +1,200 @@
+"""Parameters sharded in runs: every way out and in is in true order; what would show the permuted order raises."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright_dtensor import (
+    RunShard,
+    as_mesh_parameter,
+    canonical,
+    distribute,
+    from_local,
+    like_parameter,
+)
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.random import Part, run_random
+from meshwright_dtensor.sharding.boxes import region_of, take
+from meshwright_dtensor.sharding.intervals import owned, segments, zigzag
+from meshwright_dtensor.stored.permuted import PermutedDTensor, install_true_order
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+
+def parameter(value, mesh, state):
+    coords = [mesh.get_local_rank(i) for i in range(mesh.ndim)]
+    local = take(value, region_of(value.shape, tuple(mesh.shape), coords, (state,))).clone()
+    spec = [Shard(int(state))] if isinstance(state, int) else [Replicate()]
+    stored = DTensor.from_local(local, mesh, spec, run_check=False, shape=value.shape, stride=value.stride())
+    return as_mesh_parameter(stored, (state,))
+
+
+def model_of(value, mesh, state):
+    model = nn.Linear(value.shape[1], value.shape[0], bias=False)
+    model.weight = parameter(value, mesh, state)
+    install_true_order(model)
+    return model
+
+
+def exits(rank, world, which):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    value = torch.randn(8 * world, 5)
+    size = 8 * world
+    makers = {
+        "parts": lambda: segments(0, (6 * world, 2 * world), world),
+        "owned": lambda: owned(0, size, world, 1),
+    }
+    state = makers.get(which, lambda: zigzag(0, size, world))()
+    model = model_of(value, mesh, state)
+    p = model.weight
+    copies = (p, p.detach(), copy.deepcopy(p), p.data, canonical(p))
+    assert all(torch.equal(c.full_tensor(), value) for c in copies)
+    assert torch.equal(p.redistribute(placements=[Replicate()]).to_local(), value)
+    assert torch.equal(p.redistribute(placements=[Shard(1)]).full_tensor(), value)
+    assert "S(0;" in repr(p) and p.placements == (Shard(0),) and p.global_layout.states == (state,)
+    held = model.state_dict()["weight"]
+    assert type(held) is DTensor and torch.equal(held.full_tensor(), value)
+    assert torch.equal(
+        held.to_local(), value.chunk(world)[rank]
+    )  # plain chunks: what a checkpoint may save as it is
+    assert torch.equal(model.state_dict(keep_vars=True)["weight"].full_tensor(), value)
+    # gradients
+    x = distribute(torch.randn(3, 5), mesh, ["I"])
+    (x @ p.t()).square().sum().backward()
+    leaf = value.clone().requires_grad_()
+    (x.full_tensor() @ leaf.t()).square().sum().backward()
+    assert torch.allclose(p.grad.full_tensor(), leaf.grad, rtol=1e-5, atol=1e-5)
+    assert torch.allclose((p.grad * 2).full_tensor(), leaf.grad * 2, rtol=1e-5, atol=1e-4)
+    p.grad = leaf.grad
+    assert torch.equal(p.grad.full_tensor(), leaf.grad)
+    p.grad = canonical(p.grad)
+    assert torch.equal(p.grad.full_tensor(), leaf.grad) and isinstance(p.grad, PermutedDTensor)
+    # ways in: a global value, a DTensor in true order
+    other = torch.randn_like(value)
+    model.load_state_dict({"weight": other})
+    assert torch.equal(p.full_tensor(), other)
+    model.load_state_dict({"weight": held})
+    assert torch.equal(p.full_tensor(), value)
+    again = model_of(torch.zeros_like(value), mesh, state)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.weight.to_local(), p.to_local())
+    return True
+
+
+@pytest.mark.parametrize("which", ["parts", "owned", "zigzag"])
+def test_every_exit_and_entry_is_in_true_order(rank_pool: RankPool, which):
+    assert all(rank_pool.run(2, exits, which))
+
+
+def test_three_ranks(rank_pool: RankPool):
+    assert all(rank_pool.run(3, exits, "parts"))
+
+
+def training(rank, world, kind, foreach):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    value, x = torch.randn(12, 6), torch.randn(4, 6)
+    model, single = model_of(value, mesh, segments(0, (4, 8), world)), nn.Linear(6, 12, bias=False)
+    single.weight = nn.Parameter(value.clone())
+    make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    options = {"momentum": 0.9} if kind == "sgd" else {}
+    ours, theirs = (make(m.parameters(), lr=0.1, foreach=foreach, **options) for m in (model, single))
+    for _ in range(3):
+        for m, o in ((model, ours), (single, theirs)):
+            o.zero_grad()
+            data = distribute(x, mesh, ["I"]) if m is model else x
+            m(data).square().mean().backward()
+            o.step()
+    assert torch.allclose(model.weight.full_tensor(), single.weight, rtol=1e-5, atol=1e-6)
+    for key, state in theirs.state[single.weight].items():
+        own = ours.state[model.weight][key]
+        if torch.is_tensor(state) and state.dim():
+            # whatever the optimizer made of it, it can leave in true order
+            plain = canonical(own, model.weight)
+            assert type(plain) is DTensor
+            assert torch.allclose(plain.full_tensor(), state, rtol=1e-5, atol=1e-6)
+            back = like_parameter(plain, model.weight)
+            assert torch.equal(back.to_local(), own.to_local()) and isinstance(back, PermutedDTensor)
+            assert torch.equal(like_parameter(plain.full_tensor(), model.weight).to_local(), own.to_local())
+    return True
+
+
+@pytest.mark.parametrize(("kind", "foreach"), [("adamw", False), ("adamw", True), ("sgd", False)])
+def test_stock_optimizers(rank_pool: RankPool, kind, foreach):
+    assert all(rank_pool.run(2, training, kind, foreach))
+
+
+def refusals(rank, world):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    value = torch.arange(16.0).view(8, 2)
+    p = parameter(value, mesh, segments(0, (4, 4), world))
+    held = p.detach()
+    plain = canonical(held)
+    with torch.no_grad():
+        assert torch.equal((held * 2 + held).full_tensor(), value * 3)
+        assert float(held.sum().full_tensor()) == float(value.sum())
+        assert torch.equal(held.bfloat16().full_tensor(), value.bfloat16())
+        for wrong in (
+            lambda: held.t(),
+            lambda: held[0],
+            lambda: held @ held.t(),
+            lambda: held.flip(0),
+            lambda: held.sum(1),
+        ):
+            with pytest.raises((UnsupportedError, RuntimeError)):
+                wrong()
+        for mixed in (
+            lambda: held + plain,
+            lambda: held.add_(plain),
+            lambda: torch._foreach_add_([held], [plain]),
+        ):
+            with pytest.raises(UnsupportedError, match="like_parameter"):
+                mixed()
+    with pytest.raises(UnsupportedError, match="leave a gap"):
+        RunShard(0, [[(0, 2)], [(3, 2)]])
+    with pytest.raises(UnsupportedError, match="do not fit dim 0 of size 6"):
+        distribute(torch.zeros(6, 2), mesh, [RunShard.parts(0, (4, 4), world)])
+    return True
+
+
+def test_what_would_show_the_permuted_order_is_refused(rank_pool: RankPool):
+    assert all(rank_pool.run(2, refusals))
+
+
+def placements(rank, world):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    value = torch.arange(3 * 8.0).view(3, 8)
+    x = distribute(value, mesh, [RunShard.zigzag(-1, 8, world)])
+    assert x.placements == (RunShard.zigzag(1, 8, world),)
+    assert torch.equal(x.to_local(), value[:, [0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5]])
+    assert torch.equal(x.full_tensor(), value)
+    y = x.redistribute([RunShard.owned(1, 8, world, 1)])
+    assert y.to_local().shape == (3, 8 * rank) and torch.equal(y.full_tensor(), value)
+    assert torch.equal(from_local(y.to_local(), mesh, y.placements, (3, 8)).full_tensor(), value)
+    # the numbers of one device, drawn into runs
+    torch.manual_seed(5)
+    drawn = run_random(
+        torch.ops.aten.normal_.default,
+        [x.to_local().clone()],
+        {},
+        [Part((3, 8), (0, 1), x.global_layout.region)],
+    )
+    torch.manual_seed(5)
+    assert torch.equal(
+        from_local(drawn, mesh, x.placements, (3, 8)).full_tensor(), torch.empty(3, 8).normal_()
+    )
+    torch.manual_seed(6)
+    dropped = torch.nn.functional.dropout(x, 0.5)
+    torch.manual_seed(6)
+    assert torch.equal(dropped.full_tensor(), torch.nn.functional.dropout(value, 0.5))
+    return dropped.placements == x.placements
+
+
+def test_runs_as_a_placement(rank_pool: RankPool):
+    rank_pool.run(2, placements)

@@ -1,0 +1,75 @@
+"""`distribute` where the mesh is left out, and by the names of axes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.mesh.attention_sharing import share_attention
+from meshwright_dtensor.tensor.global_tensor import distribute, wrap
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+
+def forms(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(7, 6)
+    expected = distribute(x, mesh, [Shard(0), Shard(1)])
+    with mesh:
+        found = [distribute(x, [Shard(0), Shard(1)]), distribute(x, {"tp": Shard(1), "dp": 0})]
+        replicas = distribute(x, {"tp": Shard(1)})
+    found.append(distribute(x, placements=[Shard(0), Shard(1)], mesh=mesh))
+    found.append(distribute(replicas, {"dp": Shard(0), "tp": Shard(1)}))  # lies over the mesh already
+    for one in found:
+        assert one.global_layout == expected.global_layout
+        assert torch.equal(one.to_local(), expected.to_local()) and torch.equal(one.full_tensor(), x)
+    assert list(replicas.to_local().shape) == [7, 3]
+    whole = distribute(x, [Shard(0)])  # no mesh around: all ranks are one axis
+    assert whole.global_layout.space.sizes == (4,) and len(whole.to_local()) == (1 if rank == 3 else 2)
+    assert torch.equal(distribute(x, {"tp": Replicate()}).to_local(), x)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = torch.randn(4, 6)
+    with pytest.raises(UsageError, match="2 placements and no mesh"):
+        distribute(x, [Shard(0), Shard(1)])
+    with pytest.raises(UsageError, match="mesh axis 'pt'; the axes of the mesh are tp"):
+        distribute(x, mesh, {"pt": Shard(0)})
+    with pytest.raises(UsageError, match="no placements"):
+        distribute(x, mesh)
+    with pytest.raises(UsageError, match="no placements"):
+        distribute(x)
+
+
+def inside(rank: int, world_size: int) -> None:
+    """What a place on one axis leaves is a global value on the other: its rows are those of one data rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    share_attention(mesh, "dp", "all_gather")  # which is nothing to the place on the other axis
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    for states in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
+        t = distribute(x, mesh, states)
+        layout = t.global_layout.inside([1])
+        assert layout.space is t.global_layout.space.inner(("tp",)) and layout.space.axes == ("tp",)
+        part = wrap(t.to_local(), layout)
+        own = x.chunk(2)[rank // 2]
+        assert part.shape == own.shape and torch.equal(part.full_tensor(), own)
+        assert torch.equal(part.sort(0).values.full_tensor(), own.sort(0).values)
+        torch.testing.assert_close(F.linear(part, weight).full_tensor(), F.linear(own, weight))
+    assert layout.space.report is t.global_layout.space.report
+
+
+def test_inside(rank_pool: RankPool) -> None:
+    rank_pool.run(4, inside)
+
+
+def test_forms(rank_pool: RankPool) -> None:
+    rank_pool.run(4, forms)
+
+
+def test_refusals(rank_pool: RankPool) -> None:
+    rank_pool.run(2, refusals)

@@ -1,0 +1,52 @@
+"""Checkpointing that a model does inside of a forward: the second run belongs to the module whose forward it is in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright_dtensor.dispatch.planned_calls import FRAMES, Target, hook_frames
+
+FIRST, SECOND = Target((None,)), Target(((("tp", 0),),))
+RULES = {"block": {"tanh": {0: FIRST, 1: SECOND}}}
+
+
+class Block(nn.Module):
+    """One planned call before what is checkpointed, one in it; it keeps whose calls those were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str | None, Target | None]] = []
+
+    def look(self) -> None:
+        frame = FRAMES.current()
+        self.seen.append((None, None) if frame is None else (frame.module, frame.target(torch.tanh)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.look()
+        return checkpoint(self.work, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def work(self, x: torch.Tensor) -> torch.Tensor:
+        self.look()
+        return torch.tanh(x).exp()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_runs_again_has_the_targets_of_the_first_run(passes: int) -> None:
+    block = Block()
+    handles = hook_frames(nn.ModuleDict({"block": block}), RULES)
+    loss = block(torch.ones(2, requires_grad=True)).sum()
+    for _ in range(passes):
+        loss.backward(retain_graph=True)
+    for handle in handles:
+        handle.remove()
+    assert block.seen == [("block", FIRST)] + [("block", SECOND)] * (1 + passes)
+    assert not FRAMES.stack
+
+
+def test_what_is_checkpointed_outside_of_a_plan_stays_torchs_own() -> None:
+    block = Block()
+    block(torch.ones(2, requires_grad=True)).sum().backward()
+    assert block.seen == [(None, None)] * 3

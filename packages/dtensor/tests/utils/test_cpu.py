@@ -1,0 +1,17 @@
+"""How many cores there are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from meshwright_dtensor.utils.cpu import usable_cores
+
+
+def test_cores_are_those_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8}, raising=False)
+    assert usable_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # as off Linux
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert usable_cores() == 12

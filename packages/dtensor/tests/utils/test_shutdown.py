@@ -1,0 +1,91 @@
+"""Leaving a process that used gloo: its threads let go of their tensors before the interpreter is taken down."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright_dtensor.mesh.mesh import init
+from meshwright_dtensor.testing.rank_pool import RankPool, fake_group
+from meshwright_dtensor.utils import shutdown
+
+LINUX = pytest.mark.skipif(not shutdown.THREADS.is_dir(), reason="elsewhere `settle` is a pause")
+
+
+def holders(rank: int, world_size: int) -> tuple[int, int]:
+    """How many threads hold the tensor of a finished collective, before and after `settle`.
+
+    This thread keeps the GIL in between, as one that goes straight on to its end may.
+    """
+    value = torch.ones(1)
+    first = ctypes.c_float.from_address(value.data_ptr())
+    interval, own = sys.getswitchinterval(), sys.getrefcount(value)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.2)  # so that the collective ends while rank 0 keeps the GIL
+    sys.setswitchinterval(1000.0)
+    try:
+        dist.all_reduce(value, async_op=True)
+        end = time.monotonic() + 30.0
+        while first.value != world_size and time.monotonic() < end:
+            pass
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            pass
+        before = sys.getrefcount(value) - own
+        shutdown.settle()
+        return before, sys.getrefcount(value) - own
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def waits_for_its_peer(rank: int, world_size: int, settled: str) -> tuple[float, bool]:
+    """Seconds that `settle` took inside a collective that its peer joins only then, and whether it had ended."""
+    value = torch.ones(1)
+    if rank == 1:
+        while not Path(settled).exists():
+            time.sleep(0.01)
+        dist.all_reduce(value)
+        return 0.0, True
+    work = dist.all_reduce(value, async_op=True)
+    assert work is not None
+    start = time.monotonic()
+    shutdown.settle(timeout=30.0)
+    outcome = time.monotonic() - start, work.is_completed()
+    Path(settled).touch()
+    work.wait()
+    return outcome
+
+
+@LINUX
+def test_gloo_lets_go_of_the_tensors_of_a_finished_collective(rank_pool: RankPool) -> None:
+    before, after = rank_pool.run(2, holders)[0]
+    assert before == 1  # else this shows nothing
+    assert after == 0
+
+
+@LINUX
+def test_a_collective_that_a_peer_does_not_join_is_not_waited_for(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    seconds, ended = rank_pool.run(2, waits_for_its_peer, str(tmp_path / "settled"))[0]
+    assert seconds < 15.0
+    assert not ended
+
+
+def test_every_entry_point_sees_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    with monkeypatch.context() as patch, fake_group(2):
+        patch.setattr(atexit, "register", registered.append)
+        shutdown.settle_at_exit.cache_clear()
+        init("cpu")
+        init("cpu")
+    shutdown.settle_at_exit.cache_clear()
+    assert registered == [shutdown.settle]
