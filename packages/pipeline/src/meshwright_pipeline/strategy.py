@@ -32,44 +32,44 @@ class Pipeline(Strategy):
 
     def survey(self, model: nn.Module) -> Survey | None:
         """The modules that can be given to stages."""
-        from meshwright_pipeline.surveying import survey
+        from meshwright_pipeline.planning.survey import survey
 
         return survey(model)
 
     def degrees(self, request: SearchRequest) -> list[int]:
         """Every degree for which there are ranks, rows and modules enough, ascending."""
-        from meshwright_pipeline.choosing import possible
+        from meshwright_pipeline.planning.search_space import possible
 
         return possible(request)
 
     def refusal(self, request: SearchRequest, degree: int) -> str | None:
         """Too few modules that could be given to stages, or too few rows."""
-        from meshwright_pipeline.choosing import refusal
+        from meshwright_pipeline.planning.search_space import refusal
 
         return refusal(request, degree)
 
     def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
         """Every installed schedule, with numbers of microbatches that are worth a look."""
-        from meshwright_pipeline.choosing import ways
+        from meshwright_pipeline.planning.search_space import ways
 
         return ways(request, degree) if degree > 1 else ({},)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         """A step of the schedule in thought, with the stages that cutting at even costs leaves."""
-        from meshwright_pipeline.balance import cost
+        from meshwright_pipeline.planning.cost import cost
 
         return cost(request, degree, link) if degree > 1 else StrategyCost()
 
     def check(self, model: nn.Module, plan: ParallelPlan) -> None:
         """See Strategy."""
-        from meshwright_pipeline.checks import check_division
+        from meshwright_pipeline.install.validate import check_division
 
         check_division(model, plan)
 
     def divide(self, model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh) -> Division:
         """See Strategy."""
         from meshwright_dtensor.model.precision import DTYPES
-        from meshwright_pipeline.division import StageDivision
+        from meshwright_pipeline.install.division import StageDivision
 
         assert plan.pipeline is not None
         dtype = DTYPES["fp32" if plan.precision is None else plan.precision.parameters]

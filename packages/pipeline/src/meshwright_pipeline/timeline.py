@@ -13,11 +13,11 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_pipeline.actions import DURATION, NAMES, Shape, Timetable
-from meshwright_pipeline.behind import Behind
-from meshwright_pipeline.division import call_of, checked_timetable
-from meshwright_pipeline.runtime import Span
-from meshwright_pipeline.schedules.named import schedule_named
+from meshwright_pipeline.install.division import call_of, checked_timetable
+from meshwright_pipeline.planning.full_batch_loss import Behind
+from meshwright_pipeline.runtime.executor import Span
+from meshwright_pipeline.schedule.registry import schedule_named
+from meshwright_pipeline.schedule.schedule import DURATION, NAMES, Shape, Timetable
 
 
 def planned(plan: ParallelPlan) -> Timetable:

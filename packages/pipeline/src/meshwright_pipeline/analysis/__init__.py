@@ -1,0 +1,1 @@
+"""May the batch be cut into microbatches? Loss additivity and row mixing."""

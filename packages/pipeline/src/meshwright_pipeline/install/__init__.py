@@ -1,0 +1,1 @@
+"""Turn a model into the stages of this rank."""

@@ -1,0 +1,154 @@
+"""Give a rank its stages: empty what others hold, and take over the calls of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.model.stage_info import StageInfo, describe_stages
+from meshwright_dtensor.plan.plan import PipelineRule, Prediction
+from meshwright_dtensor.strategy.strategy import Division
+from meshwright_pipeline._torch import hooks_of, take_over
+from meshwright_pipeline.install.optimizer_guard import watch_steps
+from meshwright_pipeline.install.placeholders import leave
+from meshwright_pipeline.partition.units import Ownership, ownership
+from meshwright_pipeline.runtime.call import PipelinedCall
+from meshwright_pipeline.runtime.schedule_warning import Surprise
+from meshwright_pipeline.runtime.step_end import Place
+from meshwright_pipeline.runtime.tied_grads import TiedSum, ties
+from meshwright_pipeline.schedule.registry import schedule_named
+from meshwright_pipeline.schedule.schedule import Schedule, Shape, Timetable, timetable
+from meshwright_pipeline.trace.meta_model import skeleton
+
+_ATTRIBUTE = "_meshwright_pipeline"
+
+
+class StageDivision(Division):
+    """What one rank of a pipeline holds of a model.
+
+    Args:
+        model: the whole model; this empties what other ranks hold.
+        rule: stages and schedule.
+        group: the ranks of the axis.
+        dtype: what a float32 model is computed in.
+        split: split backwards are run in two halves; what is recomputed would be so for each.
+        predicted: what the plan predicts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: PipelineRule,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype = torch.float32,
+        split: bool = True,
+        predicted: Prediction | None = None,
+    ) -> None:
+        self.predicted = predicted
+        self.rule, self.group, self.dtype, self.split = rule, group, dtype, split
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.owned = ownership(model, rule)
+        self.schedule = schedule_named(rule.schedule)
+        self.shape = Shape(ranks, len(rule.stages), rule.microbatches)
+        self.table = checked_timetable(self.schedule, self.shape)
+        holders = _holders(model, self.owned, self.schedule, self.shape)
+        self.ties = ties(model, holders)
+        self.known = {part: frozenset(hooks_of(part)) for part in model.modules()}
+        everything = frozenset(model.state_dict())
+        self.skeleton = skeleton(model, self.owned.units, dtype)
+        here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
+        for unit in self.owned.units:
+            if unit not in here:
+                leave(model, unit, rank, holders)
+        self.elsewhere = everything - frozenset(model.state_dict())
+        self._describe(model, holders, rank)
+
+    def _describe(self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], rank: int) -> None:
+        aliases = {name: tie.names[0] for tie in self.ties for name in tie.names[1:]}
+        describe_stages(
+            model,
+            StageInfo(
+                group=self.group,
+                rank=rank,
+                ranks=self.shape.ranks,
+                holders=dict(holders),
+                aliases=aliases,
+                repeated=frozenset(name for tie in self.ties if tie.ranks[0] != rank for name in tie.names),
+            ),
+        )
+
+    def install(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device, plain: bool) -> None:
+        """See Division."""
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        speaks = mesh is None or all(place == 0 for place in mesh.get_coordinate() or ())
+        call = PipelinedCall(
+            model,
+            self.skeleton,
+            self.owned,
+            self.schedule,
+            self.table,
+            self.shape,
+            TiedSum(self.ties, self.group),
+            Place(self.group, everyone, mesh, plain, device, speaks, self.dtype),
+            self.rule.outputs == "all",
+            Surprise(self.rule, self.table, self.shape, self.predicted, quiet=dist.get_rank() != 0),
+            self.split,
+        )
+        call.hooks_are_ours(self.known)
+        model.__dict__[_ATTRIBUTE] = call
+        model.register_load_state_dict_pre_hook(_Ignoring(self.elsewhere))
+        watch_steps(model.parameters(), self.group, device)
+        take_over(model, call)
+
+
+@dataclass(frozen=True)
+class _Ignoring:
+    """Lets a state dict of the whole model load: what other ranks hold is left to them."""
+
+    names: frozenset[str]
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in self.names:
+            state.pop(prefix + name, None)
+
+
+def checked_timetable(schedule: Schedule, shape: Shape) -> Timetable:
+    """The timetable of a plan.
+
+    Raises:
+        PlanError: the schedule cannot run this pipeline.
+    """
+    try:
+        return timetable(schedule, shape)
+    except UsageError as error:
+        raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
+
+
+def call_of(model: nn.Module) -> PipelinedCall | None:
+    """What runs the steps of a pipelined model, None of any other."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, PipelinedCall) else None
+
+
+def _holders(
+    model: nn.Module, owned: Ownership, schedule: Schedule, shape: Shape
+) -> dict[str, tuple[int, ...]]:
+    """Parameter name, every alias included -> ranks that hold it under that name."""
+    everyone = tuple(range(shape.ranks))
+    found: dict[str, tuple[int, ...]] = {}
+    owners = {
+        unit: tuple(sorted({schedule.owner(stage, shape) for stage in owned.allowed(unit)}))
+        for unit in owned.units
+    }
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in owners if name == unit or name.startswith(f"{unit}.")), None)
+        found[name] = everyone if unit is None else owners[unit]
+    return found

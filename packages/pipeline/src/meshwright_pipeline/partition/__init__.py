@@ -1,0 +1,1 @@
+"""Units of a model, units that repeat, and boundaries of stages."""

@@ -1,0 +1,1 @@
+"""What the planner is told of pipelines: survey, stage cuts, simulated steps, recomputation."""

@@ -1,0 +1,1 @@
+"""One pipelined step: call, executor, p2p, gradients, end of step."""

@@ -1,0 +1,34 @@
+"""One forward, one backward.
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019 (with a flush each step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from meshwright_pipeline.schedule.schedule import Action, Schedule, Shape
+
+
+class OneForwardOneBackward(Schedule):
+    """After a warm-up, forwards and backwards take turns: stage s of n holds at most n - s microbatches."""
+
+    name: ClassVar[str] = "1f1b"
+
+    def refusal(self, shape: Shape) -> str | None:
+        """One stage a rank."""
+        if shape.each != 1:
+            return f"it runs one stage a rank, and the plan has {shape.each}; use interleaved, or as many stages as ranks"
+        return None
+
+    def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
+        """See Schedule."""
+        count = shape.microbatches
+        ahead = min(count, shape.ranks - 1 - rank)
+        found = [Action("F", rank, m) for m in range(ahead)]
+        for m in range(count):
+            if m + ahead < count:
+                found.append(Action("F", rank, m + ahead))
+            found.append(Action("B", rank, m))
+        return found

@@ -1,0 +1,107 @@
+"""Cut a batch into microbatches, and put their results together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
+from meshwright_pipeline._torch import pytree
+from meshwright_pipeline.pytrees import tensors_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def rows_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+    """Rows of a batch: dim 0 of its first tensor that has dims."""
+    return BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((tuple(args), kwargs))).rows
+
+
+def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[Call]:
+    """The arguments of `count` calls with equally many rows each; what has not the rows of the batch is given whole.
+
+    Raises:
+        UsageError: the rows cannot be shared equally.
+        UnsupportedError: rows lie where they cannot be cut.
+    """
+    if count == 1:
+        return [(args, kwargs)]
+    rows = rows_of(args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for leaf in pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)):
+        _check_open(leaf, rows, count)
+    if rows is None or rows % count:
+        what = "the batch has no rows" if rows is None else f"a batch of {rows} rows"
+        fix = "pad the batch, drop its rest, or change pipeline.microbatches"
+        raise UsageError(f"{what} cannot be cut into {count} equal microbatches; {fix}")
+    step = rows // count
+
+    def part(leaf: Any, index: int) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
+            return leaf
+        return leaf[index * step : (index + 1) * step]
+
+    return [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], spec) for i in range(count)]
+
+
+def _check_open(leaf: Any, rows: int | None, count: int) -> None:
+    """That no rows are hidden in an object, which every microbatch would be given whole."""
+    fix = "give its tensors themselves, in a dict or a tuple"
+    if isinstance(leaf, PackedSequence):  # pytree knows it, and its dim 0 is no row
+        fix, hidden = "pad it (pad_packed_sequence) and pack it in forward", True
+    else:
+        held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+        inside = [x for x in held.values() if isinstance(x, torch.Tensor)]
+        hidden = not isinstance(leaf, torch.Tensor) and any(x.dim() and x.shape[0] == rows for x in inside)
+    if hidden:
+        raise UnsupportedError(
+            f"the batch holds a {type(leaf).__name__}, whose rows a pipeline cannot cut into {count} microbatches: it cuts dim 0 "
+            f"of tensors, also in tuples, lists, dicts and what else torch's pytree knows; {fix}, or set pipeline.microbatches to 1"
+        )
+
+
+def signature(call: Call) -> tuple[Any, ...]:
+    """What a profile depends on: structure, shapes, dtypes and layouts, and values that are no tensors."""
+    leaves, spec = pytree.tree_flatten(call)
+    return (spec, *(_sign(leaf) for leaf in leaves))
+
+
+def outline(call: Call) -> tuple[Any, ...]:
+    """What decides which code of a model runs, apart from sizes: structure, dtypes, flags and names."""
+    leaves, spec = pytree.tree_flatten(call)
+    return (spec, *(_outlined(leaf) for leaf in leaves))
+
+
+def _outlined(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dim(), leaf.dtype
+    return (type(leaf), leaf) if leaf is None or isinstance(leaf, (bool, str)) else type(leaf)
+
+
+def _sign(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        layout = leaf.global_layout if isinstance(leaf, GlobalTensor) else None
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, layout)
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return (type(leaf), leaf)
+
+
+def described(call: Call) -> str:
+    """A batch in words: names, shapes and dtypes of its tensors, and values that are plain; the same on every rank."""
+    shown = []
+    for path, leaf in pytree.tree_flatten_with_path((call[0], call[1]))[0]:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+        if isinstance(leaf, torch.Tensor):
+            shown.append(f"{name} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}")
+        elif leaf is not None:
+            plain = isinstance(leaf, (bool, int, float, str))
+            shown.append(f"{name}={leaf if plain else type(leaf).__name__}")
+    return ", ".join(shown)

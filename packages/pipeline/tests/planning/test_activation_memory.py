@@ -1,0 +1,109 @@
+"""What ranks hold, all actions at once, against going through them one by one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright_dtensor.strategy.strategy import ModuleWork
+from meshwright_pipeline.planning.activation_memory import (
+    FIRST,
+    FORWARD,
+    LATE,
+    WHOLE,
+    Actions,
+    Bytes,
+    Fullest,
+)
+from meshwright_pipeline.planning.unit_costs import joined
+
+
+def one_by_one(own: list[int], stages: int, sizes: Bytes) -> tuple[float, Fullest]:
+    """The same of one rank, from action to action."""
+    left = list(sizes.gradients)
+    now = most = made = 0.0
+    moments: list[Fullest] = [Fullest()]
+    for kind, stage in (divmod(number, stages) for number in own):
+        if kind == FORWARD:
+            now += sizes.saved[stage]
+            most = max(most, now)
+            moments.append(Fullest(now, 0.0, made))
+            continue
+        if kind != LATE:
+            over = sizes.first if kind == FIRST and sizes.split else sizes.over
+            moments.append(Fullest(now, over[stage], made))
+        if kind == WHOLE or (kind == FIRST and not sizes.split):
+            now -= sizes.saved[stage]
+        elif kind == FIRST:
+            now += sizes.waiting[stage]
+            moments.append(Fullest(now, 0.0, made))
+        elif sizes.split:
+            now -= sizes.saved[stage] + sizes.waiting[stage]
+        if kind == WHOLE or (kind == (LATE if sizes.split else FIRST)):
+            made, left[stage] = made + left[stage], 0.0
+    return most, max(moments, key=lambda one: one.total)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, Bytes]:
+    """Ranks of different lengths with stages of their own; whole and split backwards; sizes that floats hold exactly."""
+    ranks, each = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    stages = ranks * each
+    every = []
+    for rank in range(ranks):
+        own = [rank + ranks * number for number in range(each)]
+        done: list[int] = []
+        open_: list[tuple[int, int]] = []
+        for stage in draw(st.lists(st.sampled_from(own), max_size=8)):
+            open_.append((FORWARD, stage))
+        for _, stage in draw(st.permutations(open_)):
+            halves = draw(st.booleans())
+            done += [FIRST * stages + stage, LATE * stages + stage] if halves else [WHOLE * stages + stage]
+        every.append([FORWARD * stages + stage for _, stage in open_] + done)
+    size = st.integers(0, 1000).map(float)
+    saved, over, waiting, gradients, first = (draw(st.tuples(*[size] * stages)) for _ in range(5))
+    return every, stages, Bytes(saved, over, waiting, gradients, draw(st.booleans()), first)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_all_at_once_is_one_by_one(case: tuple[list[list[int]], int, Bytes]) -> None:
+    ranks, stages, sizes = case
+    held, fullest = Actions(ranks, stages).held(sizes)
+    for own, most, full in zip(ranks, held, fullest, strict=True):
+        expected, moment = one_by_one(own, stages, sizes)
+        assert most == expected
+        assert full == moment
+
+
+def test_gradients_stay_once_their_first_backward_is_over() -> None:
+    sizes = Bytes((4.0,), (1.0,), (0.0,), (10.0,), False, (1.0,))
+    numbers = [FORWARD, WHOLE, FORWARD, WHOLE]
+    ((most,), (full,)) = Actions([numbers], 1).held(sizes)
+    assert most == 4.0
+    assert full == Fullest(4.0, 1.0, 10.0)  # the second backward runs beside the gradients of the first
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_rank_without_actions_holds_nothing(split: bool) -> None:
+    sizes = Bytes(*([(1.0, 1.0)] * 4), split, (1.0, 1.0))
+    held, fullest = Actions([[FORWARD * 2, WHOLE * 2], []], 2).held(sizes)
+    assert list(itertools.chain(held[1:], fullest[1:])) == [0.0, Fullest()]
+
+
+def test_in_a_first_half_what_waits_is_there_already() -> None:
+    """Three modules, run backward from the last: what the others leave lies beside each, and nothing that is kept is freed."""
+    parts = [
+        ModuleWork("m", 1.0, 100.0, beside=beside, waiting=waiting)
+        for beside, waiting in ((5, 1), (9, 7), (2, 4))
+    ]
+    run = joined("m", parts)
+    assert run.first == max(5 + 7 + 4, 9 + 4, 2)
+    assert run.over == 2  # whole backwards free 100 bytes with each module
+    assert joined("m", parts[:1]).then(joined("m", parts[1:])).first == run.first
+    sizes = Bytes((300.0,), (run.over,), (run.waiting,), (0.0,), True, (run.first,))
+    (_,), (full,) = Actions([[FORWARD, FIRST, LATE]], 1).held(sizes)
+    assert full == Fullest(300.0, run.first, 0.0)

@@ -1,0 +1,107 @@
+"""Steps in thought on ranks that share cores: who waits leaves its core to the others."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_pipeline import Shape
+from meshwright_pipeline.planning.simulate import WALKED, StageCosts, Timed, elapsed, predict
+from meshwright_pipeline.schedule.registry import schedule_named
+
+NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+CASES = [(name, ranks, count) for name in NAMES for ranks, count in ((2, 4), (4, 8))]
+
+
+def unequal(name: str, ranks: int, count: int, seed: int = 0) -> tuple[Shape, StageCosts]:
+    """Stages of random lengths, messages too."""
+    draw = random.Random(f"{name} {ranks} {seed}").uniform
+    stages = ranks * schedule_named(name).stages_each
+    forward, backward = (tuple(draw(1, n) for _ in range(stages)) for n in (2, 4))
+    sending = tuple(draw(0, 0.5) for _ in range(stages - 1))
+    return Shape(ranks, stages, count), StageCosts(forward, backward, sending=sending)
+
+
+@pytest.mark.parametrize(("name", "ranks", "count"), CASES)
+def test_with_a_core_each_nothing_changes(name: str, ranks: int, count: int) -> None:
+    shape, costs = unequal(name, ranks, count)
+    alone = predict(schedule_named(name), shape, costs)
+    found = predict(schedule_named(name), shape, costs, (1.0,) * ranks)
+    assert found.seconds == pytest.approx(alone.seconds) and found.silent == pytest.approx(alone.silent)
+    assert found.busy == pytest.approx(alone.busy)
+
+
+@pytest.mark.parametrize(("name", "ranks", "count"), CASES)
+def test_one_core_is_never_idle_but_for_messages(name: str, ranks: int, count: int) -> None:
+    shape, costs = unequal(name, ranks, count)
+    found = predict(schedule_named(name), shape, costs, tuple(n / ranks for n in range(1, ranks + 1)))
+    work = (sum(costs.forward) + sum(costs.backward)) * count
+    assert found.silent == pytest.approx(work / ranks) and found.seconds > found.silent * (1 - 1e-9)
+    assert max(found.busy) <= found.silent * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_cores_for_four_ranks_lie_between_one_and_four(name: str) -> None:
+    shape, costs = unequal(name, 4, 8, seed=1)
+    schedule = schedule_named(name)
+    one = predict(schedule, shape, costs, (0.25, 0.5, 0.75, 1.0)).silent
+    two = predict(schedule, shape, costs, (0.5, 0.5, 0.75, 1.0)).silent
+    four = predict(schedule, shape, costs, (1.0,) * 4).silent
+    assert one < two < four
+    work = (sum(costs.forward) + sum(costs.backward)) * 8
+    assert two > work / 4  # sometimes only one of two cores has something to do
+
+
+def test_two_ranks_on_one_core_by_hand() -> None:
+    # what takes 2 seconds beside each other takes 1 alone
+    first = [Timed(1, 2.0, 0, 0.0), Timed(2, 2.0, 0, 0.0)]
+    second = [Timed(3, 2.0, 1, 0.25)]
+    seconds, busy = elapsed([first, second], (0.5, 1.0))
+    # 0 to 1: first alone; to 1.25: its next one alone, half a second of it; then both for 1.5; the rest of the other alone
+    assert busy == pytest.approx([1 + 0.25 + 1.5, 1.5 + 0.25]) and seconds == pytest.approx(3.0)
+
+
+def test_actions_that_wait_for_each_other_are_told() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        elapsed([[Timed(1, 1.0, 2, 0.0)], [Timed(2, 1.0, 1, 0.0)]], (1.0, 1.0))
+    assert elapsed([[], []], (1.0, 1.0)) == (0.0, [0.0, 0.0])
+
+
+@pytest.mark.parametrize("company", [(0.5, 0.5, 0.75, 1.0), (0.25, 0.5, 0.75, 1.0)])
+@pytest.mark.parametrize("name", NAMES)
+def test_long_steps_are_drawn_out(
+    name: str, company: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = schedule_named(name)
+    shape, costs = unequal(name, 4, 2048 // schedule.stages_each)
+    assert 2 * shape.stages * shape.microbatches > WALKED
+    drawn = predict(schedule, shape, costs, company)
+    monkeypatch.setattr("meshwright_pipeline.planning.simulate.WALKED", 1 << 40)
+    walked = predict(schedule, shape, costs, company)
+    assert drawn.seconds == pytest.approx(walked.seconds, rel=0.01)
+    assert drawn.silent == pytest.approx(walked.silent, rel=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_computes_for_longer_than_the_step(name: str) -> None:
+    """Equal stages end at the same moment again and again."""
+    schedule = schedule_named(name)
+    for count in (8, 16, 600):
+        stages = 4 * schedule.stages_each
+        costs = StageCosts((0.1,) * stages, (0.2,) * stages)
+        found = predict(schedule, Shape(4, stages, count), costs, (0.25, 0.5, 0.75, 1.0))
+        assert max(found.busy) <= found.silent * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("company", [(1.0,), (0.5, 0.5, 0.5), (0.0, 1.0)])
+def test_company_is_checked(company: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match="each of the 2 ranks"):
+        predict(schedule_named("1f1b"), Shape(2, 2, 2), StageCosts((1.0, 1.0), (2.0, 2.0)), company)
+
+
+def test_times_are_finite() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        elapsed([[Timed(1, math.nan, 0, 0.0)]], (1.0,))

@@ -1,0 +1,281 @@
+"""What runs again where memory binds: the best there is by enumeration, and only as much as there has to be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from pipe_models import Chain, chain_batch
+
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_pipeline import Schedule, Shape
+from meshwright_pipeline.planning import cost as cost_module
+from meshwright_pipeline.planning.full_batch_loss import Behind, tail_of, without_tail
+from meshwright_pipeline.planning.recompute import MOST, Choices, Way, cheapest, moments
+from meshwright_pipeline.planning.simulate import StageCosts, predict
+from meshwright_pipeline.planning.stage_costs import divided
+from meshwright_pipeline.planning.survey import Surveyed
+from meshwright_pipeline.planning.unit_costs import Read, Run
+from meshwright_pipeline.schedule.one_f_one_b import OneForwardOneBackward
+from meshwright_pipeline.schedule.registry import schedule_named
+from meshwright_pipeline.schedule.schedule import Action
+from meshwright_pipeline.strategy import Pipeline
+
+LINK = Link("test", 1e-6, 1e9)
+NAMES = ["embed", *(f"layers.{i}" for i in range(4)), "norm", "head"]
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+
+
+def some_ways(draw: random.Random) -> list[Way]:
+    """Nothing again first; then slower ways that keep less, and may have more alive at once."""
+    kept = draw.randrange(20, 90)
+    ways = [Way(draw.uniform(1, 3), kept, draw.randrange(30))]
+    for _ in range(draw.randrange(3)):
+        ways.append(
+            Way(ways[0].seconds + draw.uniform(0.1, 1), draw.randrange(5, kept), draw.randrange(30 + kept))
+        )
+    return ways
+
+
+def bytes_of(ways: Sequence[Way], count: int, running: bool) -> int:
+    """By definition: what is kept, and the most that is alive beside it while units run backward one after the other."""
+    kept = sum(way.kept for way in ways)
+    over = max(way.over - sum(later.kept for later in ways[n + 1 :]) for n, way in enumerate(ways))
+    return count * kept + (max(0, over) if running else 0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_choice_is_the_best_that_enumeration_finds(seed: int) -> None:
+    """One stage or two of a rank, random units, room for some of the choices."""
+    draw = random.Random(seed)
+    kinds = [some_ways(draw) for _ in range(4)]
+    rows = [[draw.randrange(4) for _ in range(draw.randint(1, 4))] for _ in range(1 + seed % 2)]
+    # as in Moment: in flight on each, and which of them runs backward
+    when = [
+        (tuple(draw.randint(1, 4) for _ in rows), draw.randrange(-1, len(rows))) for _ in range(1 + seed % 3)
+    ]
+
+    def taken(stage: int, ways: Sequence[Way]) -> list[int]:
+        return [bytes_of(ways, counts[stage], running == stage) for counts, running in when]
+
+    every = [list(itertools.product(*(kinds[kind] for kind in row))) for row in rows]
+    needs = [
+        (sum(way.seconds for ways in both for way in ways), max(map(sum, zip(*map(taken, range(9), both)))))
+        for both in itertools.product(*every)
+    ]
+    for room in sorted({need for _, need in needs})[:: max(1, len(needs) // 7)]:
+        best = min(seconds for seconds, need in needs if need <= room)
+        choices = Choices(kinds)
+        stages = [choices.of(row) for row in rows]
+        assert all(len(found) < MOST for found in stages)
+
+        def ways_of(stage: int, places: Sequence[int]) -> list[Way]:
+            return [kinds[kind][place] for kind, place in zip(rows[stage], places, strict=True)]
+
+        found = cheapest(stages, lambda n, c: taken(n, ways_of(n, c.ways)), [room] * len(when))
+        assert found is not None and sum(choice.seconds for choice in found) == pytest.approx(best)
+    assert cheapest(stages, lambda n, c: taken(n, ways_of(n, c.ways)), [0] * len(when)) is None
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("count", [8, 12, 64])
+def test_moments_are_those_of_a_step_in_thought(name: str, count: int) -> None:
+    """The fullest of them is what the schedule's own actions say, long steps included."""
+    schedule = schedule_named(name)
+    shape = Shape(4, 4 * schedule.stages_each, count)
+    draw = random.Random(count)
+
+    def some() -> tuple[float, ...]:
+        return tuple(float(draw.randrange(1, 40)) for _ in range(shape.stages))
+
+    costs = StageCosts(some(), some(), some(), over=some(), gradients=some(), split=False)
+    fullest = [one.total for one in predict(schedule, shape, costs).fullest]
+    for rank, every in enumerate(moments(schedule, shape)):
+        own = schedule.own(rank, shape)
+        most = max(
+            sum(n * costs.saved[stage] for n, stage in zip(moment.kept, own, strict=True))
+            + (costs.over[own[moment.running]] if moment.running >= 0 else 0.0)
+            + sum(costs.gradients[stage] for made, stage in zip(moment.made, own, strict=True) if made)
+            for moment in every
+        )
+        assert most == pytest.approx(fullest[rank])
+
+
+class OnlyLong(OneForwardOneBackward):
+    """Takes nothing shorter than twelve microbatches."""
+
+    def refusal(self, shape: Shape) -> str | None:
+        """See Schedule."""
+        return None if shape.microbatches >= 12 else "too few"
+
+    def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
+        """See Schedule."""
+        assert self.refusal(shape) is None, "asked for what it refuses"
+        return super().actions(rank, shape)
+
+
+def test_a_schedule_is_not_asked_for_steps_that_it_refuses() -> None:
+    shape = Shape(2, 2, 12)
+    assert moments(OnlyLong(), shape) == moments(OneForwardOneBackward(), shape)
+
+
+def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost_module._Case]:
+    """Random layers that may run again in two ways."""
+    draw = random.Random(seed)
+    work = [
+        ModuleWork(
+            name,
+            draw.uniform(1, 3),
+            draw.randrange(60, 200),
+            entering=frozenset({(i, NAMES[i - 1], 40)} if i else ()),
+            beside=draw.randrange(50),
+        )
+        for i, name in enumerate(NAMES)
+    ]
+
+    def again(part: float, more: float) -> tuple[ModuleWork, ...]:
+        return tuple(
+            replace(
+                w,
+                seconds=w.seconds * (1 + more),
+                saved_bytes=round(w.saved_bytes * part),
+                beside=w.beside + 30,
+            )
+            if "layers" in w.module
+            else w
+            for w in work
+        )
+
+    request = SearchRequest(
+        world_size=degree,
+        batch_size=8,
+        options={"microbatches": 8, "schedule": schedule},
+        survey=Pipeline().survey(Chain()),
+        work=tuple(work),
+        again={"selective": again(0.6, 0.05), "full": again(0.2, 0.3)},
+        resident_bytes=1600,
+        gradient_bytes=400,
+    )
+    assert request.survey is not None
+    known: Surveyed = request.survey.details
+    plan = known.schedule(schedule)
+    shape = Shape(degree, degree * plan.stages_each, 8)
+    return request, cost_module._Case(request, LINK, known.read(request.work), known, plan, shape)
+
+
+def every_choice(request: SearchRequest, found: Read, known: Surveyed) -> Iterator[Read]:
+    """The model with each of its layers run in each way."""
+    ways: list[list[Run]] = [[run] for run in found.runs]
+    for work in request.again.values():
+        for place, run in enumerate(known.read(work).runs):
+            if run.kept < found.runs[place].kept:
+                ways[place].append(run)
+    for runs in itertools.product(*ways):
+        yield replace(found, runs=list(runs))
+
+
+def slowest(cost: StrategyCost, found: Read) -> float:
+    return max(cost.stages) * found.whole
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(4))
+def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) -> None:
+    """Every cut with every choice: none that leaves as much room has a faster slowest stage."""
+    request, how = case(seed, schedule)
+    free = Pipeline().cost(request, 2, LINK)
+    even = divided(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
+    most = how.run(even, True).fullest.total(request)[0]
+    every = []
+    for runs in every_choice(request, how.found, how.known):
+        for cut in range(1, len(NAMES)):
+            outcome = how.run(divided(runs, how.known, [cut]), runs.runs == how.found.runs)
+            every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
+    least = min(need for _, need in every)
+    for part in (0.1, 0.4, 0.7, 1.0):
+        relief = int(part * (most - least))
+        found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
+        best = min(seconds for seconds, need in every if need <= most - relief)
+        assert slowest(found, how.found) == pytest.approx(best)
+        assert slowest(found, how.found) >= slowest(free, how.found)
+        assert set(found.recompute) <= {name for name in NAMES if "layers" in name}
+    # more than there is to be had: as if nothing was asked for
+    assert Pipeline().cost(replace(request, relief=int(most)), 2, LINK) == free
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
+    request, how = case(1, schedule)
+    cuts = cost_module.even_cuts(how.found, how.known, 2, 4)
+    most = how.run(divided(how.found, how.known, cuts), True).fullest.total(request)[0]
+    outcomes = [
+        how.run(divided(runs, how.known, cuts), False) for runs in every_choice(request, how.found, how.known)
+    ]
+    for relief in (100, 300, 500):
+        found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
+        fitting = [o for o in outcomes if o.fullest.total(request)[0] <= most - relief]
+        best = min(max(map(sum, _by_rank(how.schedule, how.shape, o))) for o in fitting)
+        own = [part * how.found.whole for part in found.stages]
+        mine = [sum(own[s] for s in how.schedule.own(rank, how.shape)) for rank in range(2)]
+        assert max(mine) == pytest.approx(best) and found.recompute
+
+
+@pytest.mark.parametrize("heavy", [100, 900])
+def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
+    """A model that returns no loss; what lies behind its units is part of what the last rank, and no other, holds."""
+    request, how = case(0, "1f1b")
+    behind = ModuleWork("", 0.5, heavy, entering=frozenset({(7, "head", 40)}), beside=50)
+    request = replace(
+        request,
+        work=(*request.work, behind),
+        again={name: (*work, behind) for name, work in request.again.items()},
+        example=((), {"ids": chain_batch()["ids"]}),
+    )
+    whole = how.known.read(request.work)
+    tail = tail_of(whole)
+    how = replace(how, found=without_tail(whole), schedule=Behind(how.schedule), tail=tail)
+    even = divided(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
+    most = how.run(even, True).fullest.total(request)[0]
+    every = []
+    for runs in every_choice(request, how.found, how.known):
+        for cut in range(1, len(NAMES)):
+            outcome = how.run(divided(runs, how.known, [cut]), False)
+            every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
+    least = min(need for _, need in every)
+    for part in (0.02, 0.1, 0.4, 0.7, 1.0):
+        relief = int(part * (most - least))
+        found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
+        assert found.between * whole.whole == pytest.approx(tail.seconds * how.shape.microbatches)
+        assert max(found.stages) * whole.whole == pytest.approx(
+            min(seconds for seconds, need in every if need <= most - relief)
+        )
+
+
+def _by_rank(schedule: Schedule, shape: Shape, outcome: cost_module._Outcome) -> list[list[float]]:
+    return [
+        [outcome.parts.loads[s].seconds for s in schedule.own(rank, shape)] for rank in range(shape.ranks)
+    ]
+
+
+def test_first_stages_run_more_again_under_1f1b() -> None:
+    """Four equal layers and more: the last stage holds one microbatch and runs nothing again."""
+    request, _ = case(0, "1f1b")
+    equal = [ModuleWork(name, 1.0, 100.0) for name in NAMES]
+    layers = [replace(w, seconds=1.3, saved_bytes=10.0) if "layers" in w.module else w for w in equal]
+    asked = replace(
+        request, work=tuple(equal), again={"full": tuple(layers)}, resident_bytes=0, gradient_bytes=0
+    )
+    found = Pipeline().cost(replace(asked, relief=150), 2, LINK)
+    assert dict(found.recompute) == {"layers.0": "full"}
+    assert dict(Pipeline().cost(asked, 2, LINK).recompute) == {}
+
+
+def test_what_is_called_twice_is_left_as_it_is() -> None:
+    request, _ = case(0, "1f1b")
+    twice = (*request.work, replace(request.work[1], seconds=0.1))
+    again = {name: (*work, replace(work[1], seconds=0.2)) for name, work in request.again.items()}
+    asked = replace(request, work=twice, again=again, relief=100)
+    assert "layers.0" not in Pipeline().cost(asked, 2, LINK).recompute

@@ -1,0 +1,362 @@
+"""Steps in thought: unequal stages, messages, what is held, long steps, and what a search asks for."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from pipe_models import Chain
+from torch import nn
+
+from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_pipeline import Action, Schedule, Shape, timetable
+from meshwright_pipeline.planning import cost as cost_module
+from meshwright_pipeline.planning.cost import MESSAGE_CALLS, STEP_CALLS
+from meshwright_pipeline.planning.simulate import WALKED, StageCosts, early_part, late_by, predict
+from meshwright_pipeline.planning.survey import Surveyed
+from meshwright_pipeline.schedule.registry import schedule_named
+from meshwright_pipeline.schedule.schedule import needs, ordered
+from meshwright_pipeline.strategy import Pipeline
+
+LINK = Link("test", 1e-6, 1e9)
+NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_stages_are_the_timetable(name: str) -> None:
+    schedule = schedule_named(name)
+    shape = Shape(4, 4 * schedule.stages_each, 8)
+    costs = StageCosts((1.0,) * shape.stages, (2.0,) * shape.stages, (1.0,) * shape.stages)
+    found, table = predict(schedule, shape, costs), timetable(schedule, shape)
+    assert found.seconds == table.length and found.bubble == pytest.approx(table.bubble)
+    assert found.held == tuple(map(float, table.alive))
+
+
+def test_the_slowest_stage_and_messages_set_the_pace() -> None:
+    schedule, shape = schedule_named("1f1b"), Shape(2, 2, 6)
+    costs = StageCosts((1.0, 3.0), (2.0, 6.0), (10.0, 1.0))
+    found = predict(schedule, shape, costs)
+    assert found.seconds == 1 + 6 * 9 + 2 and found.busy == (18.0, 54.0) and found.held == (20.0, 1.0)
+    slower = predict(schedule, shape, replace(costs, sending=(0.5,)))
+    assert (
+        slower.seconds == found.seconds + 1.0
+    )  # once there, once back: the others hide behind the slow stage
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_steps_are_drawn_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = schedule_named(name)
+    shape = Shape(4, 4 * schedule.stages_each, 4096 // schedule.stages_each)
+    assert 2 * shape.stages * shape.microbatches > WALKED
+    forward = tuple(1.0 + 0.3 * (stage % 3) for stage in range(shape.stages))
+    costs = StageCosts(forward, tuple(2 * f for f in forward), forward, (0.1,) * (shape.stages - 1))
+    drawn = predict(schedule, shape, costs)
+    monkeypatch.setattr("meshwright_pipeline.planning.simulate.WALKED", 1 << 40)
+    walked = predict(schedule, shape, costs)
+    assert drawn.seconds == pytest.approx(walked.seconds, rel=1e-6)
+    assert drawn.busy == pytest.approx(walked.busy) and drawn.held == pytest.approx(walked.held)
+
+
+def in_thought(schedule: Schedule, shape: Shape, costs: StageCosts) -> tuple[float, list[float]]:
+    """Seconds of a step and what each rank computes, looked up action by action."""
+    ranks = [list(schedule.actions(rank, shape)) for rank in range(shape.ranks)]
+    split = {(one.stage, one.microbatch) for own in ranks for one in own if one.kind == "I"}
+    halves = [b / 2 for b in costs.backward]
+    lengths = {"F": costs.forward, "B": costs.backward, "I": halves, "W": halves}
+    before = {one: (rank, [*own[:n]][-1:]) for rank, own in enumerate(ranks) for n, one in enumerate(own)}
+    owner = {one: rank for rank, own in enumerate(ranks) for one in own}
+
+    @functools.cache
+    def end(one: Action) -> float:
+        rank, earlier = before[one]
+        ready = [0.0, *(end(other) for other in earlier)]
+        for other in needs(one, shape, split):
+            cut = min(one.stage, other.stage)
+            ready.append(end(other) + (costs.sending[cut] if owner[other] != rank else 0.0))
+        return max(ready) + lengths[one.kind][one.stage]
+
+    busy = [sum((lengths[one.kind][one.stage] for one in own), 0.0) for own in ranks]
+    return max(end(one) for own in ranks for one in own), busy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_walk_is_what_each_action_waits_for(name: str) -> None:
+    schedule, dice = schedule_named(name), random.Random(name)
+    for ranks in (2, 3, 4):
+        shape = Shape(ranks, ranks * schedule.stages_each, ranks * dice.choice([2, 3]))
+        forward, backward, sending = (
+            tuple(dice.random() for _ in range(shape.stages - less)) for less in (0, 0, 1)
+        )
+        costs = StageCosts(forward, backward, sending=sending)
+        found = predict(schedule, shape, costs)
+        seconds, busy = in_thought(schedule, shape, costs)
+        assert (found.seconds, list(found.busy)) == (seconds, busy)
+        assert found.silent == in_thought(schedule, shape, replace(costs, sending=(0.0,) * len(sending)))[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_action_is_behind_what_it_waits_for(name: str) -> None:
+    schedule = schedule_named(name)
+    shape = Shape(3, 3 * schedule.stages_each, 9)
+    found, done = ordered(schedule, shape), set[Action]()
+    for rank, action in found.order:
+        assert action in found.ranks[rank] and done.issuperset(needs(action, shape, found.split))
+        done.add(action)
+    assert len(done) == sum(map(len, found.ranks)) == len(found.order)
+
+
+def request(rows: int = 8, **options: object) -> SearchRequest:
+    names = ["embed", *(f"layers.{i}" for i in range(4)), "norm", "head"]
+    work = [
+        ModuleWork(n, 1.0, 64.0, entering=frozenset({(i, names[i - 1], 512)} if i else ()))
+        for i, n in enumerate(names)
+    ]
+    survey = Pipeline().survey(Chain())
+    return SearchRequest(world_size=8, batch_size=rows, options=options, survey=survey, work=tuple(work))
+
+
+def test_ways_are_schedules_and_microbatches() -> None:
+    found = list(Pipeline().ways(request(), 2))
+    assert {way["schedule"] for way in found} >= set(NAMES)
+    assert {w["microbatches"] for w in found if w["schedule"] == "dualpipev"} == {4, 8}
+    assert {way["microbatches"] for way in found} == {2, 4, 8}
+    # four ranks with two stages each need eight modules, of which there are seven
+    assert "interleaved" not in {way["schedule"] for way in Pipeline().ways(request(), 4)}
+    pinned = list(Pipeline().ways(request(microbatches=4, schedule="1f1b"), 2))
+    assert pinned == [{"schedule": "1f1b", "microbatches": 4}]
+    assert list(Pipeline().ways(request(), 1)) == [{}]
+    assert Pipeline().degrees(request()) == [1, 2, 4]
+    # ranks that share cores need not all be busy
+    shared = replace(request(schedule="1f1b"), company=(0.5, 0.5, 0.75, 1.0))
+    assert [way["microbatches"] for way in Pipeline().ways(shared, 4)] == [4, 8, 2, 1]
+    assert [way["microbatches"] for way in Pipeline().ways(replace(shared, company=()), 4)] == [4, 8]
+    every = replace(request(schedule="1f1b"), batch_size=12, thorough=True)
+    assert [way["microbatches"] for way in Pipeline().ways(every, 2)] == [1, 2, 3, 4, 6, 12]
+    assert Pipeline().degrees(request(rows=2)) == [1, 2]
+
+
+def cost(count: int, schedule: str, degree: int = 2) -> tuple[float, float]:
+    asked = request(microbatches=count, schedule=schedule)
+    found = Pipeline().cost(asked, degree, LINK)
+    assert found.fields["pipeline"]["schedule"] == schedule
+    assert found.exposed_seconds > 0
+    return found.compute, found.activations
+
+
+def test_what_a_way_costs() -> None:
+    """Stages of 3 and 4 modules: fill and drain, and what is in flight."""
+    compute, kept = cost(4, "1f1b")
+    # what a stage sends it keeps too: 512 bytes, beside 64 for each module
+    first = (3 * 64 + 512) / 4 / (7 * 64)
+    assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * first)
+    assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 * first)
+    assert cost(4, "interleaved")[0] < compute
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "each"), [(105, 35, 3), (96, 8, 2), (32, 4, 2), (6, 2, 3), (7, 2, 2), (126, 16, 2)]
+)
+def test_layers_are_cut_equally_where_some_number_of_stages_does(layers: int, ranks: int, each: int) -> None:
+    units = ("embed", *(f"layers.{n}" for n in range(layers)), "norm", "head")
+    known = Surveyed(units, {}, {})
+    for name in ("interleaved", "looped-bfs"):
+        assert known.stages_each(schedule_named(name), ranks) == each
+    for name in ("1f1b", "zbv"):  # those take one number
+        assert known.stages_each(schedule_named(name), ranks) == schedule_named(name).stages_each
+
+
+def test_a_planned_pipeline_has_those_stages() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(2, 2)
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))
+
+    names = ["embed", *(f"layers.{i}" for i in range(6))]
+    work = tuple(ModuleWork(n, 1.0, 64.0) for n in names)
+    options = {"schedule": "interleaved", "microbatches": 4}
+    asked = SearchRequest(2, 4, options=options, survey=Pipeline().survey(Deep()), work=work)
+    assert len(Pipeline().cost(asked, 2, LINK).fields["pipeline"]["stages"]) == 6
+
+
+def test_ranks_that_share_cores_lose_less_by_waiting() -> None:
+    asked = request(8, schedule="1f1b", microbatches=4)
+    own = Pipeline().cost(asked, 4, LINK)
+    shared = Pipeline().cost(replace(asked, company=(0.5, 0.5, 0.75, 1.0)), 4, LINK)
+    assert shared.compute < own.compute and shared.idle < own.idle
+
+
+def test_each_rank_is_full_at_a_moment_of_its_own() -> None:
+    """When all of gpipe's microbatches are kept there are no gradients yet; a split backward leaves some behind."""
+    costs = StageCosts((1.0, 1.0), (2.0, 2.0), (10.0, 10.0), (), (3.0, 3.0), (5.0, 5.0), (7.0, 7.0))
+
+    def fullest(name: str) -> list[tuple[float, float, float]]:
+        found = predict(schedule_named(name), Shape(2, 2, 4), costs).fullest
+        return [(one.kept, one.over, one.gradients) for one in found]
+
+    assert fullest("gpipe") == [(40.0, 3.0, 0.0)] * 2
+    assert fullest("1f1b") == [(20.0, 3.0, 7.0), (10.0, 3.0, 7.0)]
+    split = predict(schedule_named("zero-bubble"), Shape(2, 2, 4), replace(costs, waiting=(0.0, 0.0))).fullest
+    assert all(a.total < one[0] + one[1] + one[2] for a, one in zip(split, fullest("zero-bubble")))
+
+
+def test_what_lies_between_units_is_kept_where_gradients_come_by() -> None:
+    """A mask that all layers keep is kept once on every stage; the loss is the last stage's."""
+    asked = request(microbatches=4, schedule="gpipe")
+    shared = frozenset({(99, 640.0)})
+    layers = [replace(w, shared=shared) if "layers" in w.module else w for w in asked.work]
+    loss = ModuleWork("", 2.0, 6400.0, beside=800.0)
+    plain, masked, whole = (
+        Pipeline().cost(replace(asked, work=tuple(work)), 2, LINK)
+        for work in (asked.work, layers, [*layers, loss])
+    )
+    sent = 4 * (7 * 64 + 640)
+
+    def kept(cost: StrategyCost, total: float) -> float:
+        return cost.activations * total
+
+    assert kept(masked, 7 * 64 + 640) == pytest.approx(kept(plain, 7 * 64) + 640)
+    assert kept(whole, 7 * 64 + 640 + 6400) > 6400 > kept(masked, sent)
+    assert whole.peak is not None and whole.peak.beside >= 800.0
+    # the loss weighs on the last stage alone: modules move to the first
+    assert len(whole.fields["pipeline"]["stages"][0]) > len(masked.fields["pipeline"]["stages"][0])
+
+
+def test_stages_are_the_best_that_exhaustive_search_finds() -> None:
+    """Uneven layers and a heavy head, with every schedule of one stage a rank."""
+    seconds = [0.7, 1.0, 3.1, 0.4, 2.2, 0.3, 4.5]
+    asked = request(microbatches=4)
+    work = tuple(replace(w, seconds=s) for w, s in zip(asked.work, seconds, strict=True))
+    for degree in (2, 3, 4):
+        found = Pipeline().cost(replace(asked, work=work), degree, LINK)
+        cuts = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), degree - 1)]
+        best = min(max(sum(seconds[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
+        assert max(found.stages) * sum(seconds) == pytest.approx(best)
+
+
+def test_sums_of_gradients_are_of_what_a_rank_holds() -> None:
+    """Where a tensor axis halves the gradients, adding those of a microbatch to those before takes half as long."""
+
+    def compute(share: float) -> float:
+        asked = replace(
+            request(microbatches=4, schedule="1f1b"), gradient_bytes=int(share * 8000), byte_seconds=1e-3
+        )
+        return Pipeline().cost(asked, 2, LINK).compute
+
+    half, whole = compute(0.5) - compute(0), compute(1) - compute(0)
+    assert whole > 0 and half == pytest.approx(whole / 2)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+def test_what_cannot_be_split_is_no_communication(schedule: str) -> None:
+    """Where modules run again a backward is not split: the bubble is larger, and what messages add is not."""
+    asked = request(microbatches=4, schedule=schedule)
+    work = tuple(replace(w, entering=frozenset()) for w in (*asked.work, *asked.work[1:-1]))
+    quick = Link("test", 0.0, 1e30)
+    again = Pipeline().cost(replace(asked, work=work, recompute=True), 2, quick)
+    split = Pipeline().cost(replace(asked, work=work), 2, quick)
+    assert again.exposed_seconds == split.exposed_seconds == 0.0
+    assert again.idle > split.idle
+
+
+def test_a_way_that_cannot_be_is_named() -> None:
+    with pytest.raises(PlanError, match="groups of 2"):
+        cost(1, "interleaved")
+    with pytest.raises(
+        PlanError, match=r"microbatches is 3: the 8 rows .* cannot be cut .* nearest legal: 2"
+    ):
+        cost(3, "1f1b")
+    with pytest.raises(PlanError, match="no survey"):
+        Pipeline().cost(replace(request(), survey=None), 2, LINK)
+
+
+def test_a_long_step_is_refused_as_a_short_one() -> None:
+    """Those that would be walked through in its place, of 16 and 24 microbatches, are whole groups."""
+    schedule, shape = schedule_named("interleaved"), Shape(4, 8, WALKED + 1)
+    with pytest.raises(UsageError, match="groups of 4"):
+        predict(schedule, shape, StageCosts((1.0,) * 8, (2.0,) * 8, (1.0,) * 8))
+
+
+class Nowhere(Schedule):
+    name = "nowhere"
+
+    def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
+        return []
+
+
+def test_a_schedule_that_forgets_is_refused() -> None:
+    with pytest.raises(Exception, match="every forward needs its backward"):
+        predict(Nowhere(), Shape(1, 1, 1), StageCosts((1.0,), (1.0,), (1.0,)))
+
+
+def test_what_a_step_takes_if_messages_took_no_time() -> None:
+    """It is what the same step takes without messages, also where the steady part is drawn out."""
+    draw = random.Random(3)
+    for name in NAMES:
+        schedule = schedule_named(name)
+        for ranks, microbatches in ((2, 4), (4, 8), (8, 480)):
+            shape = Shape(ranks, ranks * schedule.stages_each, microbatches)
+            seconds = [tuple(draw.uniform(1.0, 3.0) for _ in range(shape.stages)) for _ in range(3)]
+            costs = StageCosts(seconds[0], seconds[1], sending=seconds[2][1:])
+            found, without = (
+                predict(schedule, shape, costs),
+                predict(schedule, shape, replace(costs, sending=())),
+            )
+            assert found.silent == pytest.approx(without.seconds) and found.busy == without.busy
+            assert without.silent == without.seconds < found.seconds
+
+
+def test_what_the_runtime_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step, and for each end of a message."""
+    call, count = 1e-9, 4  # too little to change the order of anything
+
+    def seconds() -> float:
+        asked = replace(request(8, schedule="gpipe", microbatches=count), call_seconds=call)
+        return Pipeline().cost(asked, 2, LINK).compute * sum(part.seconds for part in asked.work) * count
+
+    whole = seconds()
+    monkeypatch.setattr(cost_module, "STEP_CALLS", 0)
+    assert whole - seconds() == pytest.approx(STEP_CALLS * call, rel=1e-3)
+    whole = seconds()
+    monkeypatch.setattr(cost_module, "MESSAGE_CALLS", 0)
+    # every microbatch goes through the slower stage, one through the other: forward and backward
+    assert whole - seconds() == pytest.approx((2 * count + 2) * MESSAGE_CALLS * call, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("owners", "ends"), [((0, 1, 0, 1), (1, 2, 2, 1)), ((0, 1, 1, 0), (1, 1, 1, 1)), ((0, 0), (0, 0))]
+)
+def test_stages_that_follow_each_other_on_one_rank_send_nothing(
+    owners: tuple[int, ...], ends: tuple[int, ...]
+) -> None:
+    stages = len(owners)
+    free = StageCosts((0.0,) * stages, (0.0,) * stages, gradients=(0.0,) * stages)
+    asked = replace(request(), call_seconds=1.0)
+    found = cost_module._with_host(free, [(0, 0)] * stages, owners, asked, Shape(2, stages, 4))
+    assert found.backward == tuple(MESSAGE_CALLS * n for n in ends)
+
+
+@pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
+def test_what_a_longer_microbatch_has_ranks_wait(name: str, each: int, ranks: int, microbatches: int) -> None:
+    """The first forward, a second longer on every stage, goes from stage to stage; every pass longer stretches the bubble too."""
+    first, every = late_by(schedule_named(name), Shape(ranks, each * ranks, microbatches))
+    assert first == pytest.approx(ranks - 1)
+    if each == 1:  # m + p - 1 forwards and backwards in place of m
+        assert every == pytest.approx((ranks - 1) / microbatches)
+
+
+def test_a_single_microbatch_is_waited_for_by_all() -> None:
+    for name, each in (("1f1b", 1), ("zbv", 2)):
+        assert late_by(schedule_named(name), Shape(4, 4 * each, 1)) == pytest.approx((3.0, 3.0))
+
+
+def test_the_early_part_of_a_backward() -> None:
+    assert early_part(schedule_named("1f1b"), Shape(4, 4, 8)) == 1.0
+    assert early_part(schedule_named("zero-bubble"), Shape(4, 8, 8)) == 0.5
+    assert 0.5 < early_part(schedule_named("dualpipev"), Shape(4, 8, 16)) < 1.0

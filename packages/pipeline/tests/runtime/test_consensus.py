@@ -1,0 +1,136 @@
+"""Ranks that do not do the same, and a rank that dies when the actions of a step are done: every rank is told, none waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipe_models import Chain, chain_batch, chain_plan
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright_dtensor.errors import MeshwrightError, StageError
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
+from meshwright_pipeline import pipeline
+from meshwright_pipeline.runtime.broadcast import Spread
+from meshwright_pipeline.runtime.consensus import Mates
+from meshwright_pipeline.runtime.tied_grads import TiedSum
+
+
+def differ(
+    rank: int, size: int, other: int, what: str, warm: bool, schedule: str
+) -> tuple[str, float, float]:
+    """(what rank `rank` is told where `other` is given something else, seconds, loss of the next step)."""
+    torch.manual_seed(0)
+    stages = size if schedule == "1f1b" else 2 * size
+    many = pipeline(Chain(layers=stages), chain_plan(size, stages, stages, schedule=schedule))
+    wrong = {
+        "longer": chain_batch(tokens=9),
+        "rows": chain_batch(rows=6),
+        "labels": chain_batch() | {"labels": chain_batch()["labels"].byte()},
+        "gradients": chain_batch(),
+    }[what]
+    if warm:
+        for batch in (chain_batch(), chain_batch(tokens=9)):
+            many(**batch)["loss"].backward()
+    start, told = time.monotonic(), "nothing"
+    try:
+        with torch.set_grad_enabled(not (rank == other and what == "gradients")):
+            many(**(wrong if rank == other else chain_batch()))
+    except MeshwrightError as error:
+        told = f"{type(error).__name__} {error}"
+    took = time.monotonic() - start
+    return told, took, many(**chain_batch())["loss"].item()
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "warm", "schedule"),
+    [
+        (1, "longer", True, "1f1b"),
+        (0, "longer", False, "interleaved"),
+        (2, "labels", True, "zbv"),
+        (2, "gradients", False, "1f1b"),
+    ],
+)
+def test_ranks_that_are_given_different_batches_are_told(
+    rank_pool: RankPool, other: int, what: str, warm: bool, schedule: str
+) -> None:
+    found = rank_pool.run(4, differ, other, what, warm, schedule, timeout=150)
+    for told, took, after in found:
+        assert told.startswith("StageError stage") and took < 20
+        if what == "gradients":
+            assert "call it alike on every rank" in told
+        else:
+            assert "give every rank the same" in told
+        assert after == found[0][2]
+    if what == "longer":
+        both = "ids [8, 9] int64, labels [8, 9] int64" in found[0][0] and "ids [8, 6] int64" in found[0][0]
+        assert both and len({told for told, _, _ in found}) == 1
+
+
+def test_a_rank_whose_batch_cannot_be_cut_tells_the_others(rank_pool: RankPool) -> None:
+    found = rank_pool.run(4, differ, 1, "rows", False, "1f1b", timeout=150)
+    assert found[1][0].startswith("UsageError a batch of 6 rows")
+    for told, took, _ in (found[0], *found[2:]):
+        assert (
+            "stage 1 failed in the forward of microbatch 0, on rank 1: UsageError: a batch of 6 rows" in told
+        )
+        assert took < 20
+
+
+def kill(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(rank: int, size: int, victim: int, where: str, folder: str) -> None:
+    """A rank is killed in the second step, when all have agreed that it went well; every other writes down what it is told."""
+    torch.manual_seed(0)
+    many = pipeline(Chain(), chain_plan(ranks=4))
+    many(**chain_batch())["loss"].backward()
+    start = time.monotonic()
+    if rank == victim:
+        if where == "tied":
+            TiedSum.sum = kill  # type: ignore[method-assign, assignment]
+        else:
+            Spread.give = Spread.take = kill  # type: ignore[method-assign, assignment]
+    try:
+        with torch.set_grad_enabled(where == "tied"):
+            many(**chain_batch(1))
+    except StageError as error:
+        Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.1f} {error}")
+    while len(list(Path(folder).iterdir())) < size - 1 and time.monotonic() < start + 60:
+        time.sleep(0.05)  # nobody is told by a neighbour that has left
+
+
+@pytest.mark.parametrize(("victim", "where"), [(0, "tied"), (3, "outputs")])
+def test_a_rank_that_dies_after_its_actions_is_told_on_every_other(
+    victim: int, where: str, tmp_path: Path
+) -> None:
+    """The first that holds a tied weight, which sums its gradients; the rank of the last stage, which tells the result."""
+    with RankPool(grace=30.0) as pool, pytest.raises(RankError, match=f"rank {victim}.*SIGKILL"):
+        pool.run(4, die, victim, where, str(tmp_path), timeout=90)
+    told = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(told) == [rank for rank in range(4) if rank != victim]
+    for text in told.values():
+        assert float(text.split()[0]) < 20
+        assert re.search(f"on rank {victim}: .*died", text), text
+
+
+def agree(rank: int, size: int, adds: bool) -> tuple[str | None, str | None]:
+    """What a stage of these ranks is told where the loss adds up on rank 0, and on others only if `adds`."""
+    mates = Mates(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), torch.device("cpu"))
+    return mates.apart("a batch", rank == 0 or adds), mates.apart("a batch", adds)
+
+
+def test_ranks_of_a_stage_that_see_another_loss_are_told(rank_pool: RankPool) -> None:
+    """One would run its backwards inside of the step, and the other behind it."""
+    told = [first for first, _ in rank_pool.run(2, agree, False)]
+    assert "this one found that it does:" in str(told[0]) and "this one found that it does not:" in str(
+        told[1]
+    )
+    assert rank_pool.run(2, agree, True) == [(None, None)] * 2

@@ -1,0 +1,255 @@
+"""Numbers in what a model returns: those of the whole batch, gradient included, whatever they are and wherever they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loss_models import (
+    ADDING,
+    BESIDE,
+    OUTSIDE,
+    WHOLE,
+    Judge,
+    judged,
+    judged_batch,
+    judged_plan,
+    mean,
+)
+from torch import Tensor, nn
+
+from meshwright_dtensor.errors import StageError, UnsupportedError
+from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_pipeline import call_of, pipeline
+from meshwright_pipeline._torch import pytree
+from meshwright_pipeline.analysis import loss_additivity
+from meshwright_pipeline.partition.units import find_units
+from meshwright_pipeline.trace.loss import loss_of
+from meshwright_pipeline.trace.meta_model import skeleton
+from meshwright_pipeline.trace.profiler import Profiler
+
+LIMIT = 1e-5
+
+
+def verdict(judge: Judge, count: int = 4) -> loss_additivity.Adding | None:
+    model = judged(judge)
+    units = find_units(model).names
+    profiler, call = Profiler(skeleton(model, units), units), ((), judged_batch(0))
+    try:
+        return loss_additivity.prove(profiler, profiler.run(*call), call, count)
+    except loss_additivity.Unproven:
+        return None
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("name", ADDING)
+def test_what_adds_up_is_found(name: str, count: int) -> None:
+    found = verdict(ADDING[name], count)
+    assert found is not None
+    assert found.loss.power == (
+        1 if name in ("sum", "by hand", "by valid targets", "no grammar", "squares") else 0
+    )
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_does_not_is_not(name: str, count: int) -> None:
+    assert verdict(WHOLE[name], count) is None
+
+
+def test_what_depends_on_no_row_counts_once() -> None:
+    found = verdict(lambda m, x, y, k: m.weight.square())
+    assert found is not None and found.loss.weight(4) == 0.25
+
+
+def test_numbers_that_are_not_those_of_the_batch_are_no_leaves() -> None:
+    """Of each, a microbatch makes another number than its part."""
+    found = verdict(
+        lambda m, x, y, k: (mean(x, y), k.mean() * k.numel(), k.sum().expand(k.shape[0]).sum(), k.mean())
+    )
+    assert found is not None
+    assert [leaf is not None for leaf in found.leaves] == [True, False, False, True]
+
+
+def test_every_leaf_is_judged() -> None:
+    found = verdict(BESIDE["beside that adds"])
+    assert found is not None and found.whole and len(found.fixed) == 2
+    assert [leaf.power for leaf in found.leaves if leaf] == [1, 1, None, None, 0]
+    assert found.leaves[3] == loss_additivity.Leaf(rows=0)
+
+
+def far(one: Any, other: Any) -> float:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+        return 0.0 if type(one) is type(other) and one == other else float("inf")
+    one, other = one.detach(), other.detach()
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
+
+
+def total_of(out: Any) -> Tensor:
+    """The loss; of what has none, the sum of all that can be differentiated."""
+    loss = loss_of(out)
+    if loss is not None:
+        return loss
+    parts = [leaf.square().sum() for leaf in pytree.tree_leaves(out) if leaf.requires_grad]
+    return torch.stack(parts).sum()
+
+
+def run(
+    rank: int, size: int, names: list[str], schedule: str, outputs: str, count: int = 4
+) -> list[tuple[str, float, float, int]]:
+    """Per case: (name, largest distance of what is returned, of a gradient, microbatches held)."""
+    found = []
+    for name in names:
+        judge = (ADDING | WHOLE | OUTSIDE | BESIDE)[name]
+        single = judged(judge)
+        many = pipeline(judged(judge), judged_plan(schedule, outputs=outputs, microbatches=count))
+        known = dict(single.named_parameters(remove_duplicate=False))
+        values = gradients = 0.0
+        for step in range(2):
+            want, got = single(**judged_batch(step)), many(**judged_batch(step))
+            for model, out in ((single, want), (many, got)):
+                model.zero_grad()
+                (2 * total_of(out)).backward()
+            values = max(values, far(loss_of(got), loss_of(want)))
+            if outputs == "all" or loss_of(want) is None:
+                every = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
+                values = max(values, *(far(a, b) for a, b in every))
+            for parameter, p in many.named_parameters():
+                gradients = max(gradients, far(p.grad, known[parameter].grad))
+        held = call_of(many).last.most_alive
+        with torch.no_grad():
+            want, got = single.eval()(**judged_batch(2)), many.eval()(**judged_batch(2))
+        every = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
+        values = max(values, *(far(a, b) for a, b in every))
+        found.append((name, values, gradients, held))
+    return found
+
+
+def check(found: list[list[tuple[str, float, float, int]]]) -> None:
+    for cases in found:
+        for name, values, gradients, _ in cases:
+            assert values < LIMIT and gradients < LIMIT, (name, values, gradients)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_losses_are_those_of_one_device(rank_pool: RankPool, schedule: str) -> None:
+    found = rank_pool.run(2, run, [*ADDING, *WHOLE], schedule, "loss", timeout=300)
+    check(found)
+    if schedule == "1f1b":
+        held = {name: number for name, _, _, number in found[0]}
+        assert {held[name] for name in ADDING} == {2}  # backwards begin before the last forward has ended
+        assert {held[name] for name in WHOLE} == {4}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_numbers_anywhere_are_those_of_one_device(rank_pool: RankPool, schedule: str) -> None:
+    check(rank_pool.run(2, run, [*OUTSIDE], schedule, "loss", timeout=300))
+    check(rank_pool.run(2, run, [*BESIDE, "products", "sum"], schedule, "all", timeout=300))
+
+
+def wrong(rank: int, size: int, name: str) -> float:
+    """How far off a plain mean over microbatches is."""
+    many = pipeline(judged(ADDING[name]), judged_plan("1f1b"))
+    call_of(many).preparing.adding = lambda prepared, whole: loss_additivity.Adding(
+        loss_additivity.Leaf(power=0), ()
+    )
+    return far(loss_of(many(**judged_batch(0))), loss_of(judged(ADDING[name])(**judged_batch(0))))
+
+
+class Balanced(nn.Module):
+    """Each block returns a number of its own, which belongs to no row."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.gates = nn.ModuleList(Gate() for _ in range(4))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = x.new_zeros(())
+        for layer, gate in zip(self.layers, self.gates, strict=True):
+            x, number = gate(torch.tanh(layer(x)))
+            total = total + number
+        return x.square().mean() + self.scale * total, x
+
+
+class Gate(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = super().forward(x).softmax(-1)
+        return x * shares, shares.mean(0).square().sum()
+
+
+def refuse(rank: int, size: int, count: int) -> Any:
+    def built() -> Balanced:
+        torch.manual_seed(0)
+        return Balanced(0.1)
+
+    plan = judged_plan("1f1b", microbatches=count)
+    stages = (("layers.[01]", "gates.[01]"), ("layers.[23]", "gates.[23]"))
+    assert plan.pipeline is not None
+    plan = plan.replace(pipeline=plan.pipeline.model_copy(update={"stages": stages}))
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    single, many = built(), pipeline(built(), plan)
+    try:
+        got = many(x)[0]
+    except UnsupportedError as error:
+        return str(error)
+    want = single(x)[0]
+    for loss in (got, want):
+        loss.backward()
+    known = dict(single.named_parameters())
+    return max(far(got, want), *(far(p.grad, known[name].grad) for name, p in many.named_parameters()))
+
+
+def test_numbers_that_modules_make_of_rows_are_refused(rank_pool: RankPool) -> None:
+    """What a module has made of a microbatch cannot be made of the batch any more."""
+    for told in rank_pool.run(2, refuse, 4):
+        assert "module 'gates.0' returns a value without rows of the batch" in told
+        assert "set pipeline.microbatches to 1" in told
+    assert max(rank_pool.run(2, refuse, 1)) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["sum", "by hand", "by valid targets", "class weights"])
+def test_a_plain_mean_over_microbatches_is_far_off(rank_pool: RankPool, name: str) -> None:
+    """The negative control."""
+    assert not min(rank_pool.run(2, wrong, name)) < 100 * LIMIT
+
+
+class Warming(nn.Module):
+    """With another loss from its second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = judged(ADDING["mean"])
+        self.warm = False
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        logits = self.inner.chain(ids)["logits"]
+        loss = mean(logits, labels)
+        return loss * logits.square().mean().sqrt() if self.warm else loss
+
+
+def warm_up(rank: int, size: int) -> list[str]:
+    plan = judged_plan("1f1b")
+    assert plan.pipeline is not None
+    stages = tuple(tuple(f"inner.{name}" for name in stage) for stage in plan.pipeline.stages)
+    many = pipeline(Warming(), plan.replace(pipeline=plan.pipeline.model_copy(update={"stages": stages})))
+    told = []
+    for step in range(4):
+        many.warm = step == 2
+        try:
+            many(**judged_batch(step)).backward()
+            told.append("")
+        except StageError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_loss_that_changes_later_is_refused(rank_pool: RankPool) -> None:
+    for first, second, third, fourth in rank_pool.run(2, warm_up):
+        assert not first and not second and not fourth
+        assert "does something else than in the first step" in third
