@@ -15,7 +15,7 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright.resharding import _share_random_state
-from meshwright_checkpoint.agree import Ranks
+from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool

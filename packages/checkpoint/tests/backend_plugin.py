@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from meshwright_checkpoint.local import LocalPlace
+from meshwright_checkpoint.storage.filesystem import LocalPlace
 from meshwright_dtensor.plugins import BackendSpec, hookimpl
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright_checkpoint import latest, save, streaming
+from meshwright_checkpoint import latest, save
+from meshwright_checkpoint.io import direct_write
 
 
 def save_steps(folder: str, number: int) -> None:
@@ -20,7 +21,7 @@ def save_steps(folder: str, number: int) -> None:
     assert found is not None
     step = int(Path(found).name.removeprefix("step-"))
     if number % 3:  # else files are too short to be written around the page cache
-        streaming.CHUNK, streaming.LARGE = 256 << 10, 64 << 10
+        direct_write.CHUNK, direct_write.LARGE = 256 << 10, 64 << 10
     print(os.getpid(), flush=True)
     while True:
         step += 1

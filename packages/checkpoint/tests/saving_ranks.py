@@ -20,7 +20,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright_checkpoint import latest, save, streaming
+from meshwright_checkpoint import latest, save
+from meshwright_checkpoint.io import direct_write
 from meshwright_dtensor.errors import MeshwrightError
 
 ROWS = 1 << 18
@@ -40,7 +41,7 @@ def save_steps(folder: str, rank: int, number: int, kind: str, begun: int) -> No
     if kind in CODES:
         fail_after(random.Random(number).randrange(20 << 20), kind)
     if number % 3:  # else files are too short to be written around the page cache
-        streaming.CHUNK, streaming.LARGE = 256 << 10, 64 << 10
+        direct_write.CHUNK, direct_write.LARGE = 256 << 10, 64 << 10
     os.write(begun, b".")
     while True:
         step += 1
@@ -52,7 +53,7 @@ def save_steps(folder: str, rank: int, number: int, kind: str, begun: int) -> No
 
 def fail_after(nbytes: int, kind: str) -> None:
     """Let writes fail once so many bytes have been written."""
-    write = streaming.Writer.write
+    write = direct_write.Writer.write
     left = nbytes
 
     def failing(self: Any, data: Any) -> None:
@@ -62,7 +63,7 @@ def fail_after(nbytes: int, kind: str) -> None:
             raise OSError(*CODES[kind])
         write(self, data)
 
-    streaming.Writer.write = failing  # type: ignore[method-assign]
+    direct_write.Writer.write = failing  # type: ignore[method-assign]
 
 
 def main(folder: str) -> None:

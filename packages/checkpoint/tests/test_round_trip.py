@@ -23,11 +23,11 @@ from meshwright_checkpoint import (
     export,
     latest,
     load,
-    reading,
     save,
 )
-from meshwright_checkpoint.datafile import header_length, read_header
-from meshwright_checkpoint.manifest import Manifest
+from meshwright_checkpoint.format.manifest import Manifest
+from meshwright_checkpoint.format.safetensors_file import header_length, read_header
+from meshwright_checkpoint.read import store
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
@@ -384,7 +384,7 @@ def test_the_latest_is_found_and_old_ones_go(tmp_path: Path) -> None:
 def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshwright_checkpoint import streaming
+    from meshwright_checkpoint.io import direct_write
 
     def full(self: Any, data: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -392,7 +392,7 @@ def test_a_failed_save_surfaces_at_the_next_and_leaves_nothing(
     put(tmp_path / "step-1")
     model, _ = trained()
     with monkeypatch.context() as patch:
-        patch.setattr(streaming.Writer, "write", full)
+        patch.setattr(direct_write.Writer, "write", full)
         handle = save(tmp_path / "step-2", model=model)
         with pytest.raises(CheckpointError, match="No space left"):
             handle.wait()
@@ -418,7 +418,7 @@ def test_leftovers_are_cleaned_and_saves_of_others_are_not(tmp_path: Path) -> No
 
 def test_it_is_imported_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS and Windows have none
-    assert 2 <= runpy.run_path(reading.__file__)["threads_of"](1) <= 4
+    assert 2 <= runpy.run_path(store.__file__)["threads_of"](1) <= 4
 
 
 def test_json_of_the_manifest_is_plain(tmp_path: Path) -> None:

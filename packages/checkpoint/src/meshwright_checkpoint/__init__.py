@@ -13,17 +13,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright_checkpoint.convert.export import export as export
+    from meshwright_checkpoint.convert.export import export_checkpoint as export_checkpoint
     from meshwright_checkpoint.errors import CheckpointError as CheckpointError
     from meshwright_checkpoint.errors import CorruptError as CorruptError
     from meshwright_checkpoint.errors import MismatchError as MismatchError
-    from meshwright_checkpoint.exporting import export as export
-    from meshwright_checkpoint.exporting import export_checkpoint as export_checkpoint
     from meshwright_checkpoint.loading import load as load
-    from meshwright_checkpoint.retention import checkpoints as checkpoints
-    from meshwright_checkpoint.retention import latest as latest
-    from meshwright_checkpoint.saving import prepare_save as prepare_save
-    from meshwright_checkpoint.saving import save as save
-    from meshwright_checkpoint.writing import SaveHandle as SaveHandle
+    from meshwright_checkpoint.saving.background import SaveHandle as SaveHandle
+    from meshwright_checkpoint.saving.saving import prepare_save as prepare_save
+    from meshwright_checkpoint.saving.saving import save as save
+    from meshwright_checkpoint.storage.retention import checkpoints as checkpoints
+    from meshwright_checkpoint.storage.retention import latest as latest
 
 # name -> module of this package that defines it
 _EXPORTS = MappingProxyType(
@@ -31,14 +31,14 @@ _EXPORTS = MappingProxyType(
         "CheckpointError": "errors",
         "CorruptError": "errors",
         "MismatchError": "errors",
-        "SaveHandle": "writing",
-        "checkpoints": "retention",
-        "export": "exporting",
-        "export_checkpoint": "exporting",
-        "latest": "retention",
+        "SaveHandle": "saving.background",
+        "checkpoints": "storage.retention",
+        "export": "convert.export",
+        "export_checkpoint": "convert.export",
+        "latest": "storage.retention",
         "load": "loading",
-        "prepare_save": "saving",
-        "save": "saving",
+        "prepare_save": "saving.saving",
+        "save": "saving.saving",
     }
 )
 

@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_checkpoint import rng
 from meshwright_checkpoint._torch import unwrapped
-from meshwright_checkpoint.agree import Ranks
-from meshwright_checkpoint.checkpoint import Checkpoint
-from meshwright_checkpoint.encode import decode
 from meshwright_checkpoint.errors import CheckpointError, MismatchError
-from meshwright_checkpoint.filling import memory_of
-from meshwright_checkpoint.holding import Held, held
-from meshwright_checkpoint.neighbours import meet
-from meshwright_checkpoint.optimizers import GroupTargets, OptimizerTargets
-from meshwright_checkpoint.places import ForeignPlace, any_place_of, local_path
+from meshwright_checkpoint.format.json_values import decode
+from meshwright_checkpoint.hf.pretrained import Pretrained, is_pretrained
 from meshwright_checkpoint.plugin import DEFAULT
-from meshwright_checkpoint.pretrained import Pretrained, is_pretrained
-from meshwright_checkpoint.reading import Store, Wanted, read, read_whole
-from meshwright_checkpoint.state import MODEL, Named, check_model, named, optimizer_given
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.read.node_peers import meet
+from meshwright_checkpoint.read.shared_read import memory_of
+from meshwright_checkpoint.read.store import Store, Wanted, read, read_whole
+from meshwright_checkpoint.shards.local_shards import Held, held
+from meshwright_checkpoint.state import rng
+from meshwright_checkpoint.state.collect import MODEL, Named, check_model, named, optimizer_given
+from meshwright_checkpoint.state.optimizer import GroupTargets, OptimizerTargets
+from meshwright_checkpoint.storage.backend import ForeignPlace, any_place_of, local_path
+from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.boxes import slice_of
 from meshwright_dtensor.tensor.compute_copy import touch

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_checkpoint.agree import Ranks
-from meshwright_checkpoint.handing_over import Belongings, trained_everywhere
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.reshard.in_memory import Belongings, trained_everywhere
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import end_groups, first_ranks, init, make_default
 from meshwright_dtensor.parameter import MeshParameter

@@ -35,7 +35,7 @@ _BACKEND = click.option(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
     """Say what a checkpoint holds: tensors, sizes, layout, plan, step. Reads the manifest only."""
-    from meshwright_checkpoint.places import place_of
+    from meshwright_checkpoint.storage.backend import place_of
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.utils.names import suggestion
 
@@ -66,9 +66,9 @@ def inspect(path: str, tensor: str | None, backend: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def verify(path: str, backend: str, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit code 4 where something is damaged."""
-    from meshwright_checkpoint.checking import verify as check
-    from meshwright_checkpoint.checkpoint import Checkpoint
-    from meshwright_checkpoint.places import place_of
+    from meshwright_checkpoint.convert.verify import verify as check
+    from meshwright_checkpoint.storage.backend import place_of
+    from meshwright_checkpoint.storage.checkpoint import Checkpoint
 
     with Checkpoint(place_of(path, backend)) as checkpoint:
         total = sum(file.nbytes for file in checkpoint.manifest.files)
@@ -95,10 +95,10 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
     Exit codes are those of diff(1): 0 where they hold the same, 1 where something differs, 2 where they could not be compared
     (one is not there, or is damaged).
     """
-    from meshwright_checkpoint.checking import compare
-    from meshwright_checkpoint.checkpoint import Checkpoint
+    from meshwright_checkpoint.convert.verify import compare
     from meshwright_checkpoint.errors import CheckpointError
-    from meshwright_checkpoint.places import place_of
+    from meshwright_checkpoint.storage.backend import place_of
+    from meshwright_checkpoint.storage.checkpoint import Checkpoint
     from meshwright_dtensor.errors import MeshwrightError
 
     try:
@@ -125,7 +125,7 @@ def diff(a: str, b: str, backend: str, as_json: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(path: str, target: str, backend: str, as_json: bool) -> None:
     """Write the model of a checkpoint as a directory that transformers' from_pretrained reads."""
-    from meshwright_checkpoint.exporting import export_checkpoint
+    from meshwright_checkpoint.convert.export import export_checkpoint
 
     export_checkpoint(path, target, backend)
     files = sorted(file.name for file in Path(target).iterdir())
@@ -146,9 +146,9 @@ def reshard(
 
     Loading never needs this: any layout reads any checkpoint. It makes later loads faster.
     """
-    from meshwright_checkpoint.checkpoint import Checkpoint
-    from meshwright_checkpoint.places import place_of
-    from meshwright_checkpoint.rewriting import rewrite
+    from meshwright_checkpoint.convert.reshard_offline import rewrite
+    from meshwright_checkpoint.storage.backend import place_of
+    from meshwright_checkpoint.storage.checkpoint import Checkpoint
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.plan.plan import ParallelPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from meshwright_checkpoint.manifest import Manifest, Stored
+from meshwright_checkpoint.format.manifest import Manifest, Stored
 from meshwright_dtensor.utils.names import listing
 
 WIDEST = 16

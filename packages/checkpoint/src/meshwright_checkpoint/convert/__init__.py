@@ -1,0 +1,1 @@
+"""Export, reshard on disk, verify and compare checkpoints."""

@@ -1,0 +1,178 @@
+"""Write a model as a directory that transformers' `from_pretrained` reads: safetensors, their index, and the config."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_checkpoint._torch import bytes_of_tensor
+from meshwright_checkpoint.convert.verify import steps
+from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.format.safetensors_file import lay_out
+from meshwright_checkpoint.hf.pretrained import INDEX, SINGLE
+from meshwright_checkpoint.io.direct_write import Writer
+from meshwright_checkpoint.plugin import DEFAULT
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.read.store import Source, Wanted, read
+from meshwright_checkpoint.saving.saving import save
+from meshwright_checkpoint.shards.write_shares import Piece
+from meshwright_checkpoint.state.collect import MODEL
+from meshwright_checkpoint.storage.backend import place_of
+from meshwright_checkpoint.storage.checkpoint import Checkpoint
+from meshwright_checkpoint.storage.filesystem import LocalPlace, sync_directory
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.sharding.boxes import box_shape, whole_box
+
+FILE_NBYTES = 5 << 30
+
+
+def export(path: str | os.PathLike[str], *, model: nn.Module) -> None:
+    """Write `model` as a directory that `from_pretrained` reads (a collective call); of other models only the weights.
+
+    Ranks write a checkpoint beside it first, each what it holds, and then share the files: no rank holds more than a small
+    part of the model beyond its own.
+
+    Args:
+        path: a directory that does not exist yet; every rank sees it.
+
+    Raises:
+        CheckpointError: the path is taken, or cannot be written.
+        UsageError: the path is a URL.
+    """
+    ranks = Ranks()
+    place = _directory(path)
+    token = ranks.gather(uuid.uuid4().hex)[0]
+    between = place.path.parent / f".{place.name}.export-{token}"
+    ranks.together(lambda: _free(place.path))
+    try:
+        save(between, model=model, asynchronous=False)
+        with ranks.together(lambda: Checkpoint(LocalPlace(between))) as checkpoint:
+            convert(checkpoint, place.path, ranks)
+    finally:
+        if ranks.rank == 0 and between.exists():
+            LocalPlace(between).remove(token)
+
+
+def export_checkpoint(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], backend: str = DEFAULT
+) -> None:
+    """The same from a checkpoint, in one process that needs no model. Raises CheckpointError, CorruptError."""
+    target = _directory(path).path
+    _free(target)
+    with Checkpoint(place_of(source, backend)) as checkpoint:
+        convert(checkpoint, target, Ranks())
+
+
+def _directory(path: str | os.PathLike[str]) -> LocalPlace:
+    if "://" in os.fspath(path):
+        raise UsageError(
+            f"{os.fspath(path)} is a URL, and from_pretrained reads directories; export to a path on disk, and copy it from there"
+        )
+    return LocalPlace(path)
+
+
+def _free(path: Path) -> None:
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; export to another name, or remove it first")
+
+
+def convert(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
+    """Write the model of `checkpoint` to `path`; every rank writes some of the files."""
+    names = [key.removeprefix(MODEL) for key in checkpoint.tensors if key.startswith(MODEL)]
+    if not names:
+        raise UsageError(f"{checkpoint.where} holds no model; export needs one")
+    sources = {name: checkpoint.tensors[MODEL + name] for name in names}
+    files = _files(names, sources)
+    staging = path.parent / f".{path.name}.partial-{checkpoint.manifest.id}"
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            staging.mkdir(parents=True)
+
+    def write() -> None:
+        for number, (file, members) in enumerate(files):
+            if number % ranks.size == ranks.rank:
+                _write(checkpoint, staging / file, members, sources)
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            for name, text in _texts(checkpoint, files, sources).items():
+                writer = Writer(staging / name)
+                writer.write(text.encode())
+                writer.close()
+            sync_directory(staging)
+            os.rename(staging, path)
+            sync_directory(path.parent)
+
+    ranks.together(begin)
+    try:
+        ranks.together(write)
+        ranks.together(finish)
+    except BaseException:
+        if ranks.rank == 0 and staging.exists():
+            LocalPlace(staging).remove("failed")
+        raise
+
+
+def _files(names: Sequence[str], sources: dict[str, Source]) -> list[tuple[str, list[str]]]:
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name in names:
+        nbytes = _nbytes(sources[name])
+        if groups[-1] and held + nbytes > FILE_NBYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += nbytes
+    if len(groups) == 1:
+        return [(SINGLE, groups[0])]
+    total = len(groups)
+    return [(f"model-{n:05d}-of-{total:05d}.safetensors", group) for n, group in enumerate(groups, 1)]
+
+
+def _nbytes(source: Source) -> int:
+    return prod(source.shape) * source.dtype.itemsize
+
+
+def _write(checkpoint: Checkpoint, path: Path, names: Sequence[str], sources: dict[str, Source]) -> None:
+    shapes = {name: (sources[name].shape, sources[name].dtype) for name in names}
+    body = lay_out([Piece(name, whole_box(sources[name].shape)) for name in names], shapes, {"format": "pt"})
+    writer = Writer(path)
+    try:
+        writer.write(body.header)
+        for piece, _ in body.pieces:
+            source = sources[piece.key]
+            for box in steps(source):
+                part = torch.empty(box_shape(box), dtype=source.dtype)
+                read(checkpoint, [Wanted(MODEL + piece.key, box, part)])
+                writer.write(bytes_of_tensor(part))
+    except BaseException:
+        writer.close(durable=False)
+        raise
+    writer.close()
+
+
+def _texts(
+    checkpoint: Checkpoint, files: Sequence[tuple[str, list[str]]], sources: dict[str, Source]
+) -> dict[str, str]:
+    """Names and contents of the JSON files."""
+    texts = {}
+    if len(files) > 1:
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum(_nbytes(source) for source in sources.values())},
+            "weight_map": {name: file for file, members in files for name in members},
+        }
+        texts[INDEX] = json.dumps(index, indent=2) + "\n"
+    info = checkpoint.manifest.model
+    if info.config is not None:
+        config = {**info.config, "architectures": info.config.get("architectures") or [info.cls]}
+        texts["config.json"] = json.dumps(config, indent=2) + "\n"
+    return texts

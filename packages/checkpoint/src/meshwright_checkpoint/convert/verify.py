@@ -1,0 +1,127 @@
+"""Check every byte of a checkpoint, and compare two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from meshwright_checkpoint._torch import bytes_of_tensor
+from meshwright_checkpoint.errors import CorruptError
+from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
+from meshwright_checkpoint.read.shared_read import CHUNK
+from meshwright_checkpoint.read.store import Fragment, Source, Wanted, read, threads_of
+from meshwright_checkpoint.storage.checkpoint import Checkpoint
+from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
+
+STEP_NBYTES = 64 << 20
+
+
+def steps(source: Source, nbytes: int = STEP_NBYTES) -> Iterator[Box]:
+    """The tensor in boxes of whole rows, in the order of memory, each of about `nbytes` or one row."""
+    if not source.shape or not prod(source.shape):
+        if not source.shape:
+            yield ()
+        return
+    rows = max(nbytes // max(prod(source.shape[1:]) * source.dtype.itemsize, 1), 1)
+    for start in range(0, source.shape[0], rows):
+        yield ((start, min(rows, source.shape[0] - start)), *whole_box(source.shape[1:]))
+
+
+def verify(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
+    """Read all and compare every checksum; what is damaged, a line each. `progress` is told bytes as they are done."""
+    problems: list[str] = []
+
+    def check(key: str, source: Source, fragment: Fragment) -> str | None:
+        nbytes = prod(box_shape(fragment.box)) * source.dtype.itemsize
+        buffer = bytearray(min(CHUNK, nbytes))
+        try:
+            file = checkpoint.file(fragment.file)
+            for at in range(0, nbytes, CHUNK):
+                view = memoryview(buffer)[: min(CHUNK, nbytes - at)]
+                file.read_into(view, fragment.offset + at)
+                first = at // BLOCK * DIGITS
+                if block_sums(view) != fragment.sums[first : first + -(-len(view) // BLOCK) * DIGITS]:
+                    return f"{key}: damaged in {file.where}, in the {len(view)} bytes from {fragment.offset + at} on"
+                progress(len(view))
+        except CorruptError as error:
+            return f"{key}: {error}"
+        return None
+
+    for file in checkpoint.manifest.files:  # also one that holds nothing
+        try:
+            checkpoint.file(file.name)
+        except CorruptError as error:
+            problems.append(str(error))
+    if problems:
+        return problems
+    with ThreadPoolExecutor(threads_of(1)) as pool:
+        waiting = [
+            pool.submit(check, key, source, fragment)
+            for key, source in checkpoint.tensors.items()
+            for fragment in source.fragments
+        ]
+        problems += [text for one in waiting if (text := one.result()) is not None]
+    return problems
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two checkpoints differ in one place: `kind` is "only in A", "only in B", "shape", "dtype", "values" or "about"."""
+
+    name: str
+    kind: str
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """As JSON."""
+        return {"name": self.name, "kind": self.kind, "detail": self.detail}
+
+
+def compare(a: Checkpoint, b: Checkpoint) -> list[Difference]:
+    """What differs, values bit for bit; how they are laid out (files, plans) makes no difference. Raises CorruptError."""
+    found: list[Difference] = []
+    for field in ("step", "optimizer", "extra", "model"):
+        one, other = (_about(c, field) for c in (a, b))
+        if one != other:
+            short = f"{one} / {other}" if field == "step" else ""
+            found.append(Difference(field, "about", short))
+    for key in sorted({*a.tensors, *b.tensors}):
+        if key not in b.tensors or key not in a.tensors:
+            found.append(Difference(key, "only in A" if key in a.tensors else "only in B"))
+            continue
+        left, right = a.tensors[key], b.tensors[key]
+        if left.shape != right.shape:
+            found.append(Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}"))
+        elif left.dtype != right.dtype:
+            found.append(Difference(key, "dtype", f"{left.dtype} / {right.dtype}".replace("torch.", "")))
+        else:
+            count, largest = _unequal(a, b, key)
+            if count:
+                found.append(
+                    Difference(key, "values", f"{count} of {prod(left.shape)}, by up to {largest:.3g}")
+                )
+    return found
+
+
+def _about(checkpoint: Checkpoint, field: str) -> Any:
+    value = getattr(checkpoint.manifest, field)
+    return value.model_dump() if hasattr(value, "model_dump") else value
+
+
+def _unequal(a: Checkpoint, b: Checkpoint, key: str) -> tuple[int, float]:
+    count, largest = 0, 0.0
+    for box in steps(a.tensors[key]):
+        parts = [torch.empty(box_shape(box), dtype=a.tensors[key].dtype) for _ in range(2)]
+        for checkpoint, part in zip((a, b), parts, strict=True):
+            read(checkpoint, [Wanted(key, box, part)])
+        if bytes(bytes_of_tensor(parts[0])) == bytes(bytes_of_tensor(parts[1])):
+            continue
+        wide = [part.to(torch.complex128 if part.is_complex() else torch.float64) for part in parts]
+        count += int((wide[0] != wide[1]).sum())
+        largest = max(largest, float((wide[0] - wide[1]).abs().nan_to_num().max()))
+    return count, largest

@@ -1,0 +1,280 @@
+"""The backend "dcp": torch.distributed.checkpoint's own format, in and out.
+
+Loading finds the model and the optimizer in it by names; saving lays them out as torch's ``get_state_dict`` does, under "model"
+and "optim", through torch's own writer, so that stock FSDP2 and everyone else reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+from torch.distributed.tensor import DTensor
+
+from meshwright_checkpoint._torch import local_of, unwrapped
+from meshwright_checkpoint.dcp.reader import DcpFiles
+from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.format.json_values import decode, encode
+from meshwright_checkpoint.format.manifest import Group, Manifest, ModelInfo, OptimizerInfo
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.read.store import ReadFile, Source
+from meshwright_checkpoint.saving.background import merged_optimizer
+from meshwright_checkpoint.state.collect import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    Collected,
+    Named,
+    collect_optimizer,
+    named,
+)
+from meshwright_checkpoint.state.optimizer import number_of
+from meshwright_checkpoint.storage.backend import ForeignPlace
+from meshwright_checkpoint.storage.checkpoint import Checkpoint
+from meshwright_checkpoint.storage.filesystem import LocalPlace, sync_directory
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stored.permuted import canonical
+
+
+class DcpPlace(ForeignPlace):
+    """A directory in torch's format, there or to be."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(os.fspath(path)))
+        self.where = str(self.path)
+        self.name = self.path.name
+
+    def opened(self, model: nn.Module) -> Checkpoint:
+        """See ForeignPlace."""
+        return DcpCheckpoint(self.path, model)
+
+    def write(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
+    ) -> None:
+        """See ForeignPlace. A directory beside it is written and then renamed."""
+        told = ranks.gather(uuid.uuid4().hex)
+        staging = self.path.parent / f".{self.name}.partial-{told[0]}"
+
+        def begin() -> None:
+            if ranks.rank == 0:
+                if self.path.exists():
+                    raise CheckpointError(
+                        f"{self.where} exists already; save under another name, or remove it first"
+                    )
+                staging.mkdir(parents=True)
+
+        def finish() -> None:
+            if ranks.rank == 0:
+                sync_directory(staging)
+                os.rename(staging, self.path)
+                sync_directory(self.path.parent)
+
+        ranks.together(begin)
+        try:
+            state = _state(model, optimizer, extra, ranks)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own about a single process
+                ranks.together(lambda: _save(state, staging))
+            ranks.together(finish)
+        except BaseException:
+            if ranks.rank == 0:
+                with suppress(OSError):
+                    LocalPlace(staging).remove("failed")
+            raise
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    try:
+        torch_save(state, storage_writer=FileSystemWriter(path, sync_files=True))
+    except CheckpointException as error:
+        raise CheckpointError(f"torch could not write {path}: {error}") from error
+
+
+def _names(model: nn.Module) -> Named:
+    names = named(unwrapped(model))
+    if names.extra_state:
+        raise UnsupportedError(
+            f"the extra state {next(iter(names.extra_state))} cannot be saved in torch's format"
+        )
+    return names
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, ranks: Ranks
+) -> dict[str, Any]:
+    names = ranks.together(lambda: _names(model))
+    tensors = {name: _stock(tensor, None) for name, tensor in names.tensors.items()}
+    tensors.update({alias: tensors[name] for alias, name in names.aliases.items() if name in tensors})
+    state: dict[str, Any] = {"model": tensors}
+    if ranks.rank == 0 and extra is not None:
+        state["extra"] = extra
+    if optimizer is not None:
+        held = Collected()
+        about = ranks.together(lambda: collect_optimizer(optimizer, names, held))
+        merged = merged_optimizer(ranks.gather(about))
+        states: dict[str, dict[str, Any]] = {}
+        for parameter, entries in optimizer.state.items():
+            states[names.names[id(parameter)]] = {
+                key: _stock(value, parameter) if isinstance(value, torch.Tensor) else value
+                for key, value in entries.items()
+            }
+        groups = [{**decode(g["options"], number_of), "params": g["params"]} for g in merged["groups"]]
+        state["optim"] = {"state": states, "param_groups": groups}
+    return state
+
+
+def _stock(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """As stock DTensor or plain tensor in true order, without autograd (a collective call where it lies in runs)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    true = canonical(tensor, parameter)
+    local, mesh = local_of(true), true.device_mesh
+    return DTensor.from_local(
+        local, mesh, true.placements, run_check=False, shape=true.shape, stride=true.stride()
+    )
+
+
+class DcpCheckpoint(Checkpoint):
+    """A DCP directory with the names that `model` has.
+
+    Raises:
+        CheckpointError: there is none.
+        CorruptError: it is damaged.
+    """
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        self._dcp = DcpFiles(path)
+        self.where = self._dcp.where
+        try:
+            names = named(model)
+            known = {*names.tensors, *names.aliases}
+            optim = _optimizer_prefix(self._dcp, known)
+            numbered = (re.search(r"(?:^|\.)(state\.\d+\.\w+)$", name) for name in self._dcp.tensors)
+            if optim is None and any(found and found[1] not in known for found in numbered):
+                self.without_optimizer = (
+                    "its states have numbers for names, which mean other parameters in another model; save what "
+                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
+                )
+            prefix = _model_prefix(self._dcp, known, optim)
+            tensors: dict[str, Source] = {}
+            rest: list[str] = []
+            for name, source in self._dcp.tensors.items():
+                if optim is not None and name.startswith(f"{optim}state."):
+                    tensors[OPTIMIZER + "/".join(name[len(optim) + 6 :].rsplit(".", 1))] = source
+                elif name.startswith(prefix) and (prefix or name in known or len(self._path(name)) == 1):
+                    tensors[MODEL + name[len(prefix) :]] = source
+                else:
+                    rest.append(name)
+                    tensors[EXTRA + name] = source
+            self.tensors = MappingProxyType(tensors)
+            self.manifest = Manifest.model_construct(
+                id="",
+                created="",
+                model=ModelInfo(),
+                optimizer=None if optim is None else self._optimizer(optim),
+                rng=None,
+                extra=self._extra(rest, optim),
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _path(self, name: str) -> tuple[Any, ...]:
+        return self._dcp.paths.get(name, (name,))
+
+    def _optimizer(self, prefix: str) -> OptimizerInfo:
+        """Groups, by number or (where torch has flattened them) by parameter."""
+        options: dict[str, dict[str, Any]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for name in sorted(self._dcp.values):
+            if name.startswith(f"{prefix}param_groups."):
+                group, _, option = name[len(prefix) + 13 :].rpartition(".")
+                options.setdefault(group, {})[option] = self._dcp.value(name)
+            elif name.startswith(f"{prefix}state."):
+                parameter, _, key = name[len(prefix) + 6 :].rpartition(".")
+                values.setdefault(parameter, {})[key] = encode(self._dcp.value(name), _none, name)
+        groups: dict[str, tuple[list[str], Any]] = {}
+        for group, own in options.items():
+            params = own.pop("params", [group])
+            own.pop("param_names", None)
+            if not isinstance(params, list) or not all(isinstance(p, str) for p in params):
+                raise CorruptError(
+                    f"{self.where}: parameters of the optimizer are no names; save it with torch's get_state_dict"
+                )
+            encoded = encode(own, _none, "options")
+            by = group if group.isdigit() else repr(encoded)
+            groups.setdefault(by, ([], encoded))[0].extend(params)
+        made = tuple(Group(params=tuple(params), options=encoded) for params, encoded in groups.values())
+        return OptimizerInfo(cls="", groups=made, values=values)
+
+    def _extra(self, tensors: list[str], optim: str | None) -> Any:
+        """What belongs neither to the model nor to the optimizer, nested as it was."""
+        found: dict[Any, Any] = {}
+        skipped = []
+        for name in [*tensors, *sorted(self._dcp.values)]:
+            if optim is not None and name.startswith((f"{optim}state.", f"{optim}param_groups.")):
+                continue
+            try:
+                value = (
+                    {"$tensor": EXTRA + name}
+                    if name in tensors
+                    else encode(self._dcp.value(name), _none, name)
+                )
+            except (CorruptError, UnsupportedError):
+                skipped.append(name)
+                continue
+            place = found
+            *outer, last = self._path(name)
+            for key in outer:
+                place = place.setdefault(str(key), {})
+            place[str(last)] = value
+        if skipped:
+            warnings.warn(
+                f"{self.where} holds what is no plain value, left out: {', '.join(skipped)[:200]}",
+                stacklevel=2,
+            )
+        return found.get("extra", found) if set(found) <= {"extra"} else found
+
+    def file(self, name: str) -> ReadFile:
+        """See `reading.Store`."""
+        return self._dcp.file(name)
+
+    def close(self) -> None:
+        """Close its files."""
+        self._dcp.close()
+
+
+def _none(path: str, tensor: torch.Tensor) -> str:
+    raise UnsupportedError(f"{path} is a tensor inside of another value")
+
+
+def _optimizer_prefix(files: DcpFiles, known: set[str]) -> str | None:
+    """What comes before "state." in the names of the optimizer's states."""
+    for name in files.tensors:
+        found = re.fullmatch(r"(|.*?\.)state\.(.+)\.\w+", name)
+        if found and found[2] in known:
+            return found[1]
+    return None
+
+
+def _model_prefix(files: DcpFiles, known: set[str], optim: str | None) -> str:
+    """What comes before the names of the model: what most of them have in common."""
+    count: dict[str, int] = {}
+    for name in files.tensors:
+        if optim is not None and name.startswith(f"{optim}state."):
+            continue
+        for at in [0, *(i + 1 for i, c in enumerate(name) if c == ".")]:
+            if name[at:] in known:
+                count[name[:at]] = count.get(name[:at], 0) + 1
+    return max(count, key=lambda prefix: (count[prefix], -len(prefix)), default="")

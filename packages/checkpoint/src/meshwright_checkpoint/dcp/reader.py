@@ -1,0 +1,242 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP) as something to load from, straight into shards.
+
+A directory of ``.metadata``, a pickle, and files of chunks, each of which is a zip that `torch.save` has written: another
+small pickle, and the bytes of a tensor, uncompressed. Pickles are read inertly (:mod:`inert`), the bytes where they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright_checkpoint.dcp.safe_unpickle import Record, inert
+from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.format.manifest import NAME
+from meshwright_checkpoint.read.store import Fragment, ReadFile, Source
+from meshwright_checkpoint.storage.filesystem import Reader
+from meshwright_dtensor.sharding.boxes import Box
+
+METADATA = ".metadata"
+MAX_VALUE_NBYTES = 64 << 20
+_DAMAGE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, OverflowError)
+"""What zipfile raises for a damaged archive."""
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: ReadFile, start: int, length: int) -> None:
+        super().__init__()
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """See io."""
+        at = offset + (0, self.at, self.length)[whence]
+        if at < 0:
+            raise ValueError("before the start")
+        self.at = at
+        return self.at
+
+    def tell(self) -> int:
+        """See io."""
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        """See io."""
+        view = memoryview(buffer)[: max(self.length - self.at, 0)]
+        if len(view):
+            self.file.read_into(view, self.start + self.at)
+            self.at += len(view)
+        return len(view)
+
+
+class Shifted:
+    """A file from an offset on, as a file that parts are read of; it is closed by who opened it."""
+
+    def __init__(self, file: ReadFile, start: int, nbytes: int) -> None:
+        self.file, self.start, self.nbytes, self.where = file, start, nbytes, file.where
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """See `reading.ReadFile`."""
+        self.file.read_into(buffer, self.start + offset)
+
+    def close(self) -> None:
+        """See `reading.ReadFile`."""
+
+
+class DcpFiles:
+    """Tensors and values of a DCP directory, by the names that it gives them.
+
+    Attributes:
+        tensors: name -> where the values lie; files are called "<file>:<offset>:<length>".
+        paths: name -> keys of the nested dicts that the name was made of.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CorruptError: its metadata are damaged, or are a pickle of something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = str(path)
+        self._files: dict[str, Reader] = {}
+        if not (path / METADATA).is_file():
+            hint = "; it is one of meshwright: leave out backend" if (path / NAME).is_file() else ""
+            raise CheckpointError(
+                f"{path} is no checkpoint of torch.distributed.checkpoint: it has no {METADATA}{hint}"
+            )
+        metadata = inert((path / METADATA).read_bytes(), str(path / METADATA))
+        try:
+            self.tensors, self._values = _described(metadata)
+            given = metadata.state.get("planner_data")
+            self.paths: dict[str, tuple[Any, ...]] = {
+                str(key): tuple(value) for key, value in (given if isinstance(given, dict) else {}).items()
+            }
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CorruptError(f"{path / METADATA} is damaged: {ascii(str(error))[:100]}") from None
+
+    @property
+    def values(self) -> frozenset[str]:
+        """Names of what is no tensor."""
+        return frozenset(self._values)
+
+    def value(self, name: str) -> Any:
+        """What is stored under a name and is no tensor. Raises CorruptError for what is no plain value."""
+        with self._archive(*self._values[name], what=name) as archive:
+            return inert(_read(archive, "data.pkl", MAX_VALUE_NBYTES, name), f"{name} in {self.where}")
+
+    def file(self, name: str) -> ReadFile:
+        """The bytes of a chunk. Raises CorruptError where they are not those of a contiguous tensor."""
+        file, offset, length = name.rsplit(":", 2)
+        with self._archive(file, int(offset), int(length), what=name) as archive:
+            rebuilt = inert(_read(archive, "data.pkl", 1 << 16, name), f"{name} in {self.where}")
+            members = [m for m in archive.infolist() if m.filename.endswith("/data/0")]
+            if _read(archive, "byteorder", 16, name, default=b"little") != b"little" or len(members) != 1:
+                raise CorruptError(f"{self.where}: {name} holds no single tensor of little-endian numbers")
+            _check_contiguous(rebuilt, f"{self.where}: {name}")
+            member = members[0]
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise CorruptError(f"{self.where}: {name} is compressed")
+            opened = self._open(file)
+            # the name and extra field of the entry itself may be longer than in the directory at the end
+            head = bytearray(30)
+            opened.read_into(memoryview(head), int(offset) + member.header_offset)
+            skip = 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+            start = int(offset) + member.header_offset + skip
+            if head[:4] != b"PK\x03\x04" or start + member.file_size > int(offset) + int(length):
+                raise CorruptError(f"{self.where}: {name} is damaged")
+            return Shifted(opened, start, member.file_size)
+
+    def _archive(self, file: str, offset: int, length: int, what: str) -> zipfile.ZipFile:
+        try:
+            return zipfile.ZipFile(io.BufferedReader(Window(self._open(file), offset, length)))
+        except _DAMAGE as error:
+            raise CorruptError(
+                f"{self.where}: {what} is damaged, or was not written by torch.save ({ascii(str(error))[:80]})"
+            ) from None
+
+    def _open(self, name: str) -> Reader:
+        if Path(name).name != name or name.startswith("."):
+            raise CorruptError(
+                f"{self.where} names the file {ascii(name)[:80]}; files lie beside the metadata"
+            )
+        if name not in self._files:
+            self._files[name] = Reader(self.path / name)
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def _read(archive: zipfile.ZipFile, name: str, limit: int, what: str, default: bytes | None = None) -> bytes:
+    members = [m for m in archive.infolist() if m.filename.partition("/")[2] == name]
+    if not members and default is not None:
+        return default
+    if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED or members[0].file_size > limit:
+        raise CorruptError(f"{what} has no sound {name}")
+    try:
+        return archive.read(members[0])
+    except _DAMAGE as error:
+        raise CorruptError(f"{what} is damaged: {ascii(str(error))[:80]}") from None
+
+
+def _check_contiguous(rebuilt: Any, where: str) -> None:
+    """`torch._utils._rebuild_tensor_v2(storage, offset, size, stride, ...)` of a tensor that fills its storage in order."""
+    if not isinstance(rebuilt, Record) or not rebuilt.kind.startswith("_rebuild_tensor"):
+        raise CorruptError(f"{where} holds no tensor")
+    _, offset, size, stride = rebuilt.args[:4]
+    expected: list[int] = []
+    step = 1
+    for n in reversed(size):
+        expected.insert(0, step)
+        step *= max(n, 1)
+    if offset != 0 or any(n > 1 and a != b for n, a, b in zip(size, stride, expected, strict=True)):
+        raise CorruptError(f"{where} is not contiguous")
+
+
+def _described(metadata: Any) -> tuple[Mapping[str, Source], dict[str, tuple[str, int, int]]]:
+    if not isinstance(metadata, Record) or metadata.kind != "Metadata":
+        raise ValueError("no Metadata")
+    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    for index, info in metadata.get("storage_data").items():
+        if info.state.get("transform_descriptors"):
+            raise ValueError("files are compressed, which is not supported")
+        offset = index.state.get("offset")  # a default is not stored
+        at, length = info.get("offset"), info.get("length")
+        if not all(type(x) is int and x >= 0 for x in (at, length)):
+            raise ValueError("negative sizes")
+        places[str(index.get("fqn")), None if offset is None else tuple(offset)] = (
+            str(info.get("relative_path")),
+            at,
+            length,
+        )
+    tensors: dict[str, Source] = {}
+    values: dict[str, tuple[str, int, int]] = {}
+    for name, stored in metadata.get("state_dict_metadata").items():
+        if stored.kind == "BytesStorageMetadata":
+            if (name, None) in places:
+                values[str(name)] = places[name, None]
+            continue
+        shape = tuple(int(n) for n in stored.get("size"))
+        dtype = _dtype(stored.get("properties"))
+        fragments = []
+        for box in _boxes(stored.get("chunks")):
+            offsets = tuple(start for start, _ in box)
+            file, at, length = places[name, offsets] if (name, offsets) in places else places[name, None]
+            if 0 not in (n for _, n in box):
+                fragments.append(Fragment(box, f"{file}:{at}:{length}", 0))
+        tensors[str(name)] = Source(shape, dtype, tuple(fragments))
+    return tensors, values
+
+
+def _dtype(properties: Record) -> torch.dtype:
+    state = properties.__dict__.get("state", {})
+    # TensorProperties pickles itself as a tuple that starts with its dtype
+    found = state.get("dtype") or next(iter(state.get("", ())), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError("a tensor without dtype")
+    return found
+
+
+def _boxes(chunks: Any) -> Iterator[Box]:
+    for chunk in chunks:
+        yield tuple(
+            (int(start), int(length))
+            for start, length in zip(chunk.get("offsets"), chunk.get("sizes"), strict=True)
+        )

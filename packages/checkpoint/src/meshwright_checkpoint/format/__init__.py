@@ -1,0 +1,1 @@
+"""The manifest, safetensors files, checksums and JSON values of a checkpoint."""

@@ -1,0 +1,200 @@
+"""The manifest: what a checkpoint holds and where. Every field is checked before anything is believed.
+
+The file is JSON whose first line is ``{"sha256": "<digest of all bytes after this line>",``.  docs/checkpoints.md has the
+whole format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+
+from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.format.checksum import BLOCK, DIGITS
+from meshwright_checkpoint.format.dtypes import BY_NAME
+from meshwright_checkpoint.shards.coverage import check_cover
+from meshwright_dtensor.sharding.boxes import Box
+
+NAME = "manifest.json"
+FORMAT = "meshwright-checkpoint"
+VERSION = 2
+MAX_BYTES = 1 << 30
+
+Count = Annotated[StrictInt, Field(ge=0, lt=1 << 60)]
+FileName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]
+Digest = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]*$")]
+_FIRST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class DataFile(_Model):
+    """One safetensors file: its size, and size and checksum of its header (the eight bytes of its length included)."""
+
+    name: FileName
+    nbytes: Count
+    header_nbytes: Count
+    header_sums: Digest
+
+
+class Part(_Model):
+    """A box of a tensor: row-major at `offset` bytes of file number `file`; `sums` has 32 digits for each MiB block."""
+
+    box: tuple[tuple[Count, Count], ...]
+    file: Count
+    offset: Count
+    sums: Digest
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of the box."""
+        return prod(length for _, length in self.box) * itemsize
+
+
+class Stored(_Model):
+    """One tensor: global shape, dtype as in safetensors, and the parts that make it up."""
+
+    shape: tuple[Count, ...]
+    dtype: Literal[tuple(BY_NAME)]  # type: ignore[valid-type]
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+
+
+class ModelInfo(_Model):
+    """The model: its class, its config where it has one, aliases of tied names, and extra states of modules."""
+
+    cls: StrictStr = ""
+    config: dict[StrictStr, Any] | None = None
+    aliases: dict[StrictStr, StrictStr] = Field(default_factory=dict)
+    extra_state: dict[StrictStr, Any] = Field(default_factory=dict)
+
+
+class Group(_Model):
+    """A parameter group of an optimizer: names of its parameters, and its options."""
+
+    params: tuple[StrictStr, ...]
+    options: Any
+
+
+class OptimizerInfo(_Model):
+    """The optimizer: class, groups, and the states that are no tensors, by parameter name and key."""
+
+    cls: StrictStr
+    groups: tuple[Group, ...]
+    values: dict[StrictStr, dict[StrictStr, Any]] = Field(default_factory=dict)
+
+
+class RandomInfo(_Model):
+    """Random streams, kept as tensors rng/<rank>/<stream>; on how many ranks they differ, 1 where every rank had the same."""
+
+    streams: dict[StrictStr, Annotated[StrictInt, Field(ge=1, le=1 << 20)]]
+
+
+class Manifest(_Model):
+    """See docs/checkpoints.md."""
+
+    sha256: Digest = ""
+    format: Literal["meshwright-checkpoint"] = FORMAT  # type: ignore[assignment]
+    version: Literal[2] = 2
+    id: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+    created: StrictStr
+    step: Count | None = None
+    world_size: Count = 1
+    versions: dict[StrictStr, StrictStr] = Field(default_factory=dict)
+    plan: dict[StrictStr, Any] | None = None
+    model: ModelInfo = Field(default_factory=ModelInfo)
+    optimizer: OptimizerInfo | None = None
+    rng: RandomInfo | None = None
+    extra: Any = None
+    files: tuple[DataFile, ...] = ()
+    tensors: dict[StrictStr, Stored] = Field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        data = self.model_dump(mode="json", exclude={"sha256"})
+        lines = [
+            f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'), allow_nan=False)}"
+            for key, value in data.items()
+            if key != "tensors"
+        ]
+        rows = [
+            f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
+            for key, value in data["tensors"].items()
+        ]
+        lines.append('"tensors": {\n' + ",\n".join(rows) + "\n}")
+        body = (",\n".join(lines) + "\n}\n").encode()
+        return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Read and check the file.
+
+        Raises:
+            CorruptError: it is not what `to_bytes` wrote, or contradicts itself.
+            CheckpointError: it is of a later version.
+        """
+        if len(data) > MAX_BYTES:
+            raise CorruptError(f"{where} has {len(data)} bytes; a manifest has at most {MAX_BYTES}")
+        first = _FIRST.match(data)
+        if first is None:
+            raise CorruptError(f"{where} is damaged: its first line is no checksum")
+        if hashlib.sha256(memoryview(data)[first.end() :]).hexdigest().encode() != first[1]:
+            raise CorruptError(f"{where} is damaged: its checksum is not the one it names")
+        return cls.checked(_json(data, where), where)
+
+    @classmethod
+    def checked(cls, data: Any, where: str) -> Manifest:
+        """The manifest that plain JSON values describe. Raises as `from_bytes`."""
+        if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
+            raise CheckpointError(
+                f"{where} has version {ascii(data.get('version'))[:40]}; this meshwright-checkpoint reads version {VERSION}: "
+                "use the one that wrote it, or a later one"
+            )
+        try:
+            manifest = cls.model_validate(data)
+        except ValidationError as error:
+            one = error.errors(include_url=False, include_input=False)[0]
+            at = ascii(".".join(str(x) for x in one["loc"]))[:120]
+            raise CorruptError(f"{where} is damaged: {at}: {ascii(one['msg'])[:120]}") from None
+        except RecursionError:
+            raise CorruptError(f"{where} is damaged: it is nested too deep") from None
+        for name, tensor in manifest.tensors.items():
+            _check_tensor(manifest, name, tensor, where)
+        return manifest
+
+
+def _json(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, or nested to exhaust the stack
+        raise CorruptError(f"{where} is damaged: {ascii(str(error))[:120]}") from None
+
+
+def _check_tensor(manifest: Manifest, name: str, tensor: Stored, where: str) -> None:
+    itemsize = BY_NAME[tensor.dtype].itemsize
+    boxes: list[Box] = []
+    for part in tensor.parts:
+        if part.file >= len(manifest.files):
+            raise CorruptError(
+                f"{where} is damaged: {name!a} lies in file {part.file}, of {len(manifest.files)}"
+            )
+        file = manifest.files[part.file]
+        nbytes = part.nbytes(itemsize)
+        if part.offset < file.header_nbytes or part.offset + nbytes > file.nbytes:
+            raise CorruptError(f"{where} is damaged: a part of {name!a} is not inside {file.name}")
+        if len(part.sums) != -(-nbytes // BLOCK) * DIGITS:
+            raise CorruptError(f"{where} is damaged: {name!a} has checksums for another size")
+        boxes.append(part.box)
+    problem = check_cover(tensor.shape, boxes)
+    if problem:
+        raise CorruptError(f"{where} is damaged: the parts of {name!a} {problem}")

@@ -1,0 +1,107 @@
+"""The header of a safetensors file: written from pieces, read with suspicion.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from meshwright_checkpoint.errors import CorruptError
+from meshwright_checkpoint.format.dtypes import BY_NAME, dtype_name
+from meshwright_checkpoint.shards.local_shards import bytes_of, text_of
+from meshwright_checkpoint.shards.write_shares import Piece
+from meshwright_dtensor.sharding.boxes import box_shape
+
+ALIGN = 4096
+"""The first tensor's offset is a multiple of this."""
+MAX_HEADER = 100 << 20
+
+
+@dataclass(frozen=True)
+class Body:
+    """The pieces of one file in the order of their bytes, each with its offset in the file; and the file's size."""
+
+    header: bytes
+    pieces: tuple[tuple[Piece, int], ...]
+    nbytes: int
+
+
+def lay_out(
+    pieces: Sequence[Piece],
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    metadata: Mapping[str, str],
+) -> Body:
+    """Header and offsets of a file that holds `pieces`: in the order of the power of two that divides their size, so that every
+    tensor is aligned to its elements, and those of whole pages to pages (they are read and written around the system's cache).
+
+    A piece that is a whole tensor is stored under its key, others under key and box: "model/w[0:4, 0:8]".
+    """
+
+    def alignment(piece: Piece) -> int:
+        nbytes = bytes_of(piece.box, shapes[piece.key][1])
+        return min(nbytes & -nbytes or ALIGN, ALIGN)
+
+    ordered = sorted(pieces, key=alignment, reverse=True)  # stable: else the given order
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at, placed = 0, []
+    for piece in ordered:
+        shape, dtype = shapes[piece.key]
+        name = piece.key if box_shape(piece.box) == shape else piece.key + text_of(piece.box)
+        end = at + bytes_of(piece.box, dtype)
+        entries[name] = {
+            "dtype": dtype_name(dtype, piece.key),
+            "shape": list(box_shape(piece.box)),
+            "data_offsets": [at, end],
+        }
+        placed.append((piece, at))
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    header = len(text).to_bytes(8, "little") + text
+    return Body(header, tuple((piece, start + len(header)) for piece, start in placed), at + len(header))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a safetensors file: dtype, shape, and its offset in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_header(head: bytes, nbytes: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Tensors and metadata of a file of `nbytes` that starts with `head` (length and header). Raises CorruptError."""
+    problem = f"{where} is no sound safetensors file"
+    try:
+        data = json.loads(head[8:])
+        metadata = data.pop("__metadata__", {})
+        entries = {}
+        for name, value in data.items():
+            start, end = value["data_offsets"]
+            shape = tuple(value["shape"])
+            if not all(type(x) is int and x >= 0 for x in (start, end, *shape)):
+                raise ValueError("negative sizes")
+            if end - start != prod(shape) * BY_NAME[value["dtype"]].itemsize or len(head) + end > nbytes:
+                raise ValueError(f"{name!a} has wrong offsets")
+            entries[name] = Entry(value["dtype"], shape, len(head) + start)
+        return entries, {str(k): str(v) for k, v in metadata.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{problem}: {type(error).__name__} {ascii(str(error))[:100]}") from None
+
+
+def header_length(first: bytes, nbytes: int, where: str) -> int:
+    """Length of the header from the first eight bytes of a file of `nbytes`. Raises CorruptError."""
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or not 2 <= length <= min(MAX_HEADER, nbytes - 8):
+        raise CorruptError(
+            f"{where} is no sound safetensors file: its header would have {length} bytes, the file has {nbytes}"
+        )
+    return length

@@ -1,0 +1,1 @@
+"""from_pretrained directories as sources."""

@@ -1,0 +1,107 @@
+"""Directories that transformers' `from_pretrained` reads, as something to load from: straight into shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.format.dtypes import BY_NAME
+from meshwright_checkpoint.format.manifest import NAME
+from meshwright_checkpoint.format.safetensors_file import Entry, header_length, read_header
+from meshwright_checkpoint.hf.key_mapping import fused, renamed
+from meshwright_checkpoint.read.store import Fragment, ReadFile, Source
+from meshwright_checkpoint.state.collect import MODEL, named
+from meshwright_checkpoint.storage.filesystem import Reader
+from meshwright_dtensor.model.stage_info import stages_of
+from meshwright_dtensor.sharding.boxes import whole_box
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def is_pretrained(path: Path) -> bool:
+    """Whether `path` looks like such a directory, and is no checkpoint of ours."""
+    return not (path / NAME).exists() and any((path / name).is_file() for name in (SINGLE, INDEX))
+
+
+class Pretrained:
+    """Such a directory, its names and tensors as `model` has them. Files have no checksums; sizes are checked.
+
+    Raises:
+        CorruptError: the index or a header is damaged.
+    """
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        self._path = path
+        self.where = str(path)
+        self._files: dict[str, ReadFile] = {}
+        try:
+            entries = self._entries()
+            wanted = {name: tuple(tensor.shape) for name, tensor in named(model).tensors.items()}
+            sources = {
+                name: Source(
+                    entry.shape,
+                    BY_NAME[entry.dtype],
+                    (Fragment(whole_box(entry.shape), file, entry.offset),) if 0 not in entry.shape else (),
+                )
+                for name, (file, entry) in entries.items()
+            }
+            division = stages_of(model)
+            elsewhere = frozenset() if division is None else frozenset(division.holders) - wanted.keys()
+            prefix = getattr(model, "base_model_prefix", "")
+            named_now = renamed(sources, wanted.keys() | elsewhere, prefix)
+            self.tensors: Mapping[str, Source] = {
+                MODEL + name: source for name, source in fused(named_now, wanted, model, elsewhere).items()
+            }
+        except BaseException:
+            self.close()
+            raise
+
+    def _entries(self) -> dict[str, tuple[str, Entry]]:
+        """name -> (file, entry), of all files."""
+        names = [SINGLE]
+        if not (self._path / SINGLE).is_file():
+            try:
+                index = json.loads((self._path / INDEX).read_bytes())
+                names = sorted(set(index["weight_map"].values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise CorruptError(
+                    f"{self._path / INDEX} is no sound index: {ascii(str(error))[:100]}"
+                ) from None
+        found: dict[str, tuple[str, Entry]] = {}
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
+                raise CorruptError(
+                    f"{self._path / INDEX} names the file {ascii(name)[:80]}; files lie beside it"
+                )
+            if not (self._path / name).is_file():
+                raise CheckpointError(f"{self._path / name} is missing, though the index names it")
+            file = self.file(name)
+            first = bytearray(min(8, file.nbytes))
+            file.read_into(memoryview(first), 0)
+            head = bytearray(8 + header_length(bytes(first), file.nbytes, file.where))
+            file.read_into(memoryview(head), 0)
+            entries, _ = read_header(bytes(head), file.nbytes, file.where)
+            found.update({key: (name, entry) for key, entry in entries.items()})
+        return found
+
+    def file(self, name: str) -> ReadFile:
+        """See `reading.Store`."""
+        if name not in self._files:
+            self._files[name] = Reader(self._path / name, follow=True)  # a cache of downloads holds links
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close its files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> Pretrained:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Direct reads and writes, host memory, and the background thread."""

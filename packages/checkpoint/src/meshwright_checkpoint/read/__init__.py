@@ -1,0 +1,1 @@
+"""Read any box of a tensor; ranks of one node share reads."""

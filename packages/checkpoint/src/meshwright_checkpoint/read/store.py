@@ -1,0 +1,124 @@
+"""Read any box of any tensor of a checkpoint into memory: only the blocks that are needed, each one checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from meshwright_checkpoint.errors import CorruptError
+from meshwright_checkpoint.read.node_peers import Neighbours
+from meshwright_checkpoint.read.shared_read import Filling
+from meshwright_dtensor.sharding.boxes import Box
+from meshwright_dtensor.utils.cpu import usable_cores
+
+
+def _local_ranks() -> int:
+    """How many ranks a launcher says it has started on this machine."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(text), 1) if text.isdigit() else 1
+
+
+def threads_of(ranks: int) -> int:
+    """How many threads read at once: as many as so many ranks of this machine leave cores to each, and enough that the disk has
+    something to do while what it has brought is checked.
+    """
+    return max(3, min(4, usable_cores() // ranks))
+
+
+class ReadFile(Protocol):
+    """A file that parts are read of, from several threads at once."""
+
+    where: str
+    nbytes: int
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`; CorruptError where that is not possible."""
+
+    def close(self) -> None:
+        """Close."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Bytes in a file that are a box of a tensor, row-major.
+
+    box: of the whole tensor.
+    file: name of the file.
+    offset: in bytes.
+    sums: checksums of its blocks; "" where there are none (files of others).
+    """
+
+    box: Box
+    file: str
+    offset: int
+    sums: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fragments: tuple[Fragment, ...]
+
+
+class Store(Protocol):
+    """What tensors are read from: a checkpoint of ours, or a directory of `from_pretrained`."""
+
+    where: str
+
+    @property
+    def tensors(self) -> Mapping[str, Source]:
+        """By key."""
+
+    def file(self, name: str) -> ReadFile:
+        """An open file, whose header has been checked."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A box of tensor `key` that shall be written to `target`, a view of its shape; a dtype of its own means a cast."""
+
+    key: str
+    box: Box
+    target: torch.Tensor
+
+
+def read(store: Store, wanted: Sequence[Wanted], neighbours: Neighbours | None = None) -> None:
+    """Fill every target.
+
+    Args:
+        store: what is read.
+        wanted: what this rank wants.
+        neighbours: the ranks of this machine, which all call this at once; what several of them want is read by one.
+
+    Extra memory: the slots of `filling`, 52 MiB for two ranks of a machine together, 14 MiB a rank from four on, and in each
+    thread that reads around the system's cache one more portion.
+
+    Raises:
+        CorruptError: what is stored is not what was saved; the message names the tensor.
+        CheckpointError: another rank of this machine has failed.
+    """
+    Filling(
+        store, wanted, neighbours, threads_of(len(neighbours.ranks) if neighbours else _local_ranks())
+    ).run()
+
+
+def new_tensor(source: Source) -> torch.Tensor:
+    """An empty tensor for all of it."""
+    return torch.empty(source.shape, dtype=source.dtype)
+
+
+def read_whole(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+    """These tensors, whole. Raises CorruptError, also for a key that is not there."""
+    missing = [key for key in keys if key not in store.tensors]
+    if missing:
+        raise CorruptError(f"{store.where} refers to {missing[0]}, which it does not hold")
+    found = {key: new_tensor(store.tensors[key]) for key in keys}
+    read(store, [Wanted(key, tuple((0, n) for n in t.shape), t) for key, t in found.items()])
+    return found

@@ -1,0 +1,1 @@
+"""Reshard a run in memory."""

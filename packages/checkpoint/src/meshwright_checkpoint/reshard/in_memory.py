@@ -1,0 +1,259 @@
+"""Hand the state of a run over from one layout to another, in memory: parameters, buffers and optimizer states.
+
+brought = Belongings.of(model, optimizer)      # before the model is laid out anew; a rank that joins brings nothing
+...                                            # the same model in its new layout, without values
+brought.into(model, optimizer)                 # what is held where it is, what is not is sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright_checkpoint._torch import local_of, plain_name, unwrapped
+from meshwright_checkpoint.format.dtypes import BY_NAME
+from meshwright_checkpoint.format.json_values import decode
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.reshard.transfer import Moved, Round, describe, follow, rounds, take_memory
+from meshwright_checkpoint.shards.local_shards import held
+from meshwright_checkpoint.state.collect import (
+    MODEL,
+    OPTIMIZER,
+    Collected,
+    Named,
+    collect_optimizer,
+    named,
+    parameter_names,
+)
+from meshwright_checkpoint.state.optimizer import new_state, no_tensor, number_of
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.tensor.compute_copy import touch
+
+BUFFER = "buffer/"
+
+
+@dataclass
+class Belongings:
+    """What this rank brings.
+
+    Attributes:
+        collected: its tensors, by key.
+        free: tensors whose memory is given up once they have been handed over.
+        optimizer: class, groups by name and states that are no tensors; None without one, or on a rank that brings nothing.
+        trained: parameter -> requires_grad.
+    """
+
+    collected: Collected = field(default_factory=Collected)
+    free: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    trained: dict[str, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Belongings:
+        """All that belongs to a model and its optimizer here. Nothing is copied.
+
+        Raises:
+            UsageError: a parameter of the optimizer is none of the model's, or a gradient is there, which would be lost.
+        """
+        self = cls()
+        inner = unwrapped(model)
+        names = named(inner)
+        for name, tensor in _tensors(inner, names).items():
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                raise UsageError(
+                    f"parameter {name.removeprefix(MODEL)} has a gradient, which does not go along; call optimizer.step() and "
+                    "optimizer.zero_grad() first"
+                )
+            self._put(name, tensor)
+        for name, parameter in inner.named_parameters(remove_duplicate=False):
+            self.trained[plain_name(name)] = parameter.requires_grad
+        if optimizer is not None:
+            states = Collected()
+            self.optimizer = collect_optimizer(optimizer, names, states)
+            self.collected.held.update(states.held)
+            for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
+                for name, parameter in zip(params, group["params"], strict=True):
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        if isinstance(value, DTensor):
+                            self.free[f"{OPTIMIZER}{name}/{key}"] = value
+        return self
+
+    def _put(self, key: str, tensor: torch.Tensor) -> None:
+        self.collected.put(key, tensor)
+        if isinstance(tensor, DTensor):
+            self.free[key] = tensor
+
+    def into(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        ranks: Ranks | None = None,
+        here: bool = True,
+    ) -> Moved:
+        """Fill `model`, and make `optimizer` that of its parameters: `check` and `HandOver.fill` in one."""
+        return self.check(model, optimizer, ranks=ranks, here=here).fill()
+
+    def check(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        ranks: Ranks | None = None,
+        here: bool = True,
+    ) -> HandOver:
+        """Whatever can be refused is refused here, and nothing has been changed yet (a collective call).
+
+        Args:
+            model: in its new layout; parameters without memory get it in turn.
+            optimizer: the one that belonged to the old layout, or a new one of the same class and groups on a rank that joins.
+            ranks: all that bring or take something.
+            here: False on a rank that keeps nothing.
+
+        Raises:
+            UsageError: optimizers differ between ranks.
+            MismatchError: nobody brings something that the model needs.
+        """
+        ranks = ranks or Ranks()
+        names, want, mine = ranks.together(lambda: self._offer(model, optimizer, here))
+        told = ranks.gather(mine)
+        taking: _Taking | None = None
+        if optimizer is not None:
+            taking = ranks.together(
+                lambda: _Taking.of(
+                    [(o, h) for o, h, _ in told], [f for *_, f in told], optimizer, names, want
+                )
+            )
+        plan = rounds(self.collected.held, want.held, ranks)
+        return HandOver(self, optimizer, ranks, names, want, taking, plan)
+
+    def _offer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, here: bool
+    ) -> tuple[Named, Collected, list[Any]]:
+        """What this rank wants, and what it tells the others."""
+        inner = unwrapped(model)
+        names = named(inner) if here else Named()
+        want = Collected()
+        for key, tensor in (_tensors(inner, names) if here else {}).items():
+            want.put(key, tensor)
+        form = None if optimizer is None else _form(optimizer)
+        return names, want, [self.optimizer, describe(self.collected.held), form]
+
+
+@dataclass
+class HandOver:
+    """What all ranks have agreed to."""
+
+    brought: Belongings
+    optimizer: torch.optim.Optimizer | None
+    ranks: Ranks
+    names: Named
+    want: Collected
+    taking: _Taking | None
+    plan: list[Round]
+
+    def fill(self) -> Moved:
+        """Fill the model, and make the optimizer that of its parameters (a collective call)."""
+        moved = follow(self.plan, self.brought.collected.held, self.want.held, self.brought.free, self.ranks)
+        touch(list(self.names.tensors.values()))
+        if self.taking is not None and self.optimizer is not None:
+            self.taking.install(self.optimizer)
+        return moved
+
+
+def _form(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [type(optimizer).__qualname__, len(optimizer.param_groups)]
+
+
+def _tensors(model: nn.Module, names: Named) -> dict[str, torch.Tensor]:
+    """Key -> parameters and buffers, those too that no state dict has."""
+    found = {MODEL + name: tensor for name, tensor in names.tensors.items()}
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in names.names:
+            found[BUFFER + plain_name(name)] = buffer
+    return found
+
+
+@dataclass
+class _Taking:
+    """Groups and states of an optimizer for the new parameters."""
+
+    groups: list[list[torch.Tensor]]
+    options: list[dict[str, Any]]
+    states: list[tuple[torch.Tensor, dict[str, Any]]]
+
+    @classmethod
+    def of(
+        cls,
+        told: list[tuple[Any, Any]],
+        forms: list[Any],
+        optimizer: torch.optim.Optimizer,
+        names: Named,
+        want: Collected,
+    ) -> _Taking:
+        """New states, in `want` too. Raises UsageError where ranks have different optimizers."""
+        brought = [one for one, _ in told if one is not None]
+        if any(form != forms[0] for form in forms):
+            raise UsageError(
+                f"ranks have different optimizers ({forms}); make the same one with the same groups on every rank"
+            )
+        group_of: dict[str, int] = {}
+        for one in brought:
+            for number, group in enumerate(one["groups"]):
+                if group["options"] != brought[0]["groups"][number]["options"]:
+                    raise UsageError(
+                        f"group {number} of the optimizer has other options on other ranks ({group['options']}); set them alike"
+                    )
+                for name in group["params"]:
+                    if group_of.setdefault(name, number) != number:
+                        raise UsageError(f"{name} is in different groups of the optimizer on different ranks")
+        keys: dict[str, dict[str, list[Any]]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for one, held_there in told:
+            for key, kind in held_there.items():
+                if key.startswith(OPTIMIZER):
+                    name, _, state = key.removeprefix(OPTIMIZER).rpartition("/")
+                    keys.setdefault(name, {})[state] = kind
+            if one is not None:
+                values.update(one["values"])
+        self = cls([[] for _ in optimizer.param_groups], [], [])
+        self.options = [decode(group["options"], number_of) for group in brought[0]["groups"]]
+        for name, parameter in names.tensors.items():
+            if name not in group_of:
+                continue  # a buffer, or a parameter that is not optimized
+            number = group_of[name]
+            self.groups[number].append(parameter)
+            made: dict[str, Any] = {}
+            for state, (shape, dtype, _) in keys.get(name, {}).items():
+                options = {**optimizer.defaults, **self.options[number]}
+                value = new_state(tuple(shape), BY_NAME[dtype], state, parameter, options)
+                take_memory(local_of(value))
+                key = f"{OPTIMIZER}{name}/{state}"
+                want.held[key] = held(value, key, parameter)
+                made[state] = value
+            for state, value in values.get(name, {}).items():
+                made[state] = decode(value, no_tensor)
+            if made:
+                self.states.append((parameter, made))
+        return self
+
+    def install(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is that of the new parameters; schedulers that refer to it need not know."""
+        for group, parameters, options in zip(optimizer.param_groups, self.groups, self.options, strict=True):
+            group["params"] = list(parameters)
+            for key, value in options.items():
+                if not isinstance(group.get(key), torch.Tensor):
+                    group[key] = value
+        optimizer.state.clear()
+        for parameter, state in self.states:
+            optimizer.state[parameter] = state
+
+
+def trained_everywhere(told: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
+    """Which parameters are trained, from what each rank says of those that it holds."""
+    return {name: flag for one in told for name, flag in one.items()}

@@ -1,0 +1,1 @@
+"""Save: staging in host memory, background writes, commit."""

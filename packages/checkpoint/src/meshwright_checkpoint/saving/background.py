@@ -1,0 +1,266 @@
+"""The background half of a save: write, make durable, commit. It makes no collective call."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import importlib.metadata
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright_checkpoint._torch import bytes_of_tensor
+from meshwright_checkpoint.errors import CheckpointError
+from meshwright_checkpoint.format.checksum import block_sums
+from meshwright_checkpoint.format.manifest import Manifest
+from meshwright_checkpoint.format.safetensors_file import Body
+from meshwright_checkpoint.io.worker import Worker, yield_to_training
+from meshwright_checkpoint.storage.backend import Place
+from meshwright_checkpoint.storage.retention import Retention
+from meshwright_dtensor.errors import MeshwrightError
+
+CHUNK = 16 << 20
+AHEAD = 2
+"""Parts that are written before the checksum of the first of them is known."""
+POLL = 0.02
+HANDOVER = 0.005
+"""Seconds that a save behind training waits, so that who called it has the interpreter back at once."""
+GIVEN_UP = "rank 0 gave it up, or died; nothing was committed"
+
+
+@dataclass
+class Job:
+    """One save of one rank. `about`, `kinds`, `body` and `data` are filled in before the thread starts.
+
+    data: the bytes of the header and of each piece of `body`, one after the other.
+    behind: training goes on meanwhile.
+    """
+
+    place: Place
+    save_id: str
+    rank: int
+    ranks: int
+    step: int | None
+    retention: Retention
+    about: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, Any] = field(default_factory=dict)
+    body: Body | None = None
+    data: Iterable[torch.Tensor] = ()
+    behind: bool = True
+
+
+class SaveHandle:
+    """A save in flight.
+
+    Attributes:
+        path: where the checkpoint will be.
+        told: `wait` has raised what it failed with.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.path = job.place.where
+        self._error: BaseException | None = None
+        self.told = False
+        self._done = threading.Event()
+        # no daemon: a process that ends normally finishes its save first
+        self._thread = threading.Thread(target=self._run, args=(job,), name="meshwright-save")
+        atexit.register(self._tell)
+        self._thread.start()
+
+    @classmethod
+    def finished(cls, path: str) -> SaveHandle:
+        """Of a save that is over already."""
+        made = cls.__new__(cls)
+        made.path, made.told, made._error, made._done = path, False, None, threading.Event()
+        made._done.set()
+        return made
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, committed or failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the checkpoint is committed.
+
+        Args:
+            timeout: seconds to wait at most; None waits as long as it takes.
+
+        Raises:
+            CheckpointError: it failed and nothing was committed, or it goes on after `timeout`.
+        """
+        if not self._done.wait(timeout):
+            raise CheckpointError(f"saving {self.path} still goes on after {timeout:g} s; wait longer")
+        if self._error is not None:
+            self.told = True
+            raise CheckpointError(f"saving {self.path} failed: {self._error}") from self._error
+
+    def _tell(self) -> None:
+        """As the process ends: say what nobody has been told."""
+        self._done.wait()
+        if self._error is not None and not self.told:
+            print(
+                f"meshwright: saving {self.path} failed: {self._error}; there is no checkpoint there (handle.wait() raises this)",
+                file=sys.stderr,
+            )
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self.done else "failed" if self._error is not None else "committed"
+        return f"{type(self).__name__}({self.path!r}, {state})"
+
+    def _run(self, job: Job) -> None:
+        try:
+            if job.behind:
+                time.sleep(HANDOVER)
+                yield_to_training()
+            _write(job)
+            if job.rank == 0:
+                _commit(job)
+            else:
+                _follow(job)
+        except (MeshwrightError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            gone = isinstance(error, FileNotFoundError) and job.rank  # rank 0 has removed what was written
+            self._error = CheckpointError(GIVEN_UP) if gone else error
+            with suppress(OSError):  # best effort: rank 0 also sees that this rank has let go without a note
+                job.place.mark(job.rank, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        finally:
+            _let_go(job)
+            job.data = ()
+            if self._error is None:
+                atexit.unregister(self._tell)
+            self._done.set()
+
+
+def _write(job: Job) -> None:
+    """This rank's file, its checksums computed while it is written; then its note."""
+    assert job.body is not None
+    body = job.body
+    with closing(Worker[str]("meshwright-sums")) as worker:
+        sums: list[Future[str]] = []
+        writer = job.place.writer(_file_name(job.rank))
+        try:
+            for part in job.data:
+                view = bytes_of_tensor(part)
+                if len(sums) >= AHEAD:  # where parts are copies, they are let go of before more are made
+                    sums[-AHEAD].result()
+                sums.append(worker.submit(partial(block_sums, view)))
+                for at in range(0, len(view), CHUNK):
+                    writer.write(view[at : at + CHUNK])
+        except BaseException:
+            writer.close(durable=False)
+            raise
+        writer.close()
+        header, *rest = [one.result() for one in sums]
+    note = {
+        "nbytes": body.nbytes,
+        "header": [len(body.header), header],
+        "pieces": [
+            [piece.key, piece.box, offset, digits]
+            for (piece, offset), digits in zip(body.pieces, rest, strict=True)
+        ],
+        "optimizer": job.about.get("optimizer"),
+        "streams": job.about["rng"]["streams"],
+    }
+    job.place.mark(job.rank, json.dumps(note).encode())
+
+
+def _file_name(rank: int) -> str:
+    return f"data-{rank:05d}.safetensors"
+
+
+def _commit(job: Job) -> None:
+    notes: list[Any] = []
+    for rank in range(job.ranks):
+        data = job.place.marked(rank)
+        while data is None:
+            time.sleep(POLL)
+            data = job.place.marked(rank)
+        notes.append(json.loads(data))
+        if "error" in notes[-1]:
+            raise CheckpointError(f"rank {rank} failed: {notes[-1]['error']}")
+    job.place.commit(_manifest(job, notes).to_bytes())
+    job.place.clean()
+    job.retention.apply(job.place)
+
+
+def _follow(job: Job) -> None:
+    """What rank 0 makes of it."""
+    outcome = job.place.outcome(job.save_id)
+    while outcome is None:
+        time.sleep(POLL)
+        outcome = job.place.outcome(job.save_id)
+    if not outcome:
+        raise CheckpointError(GIVEN_UP)
+
+
+def _let_go(job: Job) -> None:
+    with suppress(OSError):
+        job.place.end()
+        if job.rank == 0:
+            job.place.finish()
+
+
+def _manifest(job: Job, notes: list[Any]) -> Manifest:
+    tensors = {
+        key: {"shape": shape, "dtype": dtype, "parts": []}
+        for key, (shape, dtype) in sorted(job.kinds.items())
+    }
+    for rank, note in enumerate(notes):
+        for key, box, offset, sums in note["pieces"]:
+            tensors[key]["parts"].append({"box": box, "file": rank, "offset": offset, "sums": sums})
+    about = dict(job.about)
+    about["optimizer"] = merged_optimizer([note["optimizer"] for note in notes])
+    about["rng"] = {"streams": {name: count for note in notes for name, count in note["streams"].items()}}
+    data = {
+        "id": job.save_id,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "step": job.step,
+        "world_size": job.ranks,
+        "versions": _versions(),
+        **about,
+        "files": [
+            {
+                "name": _file_name(rank),
+                "nbytes": note["nbytes"],
+                "header_nbytes": note["header"][0],
+                "header_sums": note["header"][1],
+            }
+            for rank, note in enumerate(notes)
+        ],
+        "tensors": tensors,
+    }
+    return Manifest.checked(data, "the manifest to be written")
+
+
+def merged_optimizer(optimizers: list[Any]) -> Any:
+    """One optimizer of all ranks': groups of equal options are one, whatever their numbers were on each rank."""
+    there = [one for one in optimizers if one is not None]
+    if not there:
+        return None
+    params: dict[str, dict[str, None]] = {}
+    for one in there:
+        for group in one["groups"]:
+            known = params.setdefault(json.dumps(group["options"], sort_keys=True), {})
+            known.update(dict.fromkeys(group["params"]))
+    groups = [{"params": list(names), "options": json.loads(options)} for options, names in params.items()]
+    values: dict[str, Any] = {}
+    for one in there:
+        values.update(one["values"])
+    return {"cls": there[0]["cls"], "groups": groups, "values": values}
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    for name in ("meshwright-checkpoint", "meshwright-dtensor"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

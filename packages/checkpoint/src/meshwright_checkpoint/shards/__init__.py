@@ -1,0 +1,1 @@
+"""Shards of this rank, which rank writes what, and coverage of whole tensors."""

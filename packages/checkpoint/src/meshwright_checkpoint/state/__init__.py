@@ -1,0 +1,1 @@
+"""What there is to save, by key: model, optimizer, random streams."""

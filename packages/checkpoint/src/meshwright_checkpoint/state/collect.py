@@ -1,0 +1,204 @@
+"""What there is to save: every tensor of a model, an optimizer, the random streams and the user's extra values, by name.
+
+Keys of tensors in a checkpoint: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``rng/<rank>/<stream>``, ``extra/...``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_checkpoint._torch import is_extra_state, plain_name, unwrapped
+from meshwright_checkpoint.format.json_values import encode
+from meshwright_checkpoint.shards.local_shards import Held, held
+from meshwright_checkpoint.state import rng
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.model.stage_info import stages_of
+
+MODEL, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
+
+
+def check_model(what: str, model: object) -> None:
+    """Raise UsageError for anything that is no module."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{what}() takes the model itself, an nn.Module, and was given an object of type {type(model).__name__}"
+        )
+
+
+def optimizer_given(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool | None:
+    """Whether an optimizer is given; None where there is nothing to optimize on this rank, which then needs none."""
+    if optimizer is not None:
+        return True
+    return False if any(parameter.requires_grad for parameter in model.parameters()) else None
+
+
+@dataclass
+class Named:
+    """Parameters and buffers of a model by name; what has several names appears under the first.
+
+    tensors: the objects themselves.
+    aliases: further name -> first name.
+    names: id of a tensor -> its first name.
+    extra_state: what modules give as extra state, by its name in the state dict.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
+
+
+def named(model: nn.Module) -> Named:
+    """What is in the model's state dict, as the very tensors that the model uses."""
+    found = Named()
+    inner = unwrapped(model)
+    division = stages_of(inner)
+    first = {} if division is None else division.aliases  # a stage may hold a tied one under another name
+    for raw, value in inner.state_dict(keep_vars=True).items():
+        name = plain_name(raw)
+        if name in first:
+            found.aliases[name] = first[name]
+            name = first[name]
+            if name in found.tensors:
+                continue
+        if is_extra_state(name):
+            found.extra_state[name] = value
+        elif not isinstance(value, torch.Tensor):
+            raise UsageError(
+                f"{name} in the model's state dict is of type {type(value).__name__}, no tensor; make it an extra state"
+            )
+        elif id(value) in found.names:
+            found.aliases[name] = found.names[id(value)]
+        else:
+            found.names[id(value)] = name
+            found.tensors[name] = value
+    return found
+
+
+@dataclass
+class Collected:
+    """What this rank brings to a save.
+
+    held: key -> this rank's part.
+    about: what goes into the manifest beside tensors; equal on all ranks but for the optimizer's groups and values.
+    """
+
+    held: dict[str, Held] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, key: str, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> str:
+        """Add a tensor."""
+        if key in self.held:
+            raise UsageError(f"two tensors would be saved as {key}; rename one of them")
+        self.held[key] = held(tensor, key, parameter)
+        return key
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    rank: int,
+    ranks: int,
+    shared: set[str],
+) -> Collected:
+    """Everything that `save` saves. `shared`: random streams that are the same on all ranks; rank 0 brings those."""
+    collected = Collected()
+    inner = unwrapped(model)
+    names = named(inner)
+    for name, tensor in names.tensors.items():
+        collected.put(MODEL + name, tensor)
+    plan = getattr(inner, "parallel_plan", None)
+    putting = _putter(collected, "model_extra_state/")
+    collected.about = {
+        "plan": None if plan is None else json.loads(plan.to_json()),
+        "model": {
+            "cls": type(inner).__qualname__,
+            "config": _config(inner),
+            "aliases": names.aliases,
+            "extra_state": {name: encode(value, putting, name) for name, value in names.extra_state.items()},
+        },
+        "optimizer": None if optimizer is None else collect_optimizer(optimizer, names, collected),
+        "rng": {"streams": {}},
+    }
+    for name, state in rng.state().items():
+        if rank == 0 or name not in shared:
+            collected.put(f"rng/{rank}/{name}", state)
+            collected.about["rng"]["streams"][name] = 1 if name in shared else ranks
+    if rank == 0:
+        collected.about["extra"] = encode(extra, _putter(collected, EXTRA), "extra")
+    return collected
+
+
+def _putter(collected: Collected, prefix: str) -> Callable[[str, torch.Tensor], str]:
+    def put(path: str, tensor: torch.Tensor) -> str:
+        if hasattr(tensor, "device_mesh"):
+            raise UsageError(f"{path} is a DTensor; give its full_tensor(), a value that every rank knows")
+        return collected.put(prefix + path, tensor)
+
+    return put
+
+
+def _config(model: nn.Module) -> dict[str, Any] | None:
+    """The config of a transformers model, so that a checkpoint alone can be exported."""
+    config: Any = getattr(model, "config", None)
+    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
+    try:
+        data = json.loads(text) if isinstance(text, str) else None
+        json.dumps(data, allow_nan=False)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, names: Named) -> list[list[str]]:
+    """The name of every parameter of every group. Raises UsageError for one that the model has not."""
+    result = []
+    for number, group in enumerate(optimizer.param_groups):
+        found = [names.names.get(id(p)) for p in group["params"]]
+        if None in found:
+            raise UsageError(
+                f"parameter {found.index(None)} of the optimizer's group {number} is none of the model's; make the optimizer "
+                "from model.parameters(), after the model was parallelized"
+            )
+        result.append([name for name in found if name is not None])
+    return result
+
+
+def collect_optimizer(optimizer: torch.optim.Optimizer, names: Named, collected: Collected) -> dict[str, Any]:
+    """Class, groups and states that are no tensors; the tensors are put into `collected`."""
+    groups, values = [], {}
+    for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({"params": params, "options": encode(options, _inline, "options")})
+        for name, parameter in zip(params, group["params"], strict=True):
+            rest = {}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    collected.put(f"{OPTIMIZER}{name}/{key}", value, parameter)
+                else:
+                    rest[key] = encode(value, _refuse, f"optimizer state {key} of {name}")
+            if rest:
+                values[name] = rest
+    return {"cls": type(optimizer).__qualname__, "groups": groups, "values": values}
+
+
+def _inline(path: str, tensor: torch.Tensor) -> str:
+    """A small tensor as text, such as a learning rate: dtype and hexadecimal numbers."""
+    if tensor.dim() or not tensor.dtype.is_floating_point:
+        raise UsageError(
+            f"optimizer option {path} is a tensor of shape {list(tensor.shape)}; only 0-dim floats can be saved"
+        )
+    return f"{str(tensor.dtype).removeprefix('torch.')}:{float(tensor.item()).hex()}"
+
+
+def _refuse(path: str, tensor: torch.Tensor) -> str:
+    raise UsageError(
+        f"{path} holds a tensor inside of another value, which no other layout could take up; keep it in `extra`"
+    )

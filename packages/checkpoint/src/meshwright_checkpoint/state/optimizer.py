@@ -1,0 +1,197 @@
+"""Loading an optimizer: its states by parameter name, laid out as the parameters are now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_checkpoint._torch import replicated
+from meshwright_checkpoint.errors import CorruptError
+from meshwright_checkpoint.format.json_values import decode
+from meshwright_checkpoint.format.manifest import OptimizerInfo
+from meshwright_checkpoint.read.store import Wanted
+from meshwright_checkpoint.shards.local_shards import held
+from meshwright_checkpoint.state.collect import OPTIMIZER, Named, parameter_names
+from meshwright_checkpoint.storage.checkpoint import Checkpoint
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.sharding.boxes import slice_of
+from meshwright_dtensor.stored.mesh_value import mesh_value
+
+
+class GroupTargets(NamedTuple):
+    """Which groups of a checkpoint a group's parameters on one rank were in, and whether all of them are to be loaded."""
+
+    saved_as: tuple[int, ...]
+    whole: bool
+
+
+@dataclass
+class OptimizerTargets:
+    """New states, not yet in the optimizer; `wanted` says what to read into them."""
+
+    optimizer: torch.optim.Optimizer
+    states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    wanted: list[Wanted] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    groups: list[GroupTargets] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        optimizer: torch.optim.Optimizer,
+        names: Named,
+        mismatched: list[str],
+        chosen: Callable[[str], bool],
+    ) -> OptimizerTargets:
+        """What `optimizer` takes from `checkpoint`, for parameters of which any name is `chosen`.
+
+        What does not fit is added to `mismatched`. The options of groups are for `take_options`.
+        """
+        self = cls(optimizer)
+        info = checkpoint.manifest.optimizer
+        if info is None:
+            self.missing.append(f"the optimizer ({checkpoint.without_optimizer})")
+            return self
+        if info.cls and info.cls != type(optimizer).__qualname__:  # torch's own format does not say
+            mismatched.append(f"the optimizer: {info.cls} was saved, this is {type(optimizer).__qualname__}")
+            self.used.update(
+                key for key in checkpoint.tensors if key.startswith(OPTIMIZER)
+            )  # no news beside that
+            return self
+        stored: dict[str, list[str]] = {}
+        for key in checkpoint.tensors:
+            if key.startswith(OPTIMIZER):
+                parameter, _, state = key.removeprefix(OPTIMIZER).rpartition("/")
+                stored.setdefault(parameter, []).append(state)
+        aliases = checkpoint.manifest.model.aliases
+        group_of = {name: number for number, group in enumerate(info.groups) for name in group.params}
+        for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
+            numbers: set[int] = set()
+            left = False
+            for name, parameter in zip(params, group["params"], strict=True):
+                known = [name, *(other for other, first in names.aliases.items() if first == name)]
+                if not any(map(chosen, known)):
+                    left = True
+                    continue
+                saved = next((a for n in known if (a := aliases.get(n, n)) in group_of), None)
+                if saved is None:
+                    self.missing.append(f"optimizer/{name}")
+                    continue
+                numbers.add(group_of[saved])
+                entries = self._state(checkpoint, saved, stored.get(saved, []), parameter, group, mismatched)
+                for key, value in info.values.get(saved, {}).items():
+                    entries[key] = decode(value, no_tensor)
+                self.states.append((parameter, entries))
+            self.groups.append(GroupTargets(tuple(sorted(numbers)), not left))
+        return self
+
+    def _state(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        keys: list[str],
+        parameter: torch.Tensor,
+        group: dict[str, Any],
+        mismatched: list[str],
+    ) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        there = self.optimizer.state.get(parameter, {})
+        for key in keys:
+            full = f"{OPTIMIZER}{name}/{key}"
+            source = checkpoint.tensors[full]
+            self.used.add(full)
+            value = there.get(key)
+            if not (
+                isinstance(value, torch.Tensor)
+                and tuple(value.shape) == source.shape
+                and value.dtype == source.dtype
+            ):
+                value = new_state(source.shape, source.dtype, key, parameter, group)
+            made[key] = value
+            part = held(value, full, parameter)
+            if part.shape != source.shape:
+                mismatched.append(
+                    f"{full}: shape {list(source.shape)} is stored, {list(part.shape)} is needed"
+                )
+                continue
+            self.wanted += [Wanted(full, there_, slice_of(part.local, here)) for there_, here in part.boxes]
+        return made
+
+    def take_options(
+        self, info: OptimizerInfo, told: Sequence[Sequence[GroupTargets]], mismatched: list[str]
+    ) -> None:
+        """Find the options of every group: those that its parameters were saved with, where it is loaded whole.
+
+        `told` are the groups of every rank, which may have a part of the parameters each: a group is loaded whole where it is
+        so on all, and one without parameters here takes what it takes elsewhere.
+        """
+        for number, group in enumerate(self.groups):
+            same = [groups[number] for groups in told if number < len(groups)]
+            saved = group.saved_as or tuple(sorted({one for other in same for one in other.saved_as}))
+            options = [info.groups[one].options for one in saved]
+            self.options.append({})
+            if not options or not all(other.whole for other in same):
+                continue
+            if all(one == options[0] for one in options):
+                decoded = decode(options[0], number_of)
+                self.options[-1] = decoded if isinstance(decoded, dict) else {}
+            elif group.saved_as:
+                mismatched.append(
+                    f"the optimizer: its group {number} was saved as {len(saved)} groups, whose options differ"
+                )
+
+    def install(self) -> None:
+        """Put states and options into the optimizer, once they have been read; it is left as it is where none was saved."""
+        if not self.options:
+            return
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            for key, value in options.items():
+                old = group.get(key)
+                if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+                    old.fill_(value.item())  # what was captured by reference stays
+                else:
+                    group[key] = value
+        for parameter, state in self.states:
+            if state:
+                self.optimizer.state[parameter] = state
+            else:
+                self.optimizer.state.pop(parameter, None)
+
+
+def new_state(
+    shape: tuple[int, ...], dtype: torch.dtype, key: str, parameter: torch.Tensor, group: dict[str, Any]
+) -> torch.Tensor:
+    """A state without its values yet, as the optimizer would have made it."""
+    with torch.no_grad():
+        if shape == tuple(parameter.shape) and shape:
+            return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
+        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+        if on_host:
+            return torch.zeros(shape, dtype=dtype)
+        device = parameter.device
+        if isinstance(parameter, DTensor) and shape:
+            whole = replicated(torch.zeros(shape, dtype=dtype, device=device), parameter.device_mesh)
+            return mesh_value(whole) if isinstance(parameter, MeshParameter) else whole
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def number_of(text: str) -> torch.Tensor:
+    """A small tensor among the options of a group. Raises CorruptError."""
+    name, _, number = text.partition(":")
+    dtype = getattr(torch, name, None)
+    try:
+        return torch.tensor(float.fromhex(number), dtype=dtype if isinstance(dtype, torch.dtype) else None)
+    except (ValueError, OverflowError):
+        raise CorruptError(f"an option of the optimizer is {ascii(text)[:60]}, no number") from None
+
+
+def no_tensor(key: str) -> torch.Tensor:
+    """There is none among states that are no tensors. Raises CorruptError."""
+    raise CorruptError(f"an optimizer state refers to {ascii(key)[:60]}")

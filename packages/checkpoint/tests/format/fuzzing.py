@@ -1,0 +1,94 @@
+"""Coverage-guided fuzzing of all that reads what others have written: only errors of this package may come, in little memory.
+
+python fuzzing.py [-max_total_time=60] [libFuzzer's options].  Needs atheris (`pip install atheris`); the tests run it for a minute.
+Takes turns: a manifest with a right digest, raw bytes of a manifest, the header of a safetensors file, a pickle of
+torch.distributed.checkpoint, a value of the user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from contextlib import suppress
+
+import atheris
+
+with atheris.instrument_imports(include=["meshwright_checkpoint"]):
+    from meshwright_checkpoint.dcp.safe_unpickle import inert
+    from meshwright_checkpoint.errors import CheckpointError
+    from meshwright_checkpoint.format.json_values import decode
+    from meshwright_checkpoint.format.manifest import Manifest
+    from meshwright_checkpoint.format.safetensors_file import header_length, read_header
+    from meshwright_checkpoint.state.optimizer import no_tensor
+
+RIGHT = json.dumps(
+    {
+        "format": "meshwright-checkpoint",
+        "version": 2,
+        "id": "0" * 32,
+        "created": "2026-01-01",
+        "step": 1,
+        "world_size": 1,
+        "versions": {},
+        "plan": None,
+        "files": [
+            {"name": "data-00000.safetensors", "nbytes": 4196, "header_nbytes": 4096, "header_sums": "0" * 32}
+        ],
+        "tensors": {
+            "model/w": {
+                "shape": [5, 5],
+                "dtype": "F32",
+                "parts": [{"box": [[0, 5], [0, 5]], "file": 0, "offset": 4096, "sums": "0" * 32}],
+            }
+        },
+        "model": {"cls": "M", "config": None, "aliases": {}, "extra_state": {}},
+        "optimizer": None,
+        "rng": {"streams": {}},
+        "extra": None,
+    }
+)[1:].encode()
+
+
+def sealed(body: bytes) -> bytes:
+    """With the right digest, which a fuzzer would never find."""
+    return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
+
+
+def spliced(data: bytes) -> bytes:
+    """A manifest of which a stretch is replaced by what the fuzzer makes up."""
+    at, length = int.from_bytes(data[:2], "little") % len(RIGHT), data[2] if len(data) > 2 else 0
+    return RIGHT[:at] + data[3:] + RIGHT[at + length :]
+
+
+def one(data: bytes) -> None:
+    """One input for one of the readers."""
+    if not data:
+        return
+    kind, data = data[0] % 6, data[1:]
+    with suppress(CheckpointError):
+        if kind == 0:
+            Manifest.from_bytes(sealed(spliced(data)), "here")
+        elif kind == 1:
+            Manifest.from_bytes(sealed(data), "here")
+        elif kind == 2:
+            Manifest.from_bytes(data, "here")
+        elif kind == 3:
+            header_length(data[:8], len(data), "here")
+            read_header(data, len(data), "here")
+        elif kind == 4:
+            inert(data, "here")
+        else:
+            with suppress(ValueError, RecursionError):  # no JSON
+                value = json.loads(data)
+                decode(value, no_tensor)
+
+
+def main() -> None:
+    Manifest.from_bytes(sealed(RIGHT), "here")  # what is mutated is right
+    atheris.Setup([sys.argv[0], "-rss_limit_mb=2048", "-max_total_time=60", *sys.argv[1:]], one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Ranks of one machine read what several of them want once, and hand it on; what goes wrong on one reaches all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshwright_checkpoint import CheckpointError, CorruptError, load, loading, save
+from meshwright_checkpoint.io.host_memory import HUGE, in_large_pages, shared_memory
+from meshwright_checkpoint.read import shared_read
+from meshwright_checkpoint.read.shared_read import Filling
+from meshwright_dtensor.testing.rank_pool import RankError, RankPool
+
+SHAPES = {"even": (1024, 2048), "odd": (701, 1003), "long": (3, 700_001), "small": (5, 8)}
+NBYTES = sum(4 * a * b for a, b in SHAPES.values())
+
+
+def values(name: str) -> torch.Tensor:
+    rows, columns = SHAPES[name]
+    return torch.arange(rows * columns, dtype=torch.int32).view(torch.float32).view(rows, columns)
+
+
+def model_of(size: int, dim: int | None, fill: bool) -> Any:
+    """Tensors sharded on `dim` over all ranks, or whole on each."""
+    model = torch.nn.ParameterDict()
+    for name in SHAPES:
+        value = values(name) if fill else torch.zeros(SHAPES[name])
+        if dim is not None:
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+            value = distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
+        model[name] = torch.nn.Parameter(value)
+    return model
+
+
+def put(rank: int, size: int, path: str) -> None:
+    save(path, model=model_of(size, 0, True), asynchronous=False)
+
+
+def reads(rank: int, size: int, path: str, dim: int | None, alone: bool) -> int:
+    """Bytes of tensors that this rank reads in a load."""
+    model = model_of(size, dim, False)
+    meet, check, read = loading.meet, Filling._check, []
+
+    def counted(self: Any, portion: Any, data: Any) -> None:
+        read.append(portion.nbytes)
+        check(self, portion, data)
+
+    Filling._check = counted  # type: ignore[method-assign]
+    if alone:
+        loading.meet = lambda ranks, what, nbytes: None  # type: ignore[assignment]
+    try:
+        load(path, model=model, random=False)
+    finally:
+        Filling._check, loading.meet = check, meet  # type: ignore[method-assign]
+    full = model_of(size, dim, True)
+    for name, value in model.items():
+        want = full[name]
+        if dim is not None:
+            value, want = value.to_local(), want.to_local()
+        assert torch.equal(value.view(torch.int32), want.view(torch.int32)), name
+    return sum(read)
+
+
+@pytest.mark.parametrize(("size", "dim"), [(2, 1), (4, None)])
+def test_a_machine_reads_once(size: int, dim: int | None, rank_pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    rank_pool.run(2, put, path)
+    counts = rank_pool.run(size, reads, path, dim, False)
+    assert sum(counts) == NBYTES
+    assert max(counts) < 1.35 * NBYTES / size + (1 << 20)
+    assert sum(rank_pool.run(size, reads, path, dim, True)) > 1.7 * NBYTES  # what it would be without
+
+
+def reads_around(rank: int, size: int, path: str, large: bool) -> tuple[int, int]:
+    """Bytes read around the system's cache, right into memory that others take from, and beside it."""
+    for file in Path(path).iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    dist.barrier()
+    fetch, worth, pages = Filling._fetch_around, shared_read.WORTH, shared_read.in_large_pages
+    into, beside = [0], [0]
+
+    def counted(self: Any, portion: Any, file: Any, memory: torch.Tensor) -> torch.Tensor:
+        slots = self._memories[self._me]
+        inside = slots.data_ptr() <= memory.data_ptr() < slots.data_ptr() + slots.numel()
+        (into if inside else beside).append(portion.nbytes)
+        return fetch(self, portion, file, memory)
+
+    Filling._fetch_around, shared_read.WORTH = counted, 0  # type: ignore[method-assign]
+    if not large:
+        shared_read.in_large_pages = lambda memory: False
+    try:
+        reads(rank, size, path, 1, False)
+    finally:
+        Filling._fetch_around, shared_read.WORTH, shared_read.in_large_pages = fetch, worth, pages  # type: ignore[method-assign]
+    return sum(into), sum(beside)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_disks_read_right_into_what_is_handed_on(large: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    rank_pool.run(2, put, str(path))
+    found = rank_pool.run(2, reads_around, str(path), large)
+    into, beside = (sum(one[side] for one in found) for side in (0, 1))
+    if not into + beside:
+        pytest.skip("the file system of temporary files cannot be read around the cache")
+    assert into + beside > 0.7 * NBYTES  # what is smaller than a MiB comes through the cache
+    assert (beside if large and large_pages() else into) == 0
+
+
+def large_pages() -> bool:
+    """Whether this system makes large pages of shared memory (Linux 6.1)."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, HUGE)
+    memory = shared_memory(fd, HUGE)
+    other = shared_memory(fd, HUGE)
+    os.close(fd)
+    found = in_large_pages(memory)
+    memory[:] = 7
+    assert bool((other == 7).all())
+    assert not in_large_pages(memory[1:]) and not in_large_pages(memory[: HUGE - 1])
+    return found
+
+
+def fails(rank: int, size: int, path: str, how: str) -> str:
+    """What a load says of which one rank fails."""
+    model = model_of(size, 1, False)
+    preadv = os.preadv
+
+    def failing(fd: int, buffers: Any, offset: int) -> int:
+        if offset and rank == 1:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(5, "Input/output error")
+        return preadv(fd, buffers, offset)
+
+    if how != "damage":
+        os.preadv = failing  # through the cache and around it
+    try:
+        load(path, model=model)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.preadv = preadv
+    return "loaded"
+
+
+def test_what_fails_on_one_rank_reaches_all(rank_pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    rank_pool.run(2, put, str(path))
+    said = rank_pool.run(4, fails, str(path), "error")
+    assert all("Input/output error" in text for text in said)
+    assert sum("rank 1 failed" in text for text in said) == 3
+    data = path / "data-00001.safetensors"
+    with open(data, "r+b") as file:
+        file.seek(data.stat().st_size - 1)
+        file.write(b"\x7f")
+    said = rank_pool.run(2, fails, str(path), "damage")
+    assert all(re.search("the stored values of model/(odd|long|small) are damaged", text) for text in said), (
+        said
+    )
+    assert [text.split(":")[0] for text in said] == [CorruptError.__name__] * 2
+
+
+def test_a_rank_that_dies_ends_the_load(tmp_path: Path) -> None:
+    with RankPool(grace=20.0) as pool:
+        pool.run(2, put, str(tmp_path / "x"))
+        with pytest.raises(RankError, match="SIGKILL"):
+            pool.run(2, fails, str(tmp_path / "x"), "die", timeout=30)

@@ -1,0 +1,259 @@
+"""Several fill what they want from one store, each block read once; threads stand for the ranks of a machine."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright_checkpoint._torch import bytes_of_tensor
+from meshwright_checkpoint.errors import CheckpointError, CorruptError
+from meshwright_checkpoint.format.checksum import BLOCK, block_sums
+from meshwright_checkpoint.io.direct_read import ALIGN
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.read import shared_read
+from meshwright_checkpoint.read.node_peers import Neighbours, meet
+from meshwright_checkpoint.read.shared_read import Filling, memory_of
+from meshwright_checkpoint.read.store import Fragment, Source, Wanted, read
+from meshwright_dtensor.sharding.boxes import Box, slice_of, whole_box
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "even": (512, 4096),
+    "odd": (701, 1003),
+    "long": (2, 700_001),
+    "deep": (7, 11, 13, 401),
+    "scalar": (),
+    "empty": (0, 4),
+}
+
+
+class Gathering(Ranks):
+    """Threads that gather as ranks do."""
+
+    def __init__(self, rank: int, size: int, told: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.told, self.barrier = rank, size, told, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        """See Ranks."""
+        self.told[self.rank] = value
+        self.barrier.wait(20)
+        found = list(self.told)
+        self.barrier.wait(20)
+        return found
+
+
+class Memory:
+    """A store of tensors, each in two fragments of one file; counts what is read."""
+
+    where = "memory"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.nbytes, self.read, self.broken, self.lock = 0, 0, -1, threading.Lock()
+        self.values, self.tensors = {}, {}
+        chunks: list[bytes] = []
+        for key, shape in SHAPES.items():
+            value = torch.randint(0, 100, shape, generator=generator).to(dtype)
+            fragments = []
+            for box in _halves(shape):
+                data = bytes(bytes_of_tensor(slice_of(value, box).contiguous()))
+                fragments.append(Fragment(box, "file", self.nbytes, block_sums(memoryview(data))))
+                chunks.append(data)
+                self.nbytes += len(data)
+            self.values[key], self.tensors[key] = value, Source(shape, dtype, tuple(fragments))
+        self.data = b"".join(chunks)
+
+    def file(self, name: str) -> Any:
+        """See Store."""
+        return self
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """See ReadFile."""
+        with self.lock:
+            self.read += len(buffer)
+        buffer[:] = self.data[offset : offset + len(buffer)]
+        if offset <= self.broken < offset + len(buffer):
+            buffer[self.broken - offset] ^= 1
+
+    def close(self) -> None:
+        """See ReadFile."""
+
+
+def _halves(shape: tuple[int, ...]) -> list[Box]:
+    if not shape:
+        return [()]
+    half = shape[0] // 2
+    rest = whole_box(shape[1:])
+    return [((0, half), *rest), ((half, shape[0] - half), *rest)] if half else []
+
+
+def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    """What `work` returns, or raises, on each of so many threads."""
+    told: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(Gathering(rank, size, told, barrier))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def boxes_of(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
+    found: list[Box] = []
+    for _ in range(rng.randrange(3)):
+        if 0 not in shape:
+            starts = [rng.randrange(size) for size in shape]
+            found.append(tuple((at, rng.randint(1, n - at)) for at, n in zip(starts, shape, strict=True)))
+    return [*found, whole_box(shape)] if rng.random() < 0.3 else found
+
+
+def wanted_by(rng: random.Random, store: Memory) -> list[Wanted]:
+    return [
+        Wanted(key, box, torch.zeros([n for _, n in box], dtype=store.values[key].dtype))
+        for key, shape in SHAPES.items()
+        for box in boxes_of(rng, shape)
+    ]
+
+
+@contextmanager
+def joined(ranks: Ranks) -> Iterator[Neighbours | None]:
+    neighbours = meet(ranks, "test", memory_of)
+    try:
+        yield neighbours
+    finally:
+        if neighbours is not None:
+            neighbours.close()
+
+
+def check(store: Memory, wanted: list[Wanted]) -> None:
+    for want in wanted:
+        assert torch.equal(want.target, slice_of(store.values[want.key], want.box)), want.key
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_boxes_of_any_kind(dtype: torch.dtype, size: int) -> None:
+    store = Memory(dtype)
+
+    def work(ranks: Ranks) -> None:
+        rng = random.Random(ranks.rank)
+        for _ in range(3):
+            wanted = wanted_by(rng, store)
+            with joined(ranks) as neighbours:
+                assert (neighbours is None) == (size == 1)
+                read(store, wanted, neighbours)
+            check(store, wanted)
+
+    assert together(size, work) == [None] * size
+
+
+def columns(ranks: Ranks, store: Memory) -> list[Wanted]:
+    rows, width = SHAPES["even"]
+    box = ((0, rows), (ranks.rank * width // ranks.size, width // ranks.size))
+    return [Wanted("even", box, torch.zeros(rows, width // ranks.size))]
+
+
+def test_each_block_is_read_once() -> None:
+    store = Memory(torch.float32)
+    nbytes = 4 * 512 * 4096
+
+    def work(ranks: Ranks) -> None:
+        wanted = columns(ranks, store)
+        with joined(ranks) as neighbours:
+            read(store, wanted, neighbours)
+        check(store, wanted)
+
+    def alone(ranks: Ranks) -> None:
+        read(store, columns(ranks, store))
+
+    assert together(4, work) == [None] * 4
+    assert store.read == nbytes
+    assert together(4, alone) == [None] * 4
+    assert store.read == 5 * nbytes
+
+
+def test_who_loads_something_else_is_no_neighbour() -> None:
+    def work(ranks: Ranks) -> list[int]:
+        found = meet(ranks, f"checkpoint {ranks.rank % 2}", memory_of)
+        assert found is not None
+        with closing(found):
+            return found.ranks
+
+    assert together(5, work) == [[0, 2, 4], [1, 3], [0, 2, 4], [1, 3], [0, 2, 4]]
+
+
+def test_damage_is_told_to_all() -> None:
+    store = Memory(torch.float32)
+    store.broken = 100
+
+    def work(ranks: Ranks) -> None:
+        with joined(ranks) as neighbours:
+            Filling(store, columns(ranks, store), neighbours, 2).run()
+
+    found = together(3, work)
+    assert [type(error) for error in found] == [CorruptError] * 3  # so that all can load another one
+    assert all("the stored values of even are damaged" in str(error) for error in found)
+    assert str(found[1]).startswith("rank 0 failed: CorruptError")
+
+
+def test_one_that_is_gone_ends_it_for_all() -> None:
+    store = Memory(torch.float32)
+
+    def work(ranks: Ranks) -> None:
+        with joined(ranks) as neighbours:
+            if ranks.rank != 1:  # it leaves: as the system closes its sockets when a process dies
+                Filling(store, columns(ranks, store), neighbours, 2).run()
+
+    found = together(3, work)
+    assert found[1] is None
+    for error in (found[0], found[2]):
+        assert isinstance(error, CheckpointError) and "rank 1 failed" in str(error)
+
+
+class Paged(Memory):
+    """A store that can be read around the system's cache; counts how often it is asked whether to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.asked: list[int] = []
+        self.pages = 0
+
+    def around(self, offset: int, nbytes: int) -> bool:
+        """See PagedFile."""
+        self.asked.append(nbytes)
+        return True
+
+    def read_pages(self, memory: memoryview, offset: int, nbytes: int) -> None:
+        """See PagedFile."""
+        self.pages += nbytes
+        self.read_into(memory[offset % ALIGN :][:nbytes], offset)
+
+
+@pytest.mark.parametrize("stretch, asks", [(shared_read.STRETCH, 1), (2 * BLOCK, 4)])
+def test_the_way_is_asked_for_once_in_a_stretch(
+    monkeypatch: pytest.MonkeyPatch, stretch: int, asks: int
+) -> None:
+    monkeypatch.setattr(shared_read, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(shared_read, "STRETCH", stretch)
+    store = Paged(torch.float32)
+    target = torch.zeros(SHAPES["even"])
+    read(store, [Wanted("even", whole_box(target.shape), target)])
+    assert torch.equal(target, store.values["even"])
+    assert store.pages == target.nbytes == 4 * 2 * BLOCK
+    # several threads may ask for the same stretch at once
+    assert asks <= len(store.asked) <= max(asks, 3) and set(store.asked) == {2 * BLOCK}

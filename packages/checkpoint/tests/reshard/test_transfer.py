@@ -1,0 +1,147 @@
+"""State that goes from one layout to another in memory: what is sent, what is freed, how much memory it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import adam, build, differences, everything, train
+from resident import extra, freed_goes_back
+
+from meshwright_checkpoint import MismatchError
+from meshwright_checkpoint.rank_messages import Ranks
+from meshwright_checkpoint.reshard.in_memory import Belongings
+from meshwright_checkpoint.reshard.transfer import ROUND_NBYTES, move, take_memory
+from meshwright_checkpoint.shards.local_shards import Held
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+LAYOUTS = ("plain", "fsdp", "tp", "fsdp+tp", "runs")
+
+
+def from_each_to_each(rank: int, size: int) -> dict[str, list[str]]:
+    wrong = {}
+    for source in LAYOUTS:
+        for target in LAYOUTS:
+            model = build(source)
+            optimizer = adam(model)
+            train(model, optimizer)
+            optimizer.zero_grad()
+            before = everything(model, optimizer)
+            brought = Belongings.of(model, optimizer)
+            other = build(target, seed=1)
+            moved = brought.into(other, optimizer)
+            found = differences(before, everything(other, optimizer))
+            if source == target and moved.sent:
+                found.append(f"{moved.sent} bytes were sent for nothing")
+            if found:
+                wrong[f"{source} -> {target}"] = found
+    return wrong
+
+
+def test_from_each_layout_to_each(rank_pool: RankPool) -> None:
+    for wrong in rank_pool.run(4, from_each_to_each, timeout=120):
+        assert not wrong
+
+
+def part(values: torch.Tensor, start: int, length: int) -> Held:
+    """Rows `start` to `start + length` of a tensor of 8 rows of 1024 numbers."""
+    box = ((start, length), (0, 1024))
+    return Held((8, 1024), torch.float32, values, ((box, ((0, length), (0, 1024))),))
+
+
+def only_what_changes_its_owner(rank: int, size: int) -> tuple[int, bool, int]:
+    whole = torch.arange(8 * 1024.0).view(8, 1024)
+    # halves of the rows; then ranks 0, 1, 2, 3 have 1, 3, 0, 4 rows (rank 2 wants none)
+    start = (0, 0, 4, 4)[rank]
+    have = {"w": part(whole[start : start + 4].clone(), start, 4)}
+    first, rows = ((0, 1), (1, 3), (0, 0), (4, 4))[rank]
+    target = torch.full((rows, 1024), -1.0)
+    take_memory(target)
+    want = {"w": part(target, first, rows)} if rows else {}
+    local = have["w"].local
+    if rank == 3:
+        local.numpy()  # whose storage cannot be resized then
+    moved = move(have, want, {"w": local})
+    left = local.untyped_storage().nbytes()
+    assert not have
+    return moved.sent, bool(torch.equal(target, whole[first : first + rows])), left
+
+
+def test_only_what_changes_its_owner_is_sent(rank_pool: RankPool) -> None:
+    assert rank_pool.run(4, only_what_changes_its_owner) == [(0, True, 0)] * 4
+
+
+def sent_to_the_other(rank: int, size: int) -> tuple[int, bool]:
+    whole = torch.arange(8 * 1024.0).view(8, 1024)
+    have = {"w": part(whole[4 * rank : 4 * rank + 4].clone(), 4 * rank, 4)}
+    target = torch.zeros(6, 1024)
+    moved = move(have, {"w": part(target, 2 * rank, 6)})
+    return moved.sent, bool(torch.equal(target, whole[2 * rank : 2 * rank + 6]))
+
+
+def test_the_bytes_that_are_sent_are_those_that_lack(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, sent_to_the_other) == [(2 * 4096, True)] * 2
+
+
+def refused(rank: int, size: int) -> list[str]:
+    whole = torch.zeros(8, 1024)
+    told = []
+    for have, want in (
+        ({}, {"w": part(whole, 0, 8)}),
+        ({"w": part(whole[:4], 0, 4)}, {"w": part(whole, 0, 8)}),
+        ({"w": Held((4,), torch.float32, whole[0, :4], ((((0, 4),), ((0, 4),)),))}, {"w": part(whole, 0, 8)}),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            move(have, want)
+        told.append(str(caught.value))
+    model = build("plain")
+    optimizer = adam(model)
+    next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+    with pytest.raises(UsageError, match="has a gradient"):
+        Belongings.of(model, optimizer)
+    optimizer.zero_grad()
+    brought = Belongings.of(model, optimizer)
+    other = torch.optim.SGD(model.parameters()) if rank else optimizer
+    with pytest.raises(UsageError, match="different optimizers"):
+        brought.into(build("plain"), other)
+    more = build("plain")
+    more.register_buffer("more", torch.zeros(1))
+    with pytest.raises(MismatchError, match="model/more"):
+        brought.check(more, optimizer)  # before anything is let go
+    return told
+
+
+def test_what_cannot_be_moved_is_told(rank_pool: RankPool) -> None:
+    missing, partly, other = rank_pool.run(2, refused)[0]
+    assert "missing (1): w" in missing
+    assert "its parts on all ranks hold 4096 of its 8192 elements" in partly
+    assert "shape [4] is held, [8, 1024] is needed" in other
+
+
+def large(rank: int, size: int, count: int, rows: int) -> tuple[int, int]:
+    """(most memory beside what is held before and after, bytes of one new part), going from rows to columns."""
+    freed_goes_back()
+    half = rows // 2
+    have, want = {}, {}
+    for number in range(count):
+        values = torch.full((half, rows), float(number))
+        target = torch.empty(rows, half)
+        take_memory(target)
+        box = ((rank * half, half), (0, rows))
+        have[f"w{number}"] = Held((rows, rows), torch.float32, values, ((box, ((0, half), (0, rows))),))
+        box = ((0, rows), (rank * half, half))
+        want[f"w{number}"] = Held((rows, rows), torch.float32, target, ((box, ((0, rows), (0, half))),))
+    move(have, want)  # warm up: buffers of gloo
+    for held in want.values():
+        take_memory(held.local)
+    free = {key: held.local for key, held in have.items()}
+    taken = extra(lambda: move(have, want, free, Ranks()))
+    assert all(bool((held.local == float(key[1:])).all()) for key, held in want.items())
+    return taken, 4 * rows * half
+
+
+def test_memory_is_bounded(rank_pool: RankPool) -> None:
+    count, rows = 24, 2048  # 8 MiB a part, 192 MiB held by each rank
+    for taken, nbytes in rank_pool.run(2, large, count, rows):
+        assert count * nbytes > ROUND_NBYTES * 3
+        assert taken < 3 * ROUND_NBYTES + nbytes  # as `move` says; all of it anew would be more

@@ -1,0 +1,88 @@
+"""Never lost: killed at any moment of a save, what was committed before is untouched, and `latest` finds a whole checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright_checkpoint import CheckpointError, latest, load, save
+from meshwright_checkpoint.storage.filesystem import FileLock
+
+KILLS = 10
+SCRIPT = Path(__file__).parents[1] / "saving_forever.py"
+
+
+def model_of(step: int) -> torch.nn.Module:
+    return torch.nn.ParameterDict(
+        {"w": torch.full((1 << 20,), float(step)), "v": torch.full((3,), float(step))}
+    )
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    save(tmp_path / "step-0", model=model_of(0), asynchronous=False)
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    committed = 0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        for _ in range(KILLS):
+            kill_one(server, rng.random() * 0.08)
+            committed = check(tmp_path, committed)
+    # what the last one left does not hinder, and is gone after the next save
+    save(tmp_path / f"step-{committed + 1}", model=model_of(committed + 1), asynchronous=False)
+    assert latest(tmp_path) == str(tmp_path / f"step-{committed + 1}")
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def kill_one(server: subprocess.Popen[str], after: float) -> None:
+    """Let a process save, and kill it `after` seconds."""
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write("\n")
+    server.stdin.flush()
+    child = int(server.stdout.readline())
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    assert server.stdout.readline() == "over\n"
+
+
+def check(folder: Path, committed: int) -> int:
+    """The latest step, which loads and is not older than one that was there before; so does the first one."""
+    found = latest(folder)
+    assert found is not None
+    step = int(Path(found).name.removeprefix("step-"))
+    assert step >= committed
+    model = model_of(-1)
+    for path, value in ((found, step), (folder / "step-0", 0)):
+        load(path, model=model)
+        assert all((p == value).all() for p in model.parameters())
+    return step
+
+
+def test_a_second_job_is_refused(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from meshwright_checkpoint.storage.filesystem import FileLock
+from pathlib import Path
+lock = FileLock(Path({str(tmp_path)!r}) / ".x.lock")
+assert lock.take()
+lock.write('{{"host": "other", "pid": 7}}')
+print("held", flush=True)
+sys.stdin.readline()
+"""
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None and other.stdout is not None and other.stdout.readline()
+    with pytest.raises(CheckpointError, match=r"another job is saving to .*process 7 on other"):
+        save(tmp_path / "x", model=model_of(1))
+    other.communicate(b"\n")  # it ends without letting go
+    save(tmp_path / "x", model=model_of(1), asynchronous=False)
+    lock = FileLock(tmp_path / ".y.lock")
+    assert lock.take()
+    lock.release()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
