@@ -11,9 +11,9 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_parallel.comparison import compare as compare_tensors
-from meshwright_parallel.comparison import one_rounding_away
-from meshwright_parallel.report import Comparison
+from meshwright_parallel.verification.compare import compare as compare_tensors
+from meshwright_parallel.verification.compare import one_rounding_away
+from meshwright_parallel.verification.report import Comparison
 
 
 @dataclass

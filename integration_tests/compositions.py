@@ -30,7 +30,7 @@ import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.comparison import NOISE_REACH, apart, magnitude, one_rounding_away
+from meshwright_parallel.verification.compare import NOISE_REACH, apart, magnitude, one_rounding_away
 
 PARALLELISMS = ("tp", "sp", "ep", "cp", "dp", "zero")
 STEPS = 3

@@ -53,7 +53,7 @@ class Rankish(Plain):
 
 def slow_to_say() -> tuple[nn.Module, dict[str, Any]]:
     """The same, where the rank that reports takes long about it."""
-    from meshwright_parallel.report import VerificationReport
+    from meshwright_parallel.verification.report import VerificationReport
 
     render = VerificationReport.render
 

@@ -19,7 +19,7 @@ from zoo import EXPERTS
 
 import meshwright as mw
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.comparison import Comparison, compare, one_rounding_away
+from meshwright_parallel.verification.compare import Comparison, compare, one_rounding_away
 
 BALANCED: Mapping[str, Any] = MappingProxyType(
     {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}

@@ -16,7 +16,7 @@ from meshwright_dtensor.comm.log import CommEvent, communication
 from meshwright_dtensor.plan.plan import ActivationRule, ContextSharing, ParallelPlan
 from meshwright_dtensor.rules.composites import sdpa_blocks, sdpa_ring
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.comparison import compare
+from meshwright_parallel.verification.compare import compare
 
 TOKENS = 16  # divides into two chunks for each of up to 8 ranks
 

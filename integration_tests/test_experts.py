@@ -20,9 +20,9 @@ import meshwright as mw
 from meshwright_dtensor.comm.log import CommEvent, communication
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.comparison import compare, one_rounding_away
-from meshwright_parallel.experts import detect
-from meshwright_parallel.experts.probe import Rejected
+from meshwright_parallel.moe import detect
+from meshwright_parallel.moe.probe import Rejected
+from meshwright_parallel.verification.compare import compare, one_rounding_away
 
 LATENT: Mapping[str, Any] = MappingProxyType(
     {

@@ -15,7 +15,7 @@ from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.engine.reduction import reduction_of
+from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.strategies.data import Data
 from meshwright_planner.calibration.counting import Counting
 from meshwright_planner.search.setting import allowing

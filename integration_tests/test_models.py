@@ -8,7 +8,7 @@ import pytest
 from comparing import Difference, compare
 
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.report import Comparison
+from meshwright_parallel.verification.report import Comparison
 
 LAYOUTS = {"tp2": {"dp": 1, "tp": 2}, "dp2": {"dp": 2, "tp": 1}, "dp2-tp2": {"dp": 2, "tp": 2}}
 EVERYWHERE = ("llama", "gpt2", "bert", "vit", "t5", "mixtral", "opt", "plain")

@@ -13,7 +13,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.comparison import compare, one_rounding_away
+from meshwright_parallel.verification.compare import compare, one_rounding_away
 
 SIZES: Mapping[str, Any] = MappingProxyType(
     {

@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
-from meshwright_parallel.comparison import compare, one_rounding_away
+from meshwright_parallel.verification.compare import compare, one_rounding_away
 
 TP, DP, ZERO = {"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}, {"dp": 2, "tp": 1, "zero": 3}
 RUNS = [

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import torch
 
-from meshwright_parallel.comparison import NOISE_REACH
-from meshwright_parallel.report import Comparison
+from meshwright_parallel.verification.compare import NOISE_REACH
+from meshwright_parallel.verification.report import Comparison
 
 TOLERANCES = MappingProxyType({torch.float32: 1e-5, torch.float64: 1e-6})
 

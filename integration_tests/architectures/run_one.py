@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_parallel.comparison import NOISE_SPREAD, agreed, compare, one_rounding_away, whole
+from meshwright_parallel.verification.compare import (
+    NOISE_SPREAD,
+    agreed,
+    compare,
+    one_rounding_away,
+    whole,
+)
 
 from .batches import batch_of
 from .catalogue import Architecture, NotBuildable, build

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright_parallel.report import Comparison
+from meshwright_parallel.verification.report import Comparison
 
 from .catalogue import Architecture, NotBuildable, architectures, build
 from .judge import Verdict, decided, judge

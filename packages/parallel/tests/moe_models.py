@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
-from meshwright_parallel.experts.detect import detect
-from meshwright_parallel.experts.rules import placements_of, rules_of
+from meshwright_parallel.moe.detect import detect
+from meshwright_parallel.moe.plan_rules import placements_of, rules_of
 
 EXPERTS, WIDTH, INNER, VOCABULARY = 4, 8, 12, 32
 Problems = list[tuple[str, float]]

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
 from meshwright_parallel import parallelize
-from meshwright_parallel.comparison import compare, one_rounding_away
+from meshwright_parallel.verification.compare import compare, one_rounding_away
 
 
 class Net(nn.Module):

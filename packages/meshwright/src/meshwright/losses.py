@@ -16,7 +16,7 @@ def loss_of(output: Any) -> torch.Tensor:
     Raises:
         UsageError: there is none, and what somebody at a command line can do about it.
     """
-    from meshwright_parallel.verification import find_loss
+    from meshwright_parallel.verification.verify import find_loss
 
     value = find_loss(output)
     if value is None:

@@ -17,7 +17,7 @@ from meshwright_dtensor.mesh.mesh import end_groups, first_ranks, init, make_def
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_parallel import parallelize
-from meshwright_parallel.taking_off import blank_out, take_off
+from meshwright_parallel.placement.unparallelize import blank_out, take_off
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer | None)  # noqa: E741

@@ -10,28 +10,28 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright_parallel.apply import parallelize as parallelize
-    from meshwright_parallel.auto import auto_parallelize as auto_parallelize
-    from meshwright_parallel.clip import clip_grad_norm_ as clip_grad_norm_
-    from meshwright_parallel.clip import get_total_norm as get_total_norm
-    from meshwright_parallel.loader import shard_loader as shard_loader
-    from meshwright_parallel.modules import distribute_module as distribute_module
-    from meshwright_parallel.report import VerificationReport as VerificationReport
-    from meshwright_parallel.scaler import GradScaler as GradScaler
-    from meshwright_parallel.verification import verify as verify
+    from meshwright_parallel.api.auto_parallelize import auto_parallelize as auto_parallelize
+    from meshwright_parallel.api.distribute_module import distribute_module as distribute_module
+    from meshwright_parallel.api.parallelize import parallelize as parallelize
+    from meshwright_parallel.data.loader import shard_loader as shard_loader
+    from meshwright_parallel.optim.clip_grad import clip_grad_norm_ as clip_grad_norm_
+    from meshwright_parallel.optim.clip_grad import get_total_norm as get_total_norm
+    from meshwright_parallel.optim.grad_scaler import GradScaler as GradScaler
+    from meshwright_parallel.verification.report import VerificationReport as VerificationReport
+    from meshwright_parallel.verification.verify import verify as verify
 
 # name -> module of this package that defines it
 _EXPORTS = MappingProxyType(
     {
-        "GradScaler": "scaler",
-        "VerificationReport": "report",
-        "auto_parallelize": "auto",
-        "clip_grad_norm_": "clip",
-        "distribute_module": "modules",
-        "get_total_norm": "clip",
-        "parallelize": "apply",
-        "shard_loader": "loader",
-        "verify": "verification",
+        "GradScaler": "optim.grad_scaler",
+        "VerificationReport": "verification.report",
+        "auto_parallelize": "api.auto_parallelize",
+        "clip_grad_norm_": "optim.clip_grad",
+        "distribute_module": "api.distribute_module",
+        "get_total_norm": "optim.clip_grad",
+        "parallelize": "api.parallelize",
+        "shard_loader": "data.loader",
+        "verify": "verification.verify",
     }
 )
 

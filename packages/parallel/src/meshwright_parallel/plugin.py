@@ -37,7 +37,7 @@ def meshwright_strategies() -> Iterable[StrategySpec]:
     yield StrategySpec(
         name="tensor-outer",
         axis="tp_outer",
-        target="meshwright_parallel.strategies.tensor_outer:TensorOuter",
+        target="meshwright_parallel.strategies.tensor:TensorOuter",
         summary="a second tensor axis outside of tp, over the slower link; both are placed together, where it is pinned",
     )
     yield StrategySpec(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright_parallel.engine.gathering import gathering_of
-from meshwright_parallel.engine.install import install_copies
-from meshwright_parallel.engine.reduction import (
+from meshwright_parallel.engine.grad_reduction import (
     DataReduction,
     attach_reduction,
     install_reduction,
@@ -12,6 +10,8 @@ from meshwright_parallel.engine.reduction import (
     partial_parameters,
     reduction_of,
 )
+from meshwright_parallel.engine.install import install_copies
+from meshwright_parallel.engine.unshard import gathering_of
 
 __all__ = [
     "DataReduction",

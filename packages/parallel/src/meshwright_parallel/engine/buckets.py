@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.mesh import group_over
-from meshwright_parallel._torch import just_accumulated, local_of, seen_by_none_else
-from meshwright_parallel.engine.shards import Shards, single_bytes
+from meshwright_parallel._torch.core import just_accumulated, local_of, seen_by_none_else
+from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
 Axes = tuple[str, ...]
 _Kind = TypeVar("_Kind", bound="Bucket")

@@ -14,9 +14,9 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy.strategy import Strategy
-from meshwright_parallel.engine.copies import Copy
-from meshwright_parallel.engine.gathering import Gathering, Group, UnitHook, hook_module
-from meshwright_parallel.engine.shards import Shards
+from meshwright_parallel.engine.flat_shards import Shards
+from meshwright_parallel.engine.param_group import Copy
+from meshwright_parallel.engine.unshard import Gathering, Group, UnitHook, hook_module
 
 
 def install_copies(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from meshwright_dtensor.plan.plan import ParallelPlan
     from meshwright_dtensor.sharding.states import State
-    from meshwright_parallel.experts.detect import Detection
+    from meshwright_parallel.moe.detect import Detection
 
 
 PASSES: tuple[tuple[Phase, str], ...] = (("forward", "tokens"), ("backward", "gradients"))
@@ -54,8 +54,8 @@ class Expert(Strategy):
     # ---- planning
     def survey(self, model: nn.Module) -> Survey | None:
         """The modules of experts, proved on small copies of them."""
-        from meshwright_parallel.experts.detect import detect
-        from meshwright_parallel.experts.rules import notes_of, parameters_of
+        from meshwright_parallel.moe.detect import detect
+        from meshwright_parallel.moe.plan_rules import notes_of, parameters_of
 
         found = detect(model)
         return Survey(
@@ -88,7 +88,7 @@ class Expert(Strategy):
 
     def placements(self, survey: Survey, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
         """How the parameters of experts lie on this axis."""
-        from meshwright_parallel.experts.rules import placements_of
+        from meshwright_parallel.moe.plan_rules import placements_of
 
         return placements_of(survey.details, degrees)
 
@@ -97,7 +97,7 @@ class Expert(Strategy):
 
         The sum of the other gradients over this axis is part of the one over all data axes, and costed there.
         """
-        from meshwright_parallel.experts.rules import all_divided_inside, rules_of
+        from meshwright_parallel.moe.plan_rules import all_divided_inside, rules_of
 
         found = _found(request)
         inside = request.degrees.get("tp", 1) if all_divided_inside(found, request.degrees) else 1
@@ -134,7 +134,7 @@ class Expert(Strategy):
             PlanError: a number of rows that the degree does not divide.
         """
         if plan.experts and degree > 1 and shape:
-            from meshwright_parallel.experts.rules import owner_of
+            from meshwright_parallel.moe.plan_rules import owner_of
 
             owner = owner_of(plan, fqn, degree)
             if owner is not None:
@@ -150,7 +150,7 @@ class Expert(Strategy):
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Put the dispatch of tokens in the place of the forward of every module of experts."""
-        from meshwright_parallel.experts.rules import install
+        from meshwright_parallel.moe.plan_rules import install
 
         if plan.degree(self.axis) > 1:
             install(model, plan, self.axis)
@@ -158,7 +158,7 @@ class Expert(Strategy):
 
 def _found(request: SearchRequest) -> Detection:
     if request.survey is None:
-        from meshwright_parallel.experts.detect import Detection
+        from meshwright_parallel.moe.detect import Detection
 
         return Detection((), ())
     found: Detection = request.survey.details

@@ -1,7 +1,7 @@
 """ZeRO: ranks that compute on different rows share one copy of optimizer states, gradients and parameters.
 
 Each parameter is stored in shards along the axis `zero`, so whatever an optimizer makes of it is sharded too.  To compute,
-the shards are gathered (`meshwright_parallel.engine.gathering`); gradients are reduce-scattered to the shards.  With an
+the shards are gathered (`meshwright_parallel.engine.unshard`); gradients are reduce-scattered to the shards.  With an
 axis `dp` outside of it, states are shared inside and replicated across ("hybrid").
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.

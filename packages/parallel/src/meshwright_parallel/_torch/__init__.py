@@ -1,0 +1,1 @@
+"""Private torch names that this package uses, each in one place."""

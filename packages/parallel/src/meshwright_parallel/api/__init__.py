@@ -1,0 +1,1 @@
+"""parallelize(), auto_parallelize() and distribute_module()."""

@@ -1,0 +1,189 @@
+"""Apply a plan to a model, in place: the same class, the same call, the same outputs, spread over a mesh.
+
+    model = parallelize(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters())      # stock, over DTensor parameters
+    loss = model(**batch).loss                             # plain tensors are global values
+    loss.backward()
+
+Every parameter becomes a DTensor of which this rank holds its part only; make optimizers afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor.deferred.materialize import local_values
+from meshwright_dtensor.dispatch.module_to import install_conversions
+from meshwright_dtensor.dispatch.planned_calls import install_targets
+from meshwright_dtensor.mesh.layout import stored_placement
+from meshwright_dtensor.mesh.mesh import build_mesh, groups_now, init
+from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
+from meshwright_dtensor.parameter import as_mesh_parameter
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.stored.permuted import install_true_order
+from meshwright_parallel.engine import install_copies, install_reduction, make_groups
+from meshwright_parallel.engine.buckets import Filling
+from meshwright_parallel.moe.install import install_apart, modules_apart
+from meshwright_parallel.optim.step_hooks import attend_to_steps, refuse_assignment
+from meshwright_parallel.placement.inputs import Placed, install_inputs
+from meshwright_parallel.placement.live_models import LivePlacements
+from meshwright_parallel.placement.stage_plan import link
+from meshwright_parallel.placement.unparallelize import Before, is_blank
+from meshwright_parallel.ranks import check_alike, same_plugins
+from meshwright_parallel.recompute.checkpoint import install_recompute
+from meshwright_parallel.strategies.data import BUCKET_BYTES
+from meshwright_parallel.validation.checks import check_model, check_optimizers
+from meshwright_parallel.validation.fit import check_fit
+
+
+def parallelize(
+    model: nn.Module, plan: ParallelPlan, *, batch: Any = None, plugins: PluginHost | None = None
+) -> nn.Module:
+    """Spread `model` over the ranks as `plan` says, in place.
+
+    Args:
+        model: an ordinary module, built alike on every rank, or inside `deferred_init()`. Its parameters are replaced:
+            make optimizers afterwards, from `model.parameters()`.
+        plan: from a planner, a file or by hand. `model.parallel_plan` holds it afterwards.
+        batch: an example of what the model is called with (a dict of keywords, a tuple of arguments or a tensor);
+            it is checked against the plan, never run.
+        plugins: where strategies are looked up; by default everything that is installed.
+
+    Returns:
+        `model`. Calls take plain tensors (global values: the same on every rank) or global tensors, and return global
+        tensors. Its state dict holds DTensors, whose `full_tensor()` is the value of one device.
+
+    Raises:
+        PlanError: the plan does not fit the run, the model or the batch.
+        UsageError: the model is parallel already, an optimizer holds its parameters, or ranks do not hold the same
+            values or plans.
+        PluginError: a strategy of the plan is not installed.
+    """
+    device = init()
+    host = same_plugins(plugins)
+    world_size = dist.get_world_size()
+    check_model(model)
+    fit = check_fit(model, plan, batch, host, world_size)
+    whole, part, states = fit.whole, fit.part, fit.states
+    outer, inner, strategies = part.outer, part.plan, part.strategies
+    check_optimizers(model)
+    apart = modules_apart(model, inner, strategies)
+    blank = is_blank(model)
+    if world_size > 1:
+        check_alike(model, plan, device, values=not blank)
+    before = Before(model, groups_now())
+    all_axes = build_mesh(whole)
+    mesh = part.mesh(all_axes)
+    make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
+    division = None if outer is None else outer.divide(model, whole, all_axes)
+    plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)
+    placed = Placed(inner, mesh, strategies, plain)
+    _place_parameters(model, mesh, states, device, blank)
+    _place_buffers(model, device, inner)
+    link(model, mesh)
+    install_true_order(model)
+    install_recompute(model, inner, device)
+    install_targets(model, mesh, inner, everywhere=any(strategy.locates for strategy in strategies))
+    install_conversions(model)
+    install_inputs(model, placed)
+    refuse_assignment(model)
+    attend_to_steps()
+    for strategy in strategies:
+        strategy.attach(model, mesh, inner)
+    install_apart(model, apart)
+    install_copies(model, mesh, inner, strategies)
+    # what is divided has its gradients in other memory until the step is over
+    install_reduction(model, mesh, Filling(BUCKET_BYTES, again=division is None))
+    if division is not None:
+        division.install(model, mesh, device, plain)
+    model.parallel_plan = plan  # type: ignore[assignment]
+    before.settle(model)
+    LivePlacements.add(placed)
+    return model
+
+
+def _place_parameters(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    states: Mapping[str, tuple[State, ...]],
+    device: torch.device,
+    blank: bool,
+) -> None:
+    """Put a mesh parameter in the place of every parameter; what was one parameter stays one."""
+    new: dict[
+        int, tuple[nn.Parameter, nn.Parameter]
+    ] = {}  # by identity; the old one is kept so that its id is
+    for prefix, module in model.named_modules():
+        for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(old) not in new:
+                fqn = f"{prefix}.{name}" if prefix else name
+                new[id(old)] = (old, _mesh_parameter(old, mesh, states[fqn], device, blank))
+            setattr(
+                module, name, new[id(old)][1]
+            )  # not register_parameter: recurrent layers watch assignments
+
+
+def _mesh_parameter(
+    old: nn.Parameter, mesh: DeviceMesh, states: tuple[State, ...], device: torch.device, blank: bool
+) -> nn.Parameter:
+    placed = _sharded(old, mesh, states, device, blank)
+    parameter = as_mesh_parameter(placed, states, old.requires_grad)
+    for name, value in vars(old).items():  # what users hang on a parameter; torch's own names are private
+        if not name.startswith("_"):
+            setattr(parameter, name, value)
+    if old.grad is not None:
+        parameter.grad = _sharded(old.grad, mesh, states, device)
+    return cast(nn.Parameter, parameter)
+
+
+def _sharded(
+    full: torch.Tensor,
+    mesh: DeviceMesh,
+    states: tuple[State, ...],
+    device: torch.device,
+    blank: bool = False,
+) -> DTensor:
+    """The DTensor of a value that every rank holds whole; only this rank's part is copied.
+
+    `blank`: there is no value, and the part has no memory until who brings one gives it some.
+    """
+    coordinates = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+    region = region_of(tuple(full.shape), tuple(mesh.shape), coordinates, states)
+    if blank:
+        shape = region_shape(region)
+        strides = dense_strides(shape, dim_order_of(full))
+        local = torch.empty_strided(shape, strides, dtype=full.dtype, device=device)
+        local.untyped_storage().resize_(0)
+    else:
+        local = local_values(full.detach(), region).to(device)
+    return DTensor.from_local(
+        local,
+        mesh,
+        [stored_placement(state) for state in states],
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+
+
+def _place_buffers(model: nn.Module, device: torch.device, plan: ParallelPlan) -> None:
+    """Buffers stay plain and whole on every rank, in ordinary memory of the mesh's device, in the plan's precision."""
+    dtype = torch.float32 if plan.precision is None else DTYPES[plan.precision.parameters]
+    cast = cast_buffers(model) if dtype != torch.float32 else set()
+    new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, old in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(old) not in new:
+                value = local_values(old, whole_box(tuple(old.shape))).to(device)
+                new[id(old)] = (old, value.to(dtype) if id(old) in cast else value)
+            setattr(module, name, new[id(old)][1])

@@ -1,0 +1,1 @@
+"""shard_loader() and the guard of its random numbers."""

@@ -1,0 +1,244 @@
+"""Load only the rows that a rank computes on; the batch is still one global value.
+
+for batch in shard_loader(loader):       # the loop of one device
+    loss = model(**batch).loss
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.sharding.boxes import chunk_box
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.tensor.global_tensor import from_local
+from meshwright_parallel._torch.core import map_tensors
+from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
+from meshwright_parallel.placement.inputs import Placed, placed_of, size_of
+from meshwright_parallel.placement.live_models import LivePlacements
+from meshwright_parallel.ranks import checksum, differing
+
+
+def shard_loader(loader: Iterable[Any], *, model: nn.Module | None = None) -> ShardedLoader:
+    """An iterable of the same batches, as global tensors of which this rank holds its rows.
+
+    A `torch.utils.data.DataLoader` over a map-style dataset reads only this rank's rows: the loader's own sampler
+    decides the order on every rank alike, and each rank fetches and collates its part. Any other iterable of batches
+    is read whole on every rank and cut. A batch that does not divide is whole on every rank.
+
+    Args:
+        loader: a DataLoader or any iterable of batches (dicts, tuples, lists or tensors), the same on every rank.
+        model: the parallel model that the batches are for; needed only where models with different meshes are alive.
+            Without it the mesh is looked up when a loop begins, so the loader may be made before the model is.
+
+    Raises:
+        UsageError: the loader has a DistributedSampler, or `model` is not parallel. While iterating: no model is
+            parallel, or ranks do not agree on the order of rows.
+        UnsupportedError: while iterating: the dataset draws random numbers, or a collated batch is not made of rows.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        raise UsageError(
+            "the loader has a DistributedSampler, which cuts the data already; leave the sampler out"
+        )
+    placed = None
+    if model is not None:
+        placed = placed_of(model)
+        if placed is None:
+            raise UsageError(f"this {type(model).__name__} is not parallel; call parallelize() first")
+    return ShardedLoader(loader, placed)
+
+
+class ShardedLoader:
+    """What `shard_loader` returns. Attributes of the loader it wraps (`dataset`, `sampler`, ...) can be read from it."""
+
+    def __init__(self, loader: Iterable[Any], placed: Placed | None) -> None:
+        self.loader = loader
+        self._placed = placed
+        self._local: _LocalLoader | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not there yet: copying and unpickling ask before __init__
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        placed = self._placed or LivePlacements.only()
+        if not _reads_rows(self.loader):
+            return _cut(self.loader, placed)
+        if self._local is None or self._local.placed is not placed:
+            self._local = _LocalLoader(self.loader, placed)
+        return iter(self._local)
+
+
+def _reads_rows(loader: Iterable[Any]) -> bool:
+    """Whether rows can be read one by one: a stock DataLoader that batches a map-style dataset, in order."""
+    return (
+        type(loader) is DataLoader
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and getattr(loader, "in_order", True)
+    )
+
+
+def _cut(loader: Iterable[Any], placed: Placed) -> Iterator[Any]:
+    for batch in loader:
+        args, kwargs = _split(batch)
+        sums: list[int] = []
+
+        def look(name: str, tensor: torch.Tensor, sums: list[int] = sums) -> torch.Tensor:
+            sums.append(zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()))
+            sums.append(checksum(tensor, sampled=True))
+            return tensor
+
+        map_tensors(look, args, kwargs)
+        _agree(
+            [len(sums), zlib.crc32(str(sums).encode())],
+            placed,
+            "batches differ between ranks; seed them alike",
+        )
+        yield _join(batch, *placed.place(args, kwargs))
+
+
+class _LocalLoader:
+    """A DataLoader that fetches this rank's rows of every batch."""
+
+    def __init__(self, loader: Any, placed: Placed) -> None:
+        self.placed = placed
+        self._told: deque[tuple[int, int]] = (
+            deque()
+        )  # per batch that is under way: its rows, and a sum of its indices
+        more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+        self._loader: DataLoader[Any] = DataLoader(
+            WatchedDataset(loader.dataset),
+            batch_sampler=_RankRows(loader.batch_sampler, self),
+            num_workers=loader.num_workers,
+            collate_fn=WatchedCollate(loader.collate_fn),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            persistent_workers=loader.persistent_workers,
+            **more,
+        )
+
+    def states(
+        self, name: str, shape: tuple[int, ...], rows: int, tokens: int | None = None
+    ) -> tuple[State, ...]:
+        return self.placed.input_states(name, shape, BatchSize(rows, tokens))
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """(offset, length) of this rank's rows in a batch of `count`."""
+        mesh = self.placed.mesh
+        here = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+        return chunk_box((count,), tuple(mesh.shape), here, self.states("rows", (count,), count))[0]
+
+    def tell(self, indices: list[Any]) -> None:
+        self._told.append((len(indices), zlib.crc32(repr(indices).encode())))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._told.clear()
+        for batch in self._loader:
+            count, indices = self._told.popleft()
+            yield self._globalised(batch, count, indices)
+
+    def _globalised(self, batch: Any, count: int, indices: int) -> Any:
+        """The batch of `count` rows of which `batch` is this rank's part."""
+        _, length = self.rows(count)
+        by_row = self.states("rows", (count,), count)
+        mesh = self.placed.mesh
+        seen = [f"{count} {indices}"]
+        args, kwargs = _split(batch)
+        tokens = size_of(args, kwargs).tokens
+
+        def check(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if length != count and (tensor.dim() == 0 or tensor.shape[0] != length):
+                raise UnsupportedError(
+                    f"batch tensor {name!r} has shape {tuple(tensor.shape)} for {length} rows, so it cannot be put together "
+                    "from the rows of each rank; let collate_fn return tensors whose dim 0 is the rows, or loop over the "
+                    "plain loader"
+                )
+            seen.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+            return tensor
+
+        def globalise(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            shape = (count, *tensor.shape[1:]) if tensor.dim() and length != count else tuple(tensor.shape)
+            whole = tensor.dim() == 0 or length == count
+            placed = from_local(tensor, mesh, ("I",) * mesh.ndim if whole else by_row, shape)
+            return placed.redistribute(self.states(name, shape, count, tokens))
+
+        map_tensors(check, args, kwargs)
+        if length != count:
+            _check_leaves(batch)
+        _agree(
+            [zlib.crc32(seen[0].encode()), zlib.crc32("\n".join(seen).encode())],
+            self.placed,
+            "ranks read different rows, or collated them to different shapes; seed the sampler alike on every rank, and "
+            "pad to a length that does not depend on the rows (or loop over the plain loader)",
+        )
+        return _join(batch, *map_tensors(globalise, args, kwargs))
+
+
+class _RankRows:
+    """The batches of a batch sampler, cut to this rank's rows."""
+
+    def __init__(self, batches: Iterable[list[Any]], owner: _LocalLoader) -> None:
+        self.batches = batches
+        self.owner = owner
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self.batches:
+            indices = list(batch)
+            self.owner.tell(indices)
+            offset, length = self.owner.rows(len(indices))
+            yield indices[offset : offset + length]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+def _check_leaves(batch: Any) -> None:
+    """Refuse what is no tensor: the values of the other ranks' rows would be missing."""
+    from torch.utils import _pytree as pytree
+
+    for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        if not isinstance(leaf, torch.Tensor) and leaf is not None:
+            raise UnsupportedError(
+                f"the batch holds a {type(leaf).__name__} ({leaf!r:.40}), which describes this rank's rows only; "
+                "let collate_fn return tensors, or loop over the plain loader"
+            )
+
+
+def _agree(values: list[int], placed: Placed, message: str) -> None:
+    if differing(values, torch.device(placed.mesh.device_type), None):
+        raise UsageError(message)
+
+
+def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _join(batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments back in the container that `batch` is; mappings of other classes become dicts."""
+    if isinstance(batch, Mapping):
+        return kwargs
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*args)
+    return list(args) if isinstance(batch, list) else args if isinstance(batch, tuple) else args[0]
+
+
+__all__ = ["ShardedLoader", "shard_loader"]

@@ -1,0 +1,152 @@
+"""Which modules of a model hold experts: by the shapes of their parameters, then by what a probe of them shows.
+
+Values are never read, so models on the meta device and inside `deferred_init()` will do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from meshwright_parallel.moe.intermediate_dim import inner_cuts
+from meshwright_parallel.moe.probe import Found, Rejected, probe
+from meshwright_parallel.moe.probe_model import Candidate
+
+Answer: TypeAlias = tuple[Found | Rejected, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module that was proved to hold experts; `inner` says how ranks can hold parts of each (see inner_cuts)."""
+
+    candidate: Candidate
+    found: Found
+    inner: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Experts of a model, and modules that look like experts but are not dispatched, with the reason."""
+
+    experts: tuple[Experts, ...]
+    rejected: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def known(self) -> dict[object, Any]:
+        """What follows from it, kept: a search asks the same again and again."""
+        return {}
+
+
+def detect(model: nn.Module) -> Detection:
+    """Find the modules of experts. Modules of one class with the same shapes and numbers are probed once."""
+    known: dict[Any, Answer] = {}
+    experts: list[Experts] = []
+    rejected: list[tuple[str, str]] = []
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        reasons: list[str] = []
+        for candidate in candidates(name, module):
+            answer, inner = _answer(candidate, known)
+            if isinstance(answer, Found):
+                experts.append(Experts(candidate, answer, inner))
+                inside.append(name)
+                reasons.clear()
+                break
+            if candidate.strong:
+                reasons.append(answer.reason)
+        rejected += [(name, reason) for reason in reasons[:1]]
+    return Detection(tuple(experts), tuple(rejected))
+
+
+def candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
+    """What `module` may be, by its shapes."""
+    if type(module).__module__.startswith("torch.nn.") or not name:
+        return
+    takes = _arguments(module) >= 3
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    counts = Counter(p.shape[0] for p in own.values() if p.ndim)
+    for count in sorted({p.shape[0] for p in own.values() if p.ndim == 3}):
+        if count > 1 and counts[count] >= 2:
+            paths = tuple(key for key, p in own.items() if p.ndim and p.shape[0] == count)
+            # a convolution has one such weight, and a bias that goes with it
+            strong = takes or sum(own[key].ndim == 3 for key in paths) > 1
+            yield Candidate(name, module, "fused", count, paths, strong)
+    if not takes:
+        return
+    children = _alike(module)
+    if children:
+        strong = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        yield Candidate(name, module, "container", len(children), children, strong)
+    yield from _flattened(name, module)
+
+
+def _flattened(name: str, module: nn.Module) -> Iterator[Candidate]:
+    """Experts flattened into dim 0: matrices of one shape, whose rows some integer attribute divides."""
+    matrices = dict(module.named_parameters())
+    shapes = {tuple(p.shape) for p in matrices.values()}
+    if len(matrices) < 2 or len(shapes) != 1:
+        return
+    (shape,) = shapes
+    if len(shape) != 2:
+        return
+    numbers = {v for v in vars(module).values() if type(v) is int and 1 < v < shape[0] and shape[0] % v == 0}
+    for count in sorted(numbers):
+        yield Candidate(name, module, "fused", count, tuple(matrices), strong=False)
+
+
+def _alike(module: nn.Module) -> tuple[str, ...]:
+    """Paths of at least two children with equal parameters that together hold every parameter of `module`."""
+    holders = [("", module), *((f"{key}.", child) for key, child in module.named_children())]
+    for prefix, holder in holders:
+        if not isinstance(holder, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        children = {f"{prefix}{key}": child for key, child in holder.named_children() if _signature(child)}
+        signatures = [_signature(child) for child in children.values()]
+        if len(children) < 2 or any(s != signatures[0] for s in signatures):
+            continue
+        if sum(1 for _ in module.parameters()) == sum(len(s) for s in signatures):
+            return tuple(children)
+    return ()
+
+
+def _signature(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+def _arguments(module: nn.Module) -> int:
+    """How many positional arguments the forward takes."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _answer(candidate: Candidate, known: dict[Any, Answer]) -> Answer:
+    module = candidate.module
+    numbers = tuple(
+        (key, value)
+        for part in module.modules()
+        for key, value in vars(part).items()
+        if isinstance(value, (int, float, str))
+    )
+    config = id(getattr(module, "config", None))  # what chooses between implementations
+    key = (type(module), candidate.kind, candidate.count, _signature(module), numbers, config)
+    if key not in known:
+        if _arguments(module) < 3:
+            known[key] = (
+                Rejected("its forward does not take tokens, the experts of each token and their weights"),
+                {},
+            )
+        else:
+            answer = probe(candidate)
+            known[key] = (answer, inner_cuts(candidate, answer) if isinstance(answer, Found) else {})
+    return known[key]

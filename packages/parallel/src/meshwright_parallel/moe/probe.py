@@ -1,0 +1,252 @@
+"""Is a module what expert parallelism needs? Found by running a small copy of it, whatever it is called.
+
+What must hold, for tokens x [N, H], an assignment and weights:
+
+- every row of the output depends on its own token only, and on the experts that its assignment names (experts that are
+  not named may hold anything, here NaN; gradients reach the named ones only);
+- the slots of a token add up: a token with two experts is the sum of two tokens with one expert each;
+- the module works with another number of experts, once its integer attributes say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from meshwright_parallel.moe.probe_model import Candidate, Sample, fused_count, sample_of
+
+Tensor = torch.Tensor
+Style = Literal["index", "mask"]
+
+LIMIT_BYTES = 4 * 2**30
+"""Largest copy that is made to probe a module."""
+GRADIENT_BYTES = 2**28
+"""Largest copy of which gradients are computed too."""
+MANY = 64
+"""Rows for one expert, more than a capacity gives it."""
+TOLERANCE = 1e-4
+"""Of the largest value: sums in another order; a wrong combination is off by its whole size."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a module was proved to be.
+
+    Args:
+        assignment: form of its assignment.
+        attributes: those that hold the number of experts.
+        width: size of a token.
+    """
+
+    assignment: Style
+    attributes: tuple[str, ...]
+    width: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Why a module cannot be dispatched."""
+
+    reason: str
+
+
+def probe(candidate: Candidate) -> Found | Rejected:
+    """Run a copy of the module; random numbers of the caller are left as they were.
+
+    A small copy with the same proportions is tried first; where that proves nothing, one of the full size.
+    """
+    answer = Rejected("it was not run")
+    with kept_generator():
+        for factor in dict.fromkeys((candidate.reduction(), 1)):
+            copies = 3 if candidate.kind == "container" else fused_count(candidate.count)
+            size = candidate.expert_bytes() * copies
+            if factor == 1 and size > LIMIT_BYTES:
+                limit = f"more than {LIMIT_BYTES // 2**30} GiB"
+                return Rejected(
+                    f"{answer.reason} in a small copy, and one of full size would take {size / 2**30:.1f} GiB, {limit}"
+                )
+            found = _probe(candidate, factor, factor > 1 or size <= GRADIENT_BYTES)
+            if isinstance(found, Found):
+                return found
+            answer = found
+    return answer
+
+
+def _probe(candidate: Candidate, factor: int, gradients: bool) -> Found | Rejected:
+    reason = "its forward runs for no form of (tokens, assignment, weights) that is known"
+    for attributes in _attribute_sets(candidate):
+        generator = torch.Generator().manual_seed(0)
+        sample = sample_of(candidate, attributes, factor, generator)
+        for width, style, dims in itertools.product(sample.widths(), ("index", "mask"), (2, 3)):
+            trial = _Trial(sample, width, style, dims, generator)
+            if trial.runs():
+                broken = trial.broken(gradients)
+                if broken is None:
+                    return Found("mask" if style == "mask" else "index", attributes, width * factor)
+                reason = broken
+    return Rejected(reason)
+
+
+def _attribute_sets(candidate: Candidate) -> Iterator[tuple[str, ...]]:
+    """Which attributes hold the number of experts: all that are equal to it, or one of them, or none."""
+    if candidate.kind == "container":
+        yield ()
+        return
+    equal = candidate.attributes()
+    tried: set[tuple[str, ...]] = set()
+    for names in (tuple(equal), *((name,) for name in equal), ()):
+        if names not in tried:
+            tried.add(names)
+            yield names
+
+
+class _Trial:
+    """Calls of a sample with tokens of one width and number of dims, and one form of assignment."""
+
+    def __init__(self, sample: Sample, width: int, style: str, dims: int, generator: torch.Generator) -> None:
+        self.sample, self.style, self.dims = sample, style, dims
+        self.x = torch.randn(4, width, generator=generator)
+        self.w = torch.rand(4, 2, generator=generator) + 0.5
+        # two experts in turn; the third, where there is one, is named by no token
+        self.first, self.second = sample.used[-1], sample.used[-2]
+        self.chosen = torch.tensor([self.first, self.second, self.first, self.second])
+        self.other = torch.tensor([self.second, self.first, self.second, self.first])
+
+    def assignment(self, *slots: Tensor) -> Tensor:
+        """[N, k] or [N, 1, E] for k slots of each token."""
+        if self.style == "index":
+            return torch.stack(slots, 1)
+        return sum(torch.nn.functional.one_hot(s, self.sample.count) for s in slots)[:, None]  # type: ignore[index]
+
+    def runs(self) -> bool:
+        """Whether the forward takes these arguments and returns a row for every token."""
+        try:
+            with torch.no_grad():
+                self.out = self._run(self.x, self.assignment(self.chosen), self.w[:, :1])
+        except Exception:  # whatever a module says to arguments that are not meant for it
+            return False
+        return isinstance(self.out, Tensor) and self.out.shape == self.x.shape
+
+    def broken(self, gradients: bool) -> str | None:
+        """What does not hold, or None."""
+        try:
+            with torch.no_grad():
+                reason = self._rows() or self._slots() or self._experts() or self._draws()
+            return reason or (self._gradients() if gradients else None)
+        except Exception as error:  # a property that cannot even be run does not hold
+            return f"a probe of it raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+    def _call(self, rows: Any = slice(None)) -> Tensor:
+        return self._run(self.x[rows], self.assignment(self.chosen)[rows], self.w[rows, :1])  # type: ignore[no-any-return]
+
+    def _run(self, x: Tensor, assignment: Tensor, weights: Tensor) -> Any:
+        out = self.sample.module(x if self.dims == 2 else x[None], assignment, weights)
+        return out if self.dims == 2 else out[0]
+
+    def _rows(self) -> str | None:
+        if not torch.isfinite(self.out).all() or not self.out.abs().sum() > 0:
+            return "its output is not finite, or nothing"
+        for rows in ([2, 0, 3, 1], [1, 2], [3]):
+            if not _close(self._call(rows), self.out[rows]):
+                return "a row of its output depends on other rows"
+        if not _close(self.out, self._run(self.x, self.assignment(self.chosen), self.w[:, :1])):
+            return "two equal calls differ"
+        if self.dims == 3 and self._mixes_sequences():
+            return "a row of its output depends on how rows are divided into sequences"
+        return None
+
+    def _mixes_sequences(self) -> bool:
+        """Whether tokens [2, 2, H] give anything else than the same tokens as [1, 4, H], which they are made in a run."""
+        assignment, weights = self.assignment(self.chosen), self.w[:, :1]
+        try:
+            out = self.sample.module(self.x.view(2, 2, -1), assignment, weights)
+        except Exception:  # then nobody calls it so
+            return False
+        return not _close(out.reshape(self.out.shape), self.out)
+
+    def _slots(self) -> str | None:
+        two = self.w if self.style == "index" else self.w[:, :1]
+        both = self._run(self.x, self.assignment(self.chosen, self.other), two)
+        last = self._run(self.x, self.assignment(self.other), two[:, -1:])
+        if not _close(both, self.out + last):
+            return "the output of a token with two experts is not the sum of those with one"
+        return None
+
+    def _experts(self) -> str | None:
+        for expert in self.sample.used:
+            named = (self.chosen == expert)[:, None].expand_as(self.out)
+            held = [part.clone() for part in self.sample.parts[expert]]
+            for part in self.sample.parts[expert]:
+                part.fill_(float("nan"))
+            out = self._call()
+            for part, values in zip(self.sample.parts[expert], held, strict=True):
+                part.copy_(values)
+            if torch.isnan(out[~named]).any() or not _close(out[~named], self.out[~named]):
+                return "a row depends on experts that its assignment does not name"
+            if named.any() and not torch.isnan(out[named]).all():
+                return "a row does not depend on the expert that its assignment names"
+        return None
+
+    def _draws(self) -> str | None:
+        """What is done while training only: one device draws for all rows of an expert at once, which ranks that each have
+        some cannot repeat; nor can they count together, or drop what is beyond a capacity."""
+        module, before = self.sample.module, torch.get_rng_state()
+        buffers = {name: b.clone() for name, b in module.named_buffers()}
+        module.train()
+        many = self._call([0] * MANY)
+        module.eval()
+        if not torch.equal(before, torch.get_rng_state()):
+            return "it draws random numbers while training (dropout inside the experts); set their probability to 0"
+        if not _close(many, self.out[[0] * MANY]):
+            return "while training, a row of its output depends on other rows (a capacity of experts?)"
+        changed = [name for name, b in module.named_buffers() if not torch.equal(b, buffers[name])]
+        if changed:
+            return f"it writes to its buffer {changed[0]}, which ranks with other rows would write otherwise"
+        return None
+
+    def _gradients(self) -> str | None:
+        parameters = list(self.sample.module.parameters())
+        for parameter in parameters:
+            parameter.requires_grad_()
+        with torch.enable_grad():
+            self._call().square().sum().backward()
+        touched = {
+            expert: any(_reached(part, parameters) for part in parts)
+            for expert, parts in self.sample.parts.items()
+        }
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.requires_grad_(False)
+        wanted = {expert: expert in (self.first, self.second) for expert in self.sample.parts}
+        return None if touched == wanted else "gradients reach other experts than the assignment names"
+
+
+def _reached(part: Tensor, parameters: list[torch.nn.Parameter]) -> bool:
+    """Whether the gradient of the memory that `part` shows is anything else than zero."""
+    for parameter in parameters:
+        if (
+            parameter.grad is not None
+            and parameter.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        ):
+            window = parameter.grad.reshape(-1)[part.storage_offset() : part.storage_offset() + part.numel()]
+            return bool(window.abs().sum() > 0)
+    return False
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * max(float(b.abs().max()), 1e-6))
+
+
+@contextmanager
+def kept_generator() -> Iterator[None]:
+    """Leave random numbers of the caller as they were."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,1 @@
+"""Gradient clipping, gradient scaling, and optimizer steps on sharded parameters."""

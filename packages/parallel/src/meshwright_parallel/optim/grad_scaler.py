@@ -1,0 +1,55 @@
+"""Loss scaling for fp16 over any mesh: all ranks skip a step, or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor.comm.log import record
+from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_parallel._torch.core import local_of, unscale_in_place
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for parameters that lie anywhere: the same methods, the same loop.
+
+    A rank sees only its parts of the gradients, so whether any of them is inf or nan is asked of all ranks of their meshes.
+
+    Args:
+        device: type of device that the model is on; by default cuda where there is one, else cpu.
+        the others: as for torch.amp.GradScaler.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        here = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(here, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
+        found = unscale_in_place(gradients, inv_scale, found_inf)
+        for mesh in {p.device_mesh for p in parameters if isinstance(p, DTensor)}:
+            names = tuple(mesh.mesh_dim_names or ())
+            everyone = mesh.size() == dist.get_world_size()
+            record("all_reduce", "+".join(names), found.element_size(), "backward", function="GradScaler")
+            group = None if everyone else group_over(mesh, names)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return {found.device: found}

@@ -1,0 +1,88 @@
+"""What stock optimizers and `load_state_dict` need on a parallel model: states and values that lie as the parameters do."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
+from meshwright_dtensor.stored.permuted import PermutedDTensor, layout_in_runs, like_parameter
+from meshwright_parallel.optim.local_step import ELEMENTWISE, NUMBERS, take_over, twin_of
+from meshwright_parallel.optim.whole_step import whole_twin_of
+
+
+@cache
+def attend_to_steps() -> None:
+    """From now on, optimizer states loaded from one device are laid over the mesh before the next step, and steps that go
+    element by element run on local tensors, those that look at whole matrices on whole tensors.
+
+    Torch offers no other place: an optimizer is made by the user and fills its states with the loaded tensors as they are.
+    """
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if not any(isinstance(p, MeshParameter) for group in optimizer.param_groups for p in group["params"]):
+        return None
+    _lay_out(optimizer)
+    if not args or args[0] is not optimizer:
+        return None
+    twin = twin_of(optimizer) or whole_twin_of(optimizer)
+    return None if twin is None else ((twin, *args[1:]), kwargs)
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if (
+        args
+        and args[0] is not optimizer
+        and type(args[0]) is type(optimizer)
+        and type(optimizer) in ELEMENTWISE
+    ):
+        take_over(optimizer, args[0])
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, entries in optimizer.state.items():
+        if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
+            continue
+        settled = MeshValue if layout_in_runs(parameter) is None else PermutedDTensor
+        for key, value in entries.items():
+            if type(value) is settled:
+                continue
+            if not isinstance(value, torch.Tensor) or key == "step":
+                continue
+            if key in NUMBERS and not value.dim() and not isinstance(value, DTensor):
+                continue  # also of a parameter that is one number itself
+            same_shape = value.shape == parameter.shape
+            if isinstance(value, DTensor):  # what a checkpoint brings is stock, and in true order
+                in_order = layout_in_runs(parameter) is not None and layout_in_runs(value) is None
+                entries[key] = (
+                    like_parameter(value, parameter) if in_order and same_shape else mesh_value(value)
+                )
+            elif same_shape:
+                entries[key] = mesh_value(like_parameter(value, parameter))
+
+
+def refuse_assignment(model: nn.Module) -> None:
+    """Make `load_state_dict(assign=True)` raise: it would put plain parameters in the place of those over the mesh."""
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_refuse)
+
+
+def _refuse(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+) -> None:
+    if local_metadata.get("assign_to_params_buffers"):
+        raise UnsupportedError(
+            "load_state_dict(assign=True) would replace parameters that lie over a mesh by plain ones, which the optimizer "
+            "and the gradient reduction do not know; use assign=False: whole values are copied into each rank's part"
+        )

@@ -1,0 +1,1 @@
+"""Where inputs and parameters are placed, which models are parallel, and how that is undone."""

@@ -1,0 +1,141 @@
+"""Recomputation: chosen modules keep their inputs only, and run again when the backward pass needs what they computed.
+
+The module runs under the hooks that it always has, so that targets of the plan, random numbers, buffers and collectives
+of the second run are those of the first, on every rank alike. Torch's non-reentrant checkpointing does the book-keeping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase as NORMS
+
+from meshwright_dtensor.dispatch.planned_calls import FRAMES, Frame
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
+from meshwright_parallel._torch.checkpoint import Region, recomputed_region
+from meshwright_parallel.recompute.argument_copies import ArgumentCopies, version_of
+
+_ATTRIBUTE = "_meshwright_recompute"
+
+
+def recomputed_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, RecomputeRule]:
+    """Name -> rule of the modules that are recomputed: of nested ones the outermost, and never the model itself.
+
+    A module without a forward never runs, so it is none of them; its parts may be.
+
+    Raises:
+        PlanError: a rule matches no module.
+    """
+    chosen: dict[str, RecomputeRule] = {}
+    used: set[RecomputeRule] = set()
+    for name, module in model.named_modules():
+        rule = next((r for r in plan.recompute if name and r.matches(name)), None)
+        if rule is None:
+            continue
+        used.add(rule)
+        if has_forward(module) and not any(name.startswith(f"{outer}.") for outer in chosen):
+            chosen[name] = rule
+    for index, rule in enumerate(plan.recompute):
+        if rule not in used and not any(rule.matches(name) for name in chosen):
+            what = f"no module of this {type(model).__name__} matches"
+            raise PlanError(f"recompute[{index}].pattern", rule.pattern, what)
+    return chosen
+
+
+def install_recompute(model: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
+    """Recompute what `plan.recompute` names; call it before other hooks are put on the modules."""
+    for name, rule in recomputed_modules(model, plan).items():
+        module = model.get_submodule(name)
+        module.__dict__[_ATTRIBUTE] = _Recomputed(device, rule.policy)
+        module.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_end, always_call=True)
+
+
+class _Recomputed:
+    """The running calls of one module, and whether the one that runs is itself a second run."""
+
+    def __init__(self, device: torch.device, policy: str) -> None:
+        self.device, self.policy = device, policy
+        self.again = False
+        self.running: list[tuple[Region, _Call] | None] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
+        return _Recomputed(self.device, self.policy)
+
+
+class _Call:
+    """One call of a module: what it takes to run it once more."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        self.arguments = ArgumentCopies(args, kwargs)
+        self.before = {
+            (part, name): (buffer, version_of(buffer), buffer.clone())
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+        }
+
+    def finished(self) -> None:
+        """The call is over: keep only those buffers that it has written to."""
+        self.arguments.finished()
+        self.before = {
+            (part, name): entry
+            for (part, name), entry in self.before.items()
+            # torch writes running statistics without counting it
+            if isinstance(part, NORMS)
+            or part._buffers.get(name) is not entry[0]
+            or version_of(entry[0]) != entry[1]
+        }
+
+    def run(self) -> None:
+        """Run the module once more, on what it was given then."""
+        state = self.module.__dict__[_ATTRIBUTE]
+        state.again, before = True, state.again
+        FRAMES.stack.append(Frame("", {}))  # whatever runs around a backward pass is not the caller
+        depth = len(FRAMES.stack)
+        try:
+            with self._buffers(), self.arguments.once_more(type(self.module).__name__) as (args, kwargs):
+                self.module(*args, **kwargs)
+        finally:
+            del FRAMES.stack[depth - 1 :]
+            state.again = before
+
+    @contextlib.contextmanager
+    def _buffers(self) -> Iterator[None]:
+        """The buffers that the first run changed, as they were before it; what the second makes of them is dropped."""
+        now = {(part, name): part._buffers[name] for part, name in self.before}
+        for (part, name), (_, _, old) in self.before.items():
+            part._buffers[name] = old.clone()
+        try:
+            yield
+        finally:
+            for (part, name), buffer in now.items():
+                part._buffers[name] = buffer
+
+
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    state: _Recomputed = module.__dict__[_ATTRIBUTE]
+    if state.again or not torch.is_grad_enabled():
+        state.running.append(None)
+        return
+    call = _Call(module, args, kwargs)
+    region = recomputed_region(call.run, state.device, state.policy)
+    state.running.append((region, call))
+    next(region)
+
+
+def _end(module: nn.Module, args: Any, output: Any) -> None:
+    state: _Recomputed = module.__dict__[_ATTRIBUTE]
+    running = state.running.pop() if state.running else None
+    if running is None:
+        return
+    region, call = running
+    call.finished()
+    with contextlib.suppress(StopIteration):
+        next(region)

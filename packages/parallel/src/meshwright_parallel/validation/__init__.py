@@ -1,0 +1,1 @@
+"""What a plan, a model or an optimizer must satisfy, and what is refused."""

@@ -1,0 +1,1 @@
+"""verify(): compare a parallel run with one device."""

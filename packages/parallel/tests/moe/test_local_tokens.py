@@ -1,0 +1,201 @@
+"""Experts of tokens that stay, on real ranks: where rows are divided and experts are not, nothing of a token travels."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from moe_models import (
+    EXPERTS,
+    Container,
+    Dropping,
+    Fused,
+    Masked,
+    Mixing,
+    Problems,
+    Sequences,
+    differences,
+    full,
+    mixture,
+    plan_for,
+    tokens,
+)
+from torch import nn
+
+from meshwright_dtensor.comm.log import CommEvent, communication
+from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan, RecomputeRule
+from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_parallel import parallelize
+from meshwright_parallel.api import parallelize as parallelize_module
+from meshwright_parallel.moe import detect
+from meshwright_parallel.moe.probe import Rejected
+
+KINDS: dict[str, type[nn.Module]] = {
+    "fused": Fused,
+    "container": Container,
+    "masked": Masked,
+    "sequences": Sequences,
+    "mixing": Mixing,
+    "dropping": Dropping,
+}
+DP: dict[str, Any] = {"degrees": {"dp": 2}}
+ZERO: dict[str, Any] = {"degrees": {"zero": 2}, "zero": {"stage": 3}}
+HYBRID: dict[str, Any] = {"degrees": {"dp": 2, "zero": 2}, "zero": {"stage": 2}}
+TP: dict[str, Any] = {
+    "degrees": {"dp": 2, "tp": 2},
+    "parameters": [
+        {"pattern": "*.experts.up", "placement": {"tp": "S(2)"}},
+        {"pattern": "*.experts.up_bias", "placement": {"tp": "S(1)"}},
+        {"pattern": "*.experts.down", "placement": {"tp": "S(1)"}},
+    ],
+}
+
+
+def plan(fields: dict[str, Any], **more: Any) -> ParallelPlan:
+    world = 1
+    for degree in fields["degrees"].values():
+        world *= degree
+    return ParallelPlan(world_size=world, **fields, **more)
+
+
+def lopsided(rows: int) -> dict[str, torch.Tensor]:
+    """A batch whose first half is one token again and again: the experts of the second half are idle there."""
+    batch = tokens(rows, seed=rows)
+    batch["ids"][: rows // 2] = 7
+    return batch
+
+
+def travelling(events: list[CommEvent]) -> set[tuple[str, str, str]]:
+    """What moves on data axes because of experts, and anything there that gathers or exchanges but for parameters."""
+    return {
+        (e.axis, e.kind, e.function)
+        for e in events
+        if e.axis not in ("tp", "ep")
+        and e.function not in ("data", "zero")
+        and (".experts" in e.module or e.kind != "all_reduce")
+        and e.why != "which experts have rows"
+    }
+
+
+def steps(rank: int, world_size: int, kind: str, fields: dict[str, Any], top: int = 2) -> dict[str, Any]:
+    """Three AdamW steps, of batches that divide over all axes, or not, beside one device; what travelled in the last."""
+    single = mixture(KINDS[kind], top)
+    model = copy.deepcopy(single)
+    shared = plan_for(model, {"ep": 2}) if "ep" in fields["degrees"] else None
+    more = {} if shared is None else {"experts": shared.experts, "parameters": shared.parameters}
+    parallelize(model, plan(fields, **more))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
+    wrong: Problems = []
+    moved: set[tuple[str, str, str]] = set()
+    for step, batch in enumerate((tokens(3), tokens(4, same=True), lopsided(8))):
+        scores = single.blocks[0].router(single.norm(single.embed(batch["ids"])))
+        seen = [set(half.argmax(-1).flatten().tolist()) for half in scores.chunk(2)]
+        losses, moved = [], set()
+        for m in (model, single):
+            torch.manual_seed(step)
+            with communication() as log:
+                loss = m(**batch).loss
+                loss.backward()
+            losses.append(float(full(loss)))
+            moved |= travelling(log.events)  # of one device: nothing
+        if abs(losses[0] - losses[1]) > 1e-6:
+            wrong.append((f"loss {step}", abs(losses[0] - losses[1])))
+        wrong += differences(model, single, "gradient")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    wrong += differences(model, single, "value", 1e-4)  # Adam divides small gradients by themselves
+    return {"wrong": wrong, "moved": moved, "seen": seen}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "top"),
+    [
+        ("fused", DP, 2),
+        ("container", DP, 1),
+        ("masked", DP, 2),
+        ("sequences", DP, 2),
+        ("container", ZERO, 1),
+        ("container", {"degrees": {"zero": 2, "ep": 2}, "zero": {"stage": 3}}, 1),
+        ("fused", HYBRID, 2),
+        ("fused", TP, 2),
+    ],
+    ids=[
+        "fused-dp",
+        "container-dp",
+        "masked-dp",
+        "sequences-dp",
+        "container-zero3",
+        "container-zero3-ep",
+        "fused-dp-zero2",
+        "fused-dp-tp",
+    ],
+)
+def test_training_is_that_of_one_device_and_no_token_travels(
+    rank_pool: RankPool, kind: str, fields: dict[str, Any], top: int
+) -> None:
+    for told in rank_pool.run(plan(fields).world_size, steps, kind, fields, top):
+        assert not told["wrong"]
+        assert not told["moved"]
+        first, second = told["seen"]
+        assert second - first, "some experts have tokens of one rank only"
+
+
+def rejecting(rank: int, world_size: int) -> dict[str, Any]:
+    kept = detect.probe
+    try:
+        detect.probe = lambda candidate: Rejected("for this test")  # type: ignore[assignment]
+        return steps(rank, world_size, "fused", DP)
+    finally:
+        detect.probe = kept
+
+
+def test_what_the_probe_rejects_is_gathered_and_right(rank_pool: RankPool) -> None:
+    for told in rank_pool.run(2, rejecting):
+        assert not told["wrong"] and told["moved"]
+    for kind in ("mixing", "dropping"):
+        for told in rank_pool.run(2, steps, kind, DP):
+            assert not told["wrong"] and told["moved"]
+
+
+def trusting(rank: int, world_size: int) -> Problems:
+    """Experts whose rows depend on each other, run apart against what the probe says."""
+    kept, rule = parallelize_module.modules_apart, ExpertsRule(module="blocks.*.experts", count=EXPERTS)
+    try:
+        parallelize_module.modules_apart = lambda *_: {f"blocks.{b}.experts": rule for b in (0, 1)}
+        return steps(rank, world_size, "mixing", DP)["wrong"]  # type: ignore[no-any-return]
+    finally:
+        parallelize_module.modules_apart = kept
+
+
+def test_rows_that_depend_on_each_other_would_be_seen(rank_pool: RankPool) -> None:
+    for wrong in rank_pool.run(2, trusting):
+        assert len(wrong) > 5
+
+
+def used(rank: int, world_size: int, fields: dict[str, Any]) -> list[Any]:
+    """Evaluation, a second run of what holds the experts, of a part of them, and a copy of the parallel model."""
+    found: list[Any] = []
+    for pattern in ("blocks.*", "blocks.*.experts", "blocks.*.experts.*"):
+        single = mixture(Container)
+        first = copy.deepcopy(single)
+        parallelize(first, plan(fields, recompute=(RecomputeRule(pattern=pattern),)))
+        model = copy.deepcopy(first)
+        for m in (model, single):
+            m(**tokens()).loss.backward()
+        found += differences(model, single, "gradient")
+        found += [n for n, p in first.named_parameters() if p.grad is not None]
+    for m in (model, single):
+        m.eval()
+    with torch.no_grad():
+        out = model(**tokens()).logits
+    if float((full(out) - single(**tokens()).logits).abs().max()) > 1e-6:
+        found.append("eval")
+    return found
+
+
+def test_second_runs_evaluation_and_copies(rank_pool: RankPool) -> None:
+    for found in rank_pool.run(2, used, DP):
+        assert not found

@@ -1,0 +1,78 @@
+"""A model taken off its plan is what it was, and keeps what users have changed since."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_parallel import parallelize
+from meshwright_parallel._torch.core import module_parts
+from meshwright_parallel.placement.unparallelize import take_off
+
+
+class Net(nn.Module):
+    """Two layers, a tied weight and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def described(model: nn.Module) -> list[Any]:
+    """Attributes and parts of every module: all of it by name, values by type."""
+    found: list[Any] = []
+    for module in model.modules():
+        parts = module_parts(module)
+        names = sorted(name for name in vars(module) if name not in parts)
+        found.append((names, {name: [str(key) for key in part] for name, part in parts.items()}))
+    return found
+
+
+def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    before = described(model)
+    parallelize(model, plan)
+    model(torch.ones(4, 8)).sum().backward()
+    mean = model.norm.running_mean.clone()
+    again = take_off(model)
+    assert described(model) == before
+    assert model.first.weight is model.last.weight and not again.lost
+    assert torch.equal(model.norm.running_mean, mean) and mean.any()
+    with pytest.raises(UsageError, match="has not been parallelized"):
+        take_off(model)
+    again.put_back()
+    model.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    assert model.first.weight.grad is not None
+    calls = []
+    model.first.register_forward_hook(lambda *_: calls.append(1))
+    model.first.weight.requires_grad_(False)
+    model.eval()
+    model.name = "mine"  # type: ignore[assignment]
+    take_off(model)
+    assert not model.training and model.name == "mine" and not model.first.weight.requires_grad
+    assert isinstance(model.first.weight, nn.Parameter) and model.last.bias.requires_grad
+    model(torch.ones(4, 8))
+    assert calls == [1]
+    parallelize(model, plan)
+    model.first.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(UsageError, match=r"'first.extra' was put in"):
+        take_off(model)
+    assert model.parallel_plan == plan
+
+
+def test_a_model_is_taken_off_its_plan(rank_pool: RankPool) -> None:
+    rank_pool.run(2, taken_off, ParallelPlan(world_size=2, degrees={"zero": 2}, zero={"stage": 3}))
