@@ -22,7 +22,7 @@ from torch import nn
 import meshwright as mw
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_planner.calibration.counting import Counting
+from meshwright_planner.calibration.live_bytes import Counting
 
 ERROR = 0.05
 ROWS, LENGTH, VOCABULARY = 8, 64, 512

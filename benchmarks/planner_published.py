@@ -25,9 +25,9 @@ from torch import nn
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_planner.machines.known import named
-from meshwright_planner.profile.batch import Batch
-from meshwright_planner.profile.fusion import fused_saving
+from meshwright_planner.clusters.registry import named
+from meshwright_planner.cost.fusion import fused_saving
+from meshwright_planner.trace.batch import Batch
 
 TITAN = (  # GPUs, compiled, published tokens per second and GPU (FACTS.md; torchtitan, docs/performance.md)
     (8, False, 5762),

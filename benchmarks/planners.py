@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright_dtensor.strategy.planner import PlanRequest
-from meshwright_planner.reports.comparing import compare
+from meshwright_planner.reports.compare_planners import compare
 
 PLANNERS = ("eager", "alpa", "mcmc")
 

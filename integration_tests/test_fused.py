@@ -18,7 +18,7 @@ from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.sharding.intervals import Runs
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.clusters.registry import LAPTOP_CPU
 
 LAYERS, WIDTH = 2, 64
 EVEN = replace(LAPTOP_CPU, name="even", links=(LinkLevel("loopback", 0, 1e-12, 1e8),), launch_s=0.0)

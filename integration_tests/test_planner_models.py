@@ -14,7 +14,7 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize
 from meshwright_planner import plan
-from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.clusters.registry import LAPTOP_CPU
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -16,10 +16,10 @@ from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 from meshwright_planner.search.candidate import Candidate
+from meshwright_planner.search.configuration import Point
+from meshwright_planner.search.context import SHARED
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.floor import Floor
-from meshwright_planner.search.points import Point
-from meshwright_planner.search.setting import SHARED
+from meshwright_planner.search.lower_bound import Floor
 
 
 def every(search: Search) -> Iterator[Candidate]:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_planner.machines.known import DGX_H100, LAPTOP_CPU
+from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 from meshwright_planner.simulation import simulate
 
 SAME = 1e-3

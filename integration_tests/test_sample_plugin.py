@@ -229,7 +229,7 @@ def test_the_picture_says_what_its_timeline_does_not_know(
     from matplotlib.axes import Axes
 
     from meshwright.commands.picture import draw
-    from meshwright_planner.machines.known import LAPTOP_CPU
+    from meshwright_planner.clusters.registry import LAPTOP_CPU
 
     said: list[str] = []
     write = Axes.set_xlabel

@@ -16,9 +16,9 @@ from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
-from meshwright_planner.machines.file import write
-from meshwright_planner.machines.known import named
-from meshwright_planner.search.setting import allowing
+from meshwright_planner.clusters.file import write
+from meshwright_planner.clusters.registry import named
+from meshwright_planner.search.context import allowing
 
 
 def kinds(plans: list[ParallelPlan]) -> list[ParallelPlan]:

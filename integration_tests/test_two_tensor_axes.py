@@ -20,7 +20,7 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.clusters.registry import LAPTOP_CPU
 
 AXES = ("tp_outer", "tp")
 

@@ -17,8 +17,8 @@ from meshwright.commands import options, plan
 from meshwright.sources import resolve
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_planner.api import plan as plan_function
-from meshwright_planner.machines.file import write
-from meshwright_planner.machines.known import LAPTOP_CPU
+from meshwright_planner.clusters.file import write
+from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.planners.eager import EagerPlanner
 
 Run = Callable[..., tuple[int, str, str]]

@@ -21,7 +21,7 @@ from meshwright_dtensor.errors import (
 )
 from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
-from meshwright_planner.costs import operations
+from meshwright_planner.cost import operations
 
 FIRST_PARTY = {"plan", "explain", "simulate", "trial", "verify", "train", "plugins", "doctor"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright_planner.calibration.counting import Counting
+from meshwright_planner.calibration.live_bytes import Counting
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:

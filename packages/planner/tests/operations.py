@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner import profile_model
-from meshwright_planner.costs.products import backward_flops, by_name, forward_flops
-from meshwright_planner.profile.batch import Batch
-from meshwright_planner.profile.recording import record
+from meshwright_planner.trace.batch import Batch
+from meshwright_planner.trace.flops import backward_flops, by_name, forward_flops
+from meshwright_planner.trace.record import record
 
 BOOK = RuleBook.first_party()
 

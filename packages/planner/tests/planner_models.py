@@ -23,7 +23,7 @@ from meshwright_dtensor.strategy.strategy import (
     divisors,
 )
 from meshwright_planner import EagerPlanner, ManualPlanner
-from meshwright_planner.machines.known import DGX_H100, LAPTOP_CPU
+from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 
 
 class Mlp(nn.Module):

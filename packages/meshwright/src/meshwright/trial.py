@@ -133,7 +133,7 @@ class TrialPlanner(Planner):
 
         from meshwright_dtensor.deferred.materialize import has_values
         from meshwright_planner.planners.eager import EagerPlanner
-        from meshwright_planner.profile.batch import Batch
+        from meshwright_planner.trace.batch import Batch
 
         if not all(has_values(p) for p in model.parameters()):
             raise UsageError(

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from meshwright_planner.api import plan
     from meshwright_planner.planners.eager import EagerPlanner
     from meshwright_planner.planners.manual import ManualPlanner
-    from meshwright_planner.profile.table import ModelProfile, ModuleProfile, profile_model
     from meshwright_planner.reports.explain import explain
+    from meshwright_planner.reports.module_profile import ModelProfile, ModuleProfile, profile_model
 
 __all__ = [
     "EagerPlanner",
@@ -29,9 +29,9 @@ _EXPORTS = MappingProxyType(
         "explain": "reports.explain",
         "EagerPlanner": "planners.eager",
         "ManualPlanner": "planners.manual",
-        "ModelProfile": "profile.table",
-        "ModuleProfile": "profile.table",
-        "profile_model": "profile.table",
+        "ModelProfile": "reports.module_profile",
+        "ModuleProfile": "reports.module_profile",
+        "profile_model": "reports.module_profile",
     }
 )
 

@@ -37,12 +37,12 @@ def meshwright_cost_models() -> Iterator[CostModelSpec]:
     """The cost models of this package."""
     yield CostModelSpec(
         name="roofline",
-        target="meshwright_planner.costs.models:Roofline",
+        target="meshwright_planner.cost.cost_models:Roofline",
         summary="datasheet peaks with the efficiencies of the cluster, whatever was measured",
     )
     yield CostModelSpec(
         name="measured",
-        target="meshwright_planner.costs.models:Measured",
+        target="meshwright_planner.cost.cost_models:Measured",
         summary="the curves of `meshwright calibrate`; refuses a cluster that was not measured",
     )
 
@@ -50,7 +50,9 @@ def meshwright_cost_models() -> Iterator[CostModelSpec]:
 @hookimpl
 def meshwright_clusters() -> Iterator[ClusterSpec]:
     """The clusters of this package, a file each."""
-    from meshwright_planner.machines.known import PROFILES
+    from meshwright_planner.clusters.registry import PROFILES
 
     for attribute, (name, summary) in PROFILES.items():
-        yield ClusterSpec(name=name, target=f"meshwright_planner.machines.known:{attribute}", summary=summary)
+        yield ClusterSpec(
+            name=name, target=f"meshwright_planner.clusters.registry:{attribute}", summary=summary
+        )

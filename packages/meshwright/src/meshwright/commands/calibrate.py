@@ -51,7 +51,7 @@ def command(
     numbers = _numbers(sizes, _devices())
     import torch
 
-    from meshwright_planner.calibration.machine import Together, alone, joined
+    from meshwright_planner.calibration.profile import Together, alone, joined
 
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as folder:
         found = []
@@ -75,7 +75,7 @@ def _as_rank(output: Path, name: str, part: Path | None, as_json: bool) -> int:
     import torch.distributed as dist
 
     import meshwright as mw
-    from meshwright_planner.calibration.machine import alone, beside, joined
+    from meshwright_planner.calibration.profile import alone, beside, joined
 
     mw.init()
     together = beside(_divided)
@@ -120,7 +120,7 @@ def _numbers(text: str | None, most: int) -> list[int]:
 
 def _finish(cluster: object, output: Path, as_json: bool) -> None:
     from meshwright_dtensor.cluster.cluster import Cluster
-    from meshwright_planner.machines.file import write
+    from meshwright_planner.clusters.file import write
 
     assert isinstance(cluster, Cluster)
     write(cluster, output)

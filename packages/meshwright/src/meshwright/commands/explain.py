@@ -137,7 +137,7 @@ def command(
 
         draw(loaded, machine, state.host, png)
     if html is not None:
-        from meshwright_planner.reports.page import page
+        from meshwright_planner.reports.html import page
 
         html.write_text(page(loaded, cluster=machine, host=state.host), encoding="utf-8")
     if as_json and report:
@@ -156,7 +156,7 @@ def command(
 
 def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | None:
     """The cluster of the plan; None where it is not known, or was found at hand, and none is named."""
-    from meshwright_planner.machines.known import cluster_of
+    from meshwright_planner.clusters.registry import cluster_of
 
     wanted = name or plan.provenance.cluster
     if wanted is None:
@@ -172,7 +172,7 @@ def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | No
 def _check(state: State, plan: ParallelPlan, chosen: ModelChoice) -> str:
     """What the plan was checked against, in words. Raises PlanError or UsageError where it does not fit."""
     from meshwright_parallel.validation.fit import check_fit
-    from meshwright_planner.profile.batch import Batch
+    from meshwright_planner.trace.batch import Batch
 
     model, batch = chosen.source().to_plan()
     check_fit(model, plan, batch, state.host, plan.world_size)
@@ -189,9 +189,9 @@ def _why_not(
     changes: Mapping[str, str | None],
     as_json: bool,
 ) -> None:
-    from meshwright_planner.machines.known import cluster_of
-    from meshwright_planner.profile.batch import Batch
-    from meshwright_planner.reports.whynot import check_names, parse_pins, request_of, why_not
+    from meshwright_planner.clusters.registry import cluster_of
+    from meshwright_planner.reports.why_not import check_names, parse_pins, request_of, why_not
+    from meshwright_planner.trace.batch import Batch
 
     wanted = [parse_pins(pins) for pins in questions]
     request = request_of(plan, **changes)

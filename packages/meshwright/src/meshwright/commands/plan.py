@@ -97,7 +97,7 @@ def command(
         click.echo(json.dumps(data if top_k > 1 else data[0], indent=2))
         return 0
     from meshwright_planner import explain
-    from meshwright_planner.machines.known import cluster_of
+    from meshwright_planner.clusters.registry import cluster_of
 
     size = plans[0].world_size
     machine = cluster_of(request.cluster, state.host, size).running(size)
@@ -113,7 +113,7 @@ def _compare(
     state: State, model: nn.Module, batch: Any, request: PlanRequest, planners: list[str], as_json: bool
 ) -> int:
     """Print what each planner found; the exit code, that of InfeasibleError where nobody found anything."""
-    from meshwright_planner.reports.comparing import compare
+    from meshwright_planner.reports.compare_planners import compare
 
     if ranks.rank():
         return 0

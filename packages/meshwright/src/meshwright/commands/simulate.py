@@ -45,7 +45,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Replay one step of a plan, event by event: what it takes, and what waits for what."""
-    from meshwright_planner.machines.known import cluster_of
+    from meshwright_planner.clusters.registry import cluster_of
     from meshwright_planner.simulation import parse_link_fault, parse_straggler, simulate
 
     check_folder("--trace", trace)

@@ -5,7 +5,7 @@ Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distri
 Equations of the paper and where they are here:
 
 - Intra-operator (section 4): for every logical mesh of a stage (its data axis x its operator axis) an integer program
-  chooses the placements: `Search.evaluate`, the program of `placement.py`.  Sums of gradients are rewritten into
+  chooses the placements: `Search.evaluate`, the program of `placement/problem.py`.  Sums of gradients are rewritten into
   reduce-scatter and all-gather where memory asks for it (their post-ILP optimization): stage 2 along `zero`.
 - Inter-operator (section 5): T* = min over stages and meshes of sum t_i + (B - 1) max t_i, equation 2: `latency`.  t_i is
   the compute and communication of stage i for one microbatch.  A plan here gives all stages meshes of one shape, and then
@@ -26,9 +26,9 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.planners.base import ChoosingPlanner, Costs
 from meshwright_planner.search.candidate import Candidate, rank
+from meshwright_planner.search.configuration import Point
+from meshwright_planner.search.context import SHARED
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.points import Point
-from meshwright_planner.search.setting import SHARED
 
 AXES = ("pp", "dp", SHARED, "tp")
 """Stages, and the two axes of a stage's logical mesh; those along zero are data ranks too."""

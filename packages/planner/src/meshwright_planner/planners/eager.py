@@ -13,19 +13,19 @@ from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.strategy.planner import Planner, PlanRequest, unknown
 from meshwright_dtensor.strategy.strategy import Strategy
-from meshwright_planner.costs.models import cost_model_of
-from meshwright_planner.costs.operations import OPTIMIZERS
-from meshwright_planner.machines.known import cluster_of
-from meshwright_planner.placing.legal import Rules
-from meshwright_planner.placing.marks import marked
-from meshwright_planner.profile.batch import Batch, check_signature, scaled
-from meshwright_planner.profile.borrow import uninterrupted
+from meshwright_planner.clusters.registry import cluster_of
+from meshwright_planner.cost.cost_models import cost_model_of
+from meshwright_planner.cost.operations import OPTIMIZERS
+from meshwright_planner.placement.legal_rows import Rules
+from meshwright_planner.placement.pinned import marked
+from meshwright_planner.plan_writer.notes import plan_of, reasons
 from meshwright_planner.reports.infeasible import infeasible
+from meshwright_planner.search.context import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.exploring import explore
-from meshwright_planner.search.proving import Proof, settle
-from meshwright_planner.search.setting import MARGIN, SHARED, Setting, kept_back
-from meshwright_planner.writing.result import plan_of, reasons
+from meshwright_planner.search.explore import explore
+from meshwright_planner.search.optimality import Proof, settle
+from meshwright_planner.trace.batch import Batch, check_signature, scaled
+from meshwright_planner.trace.borrow_model import uninterrupted
 
 
 class EagerPlanner(Planner):

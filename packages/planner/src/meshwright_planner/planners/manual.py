@@ -9,7 +9,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_planner.planners.eager import EagerPlanner
-from meshwright_planner.search.proving import Proof
+from meshwright_planner.search.optimality import Proof
 
 
 class ManualPlanner(EagerPlanner):

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_planner.profile.batch import scaled
-from meshwright_planner.search.bounding import floor_bytes, least_bytes
 from meshwright_planner.search.candidate import Candidate
+from meshwright_planner.search.configuration import Point
+from meshwright_planner.search.context import SHARED, Setting, allowing
 from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.points import Point
-from meshwright_planner.search.setting import SHARED, Setting, allowing
+from meshwright_planner.search.memory_bound import floor_bytes, least_bytes
+from meshwright_planner.trace.batch import scaled
 
 MOST_RANKS = 64
 """How many times the asked number of ranks is tried at most."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
 from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_planner.recomputation.asked import in_words
+from meshwright_planner.request.recompute_rules import in_words
 from meshwright_planner.search.candidate import human_seconds
 
 if TYPE_CHECKING:

@@ -11,29 +11,27 @@ from typing import Any, TypeAlias
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import State
-from meshwright_planner.costs.memory import parameter_factor
-from meshwright_planner.costs.prices import AxisCosts
-from meshwright_planner.placing.joint.legal import JointLegality
-from meshwright_planner.placing.joint.pricing import JointCosts
-from meshwright_planner.placing.joint.problem import JointProblem
-from meshwright_planner.placing.legal import Legality, Rules
-from meshwright_planner.placing.placed import Placed
-from meshwright_planner.placing.placement import Placement, PlacementProblem
-from meshwright_planner.placing.program import MemoryTerms, Unsolved
-from meshwright_planner.profile.tape import Tape
-from meshwright_planner.recomputation.asked import POLICIES, recompute_rules, repeated_blocks
-from meshwright_planner.recomputation.region import recomputed_blocks
-from meshwright_planner.search import sequence
-from meshwright_planner.search.basis import Basis
-from meshwright_planner.search.bounding import least_bytes
+from meshwright_planner.cost.prices import AxisCosts
+from meshwright_planner.memory.parts import parameter_factor
+from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
+from meshwright_planner.placement.legal_rows import Legality, Rules
+from meshwright_planner.placement.problem import Placement, PlacementProblem
+from meshwright_planner.placement.two_axes.legal_rows import JointLegality
+from meshwright_planner.placement.two_axes.prices import JointCosts
+from meshwright_planner.placement.two_axes.problem import JointProblem
+from meshwright_planner.recompute.region import recomputed_blocks
+from meshwright_planner.request.recompute_rules import POLICIES, recompute_rules, repeated_blocks
+from meshwright_planner.search import degrees as degrees_module
 from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.combining import combinations
-from meshwright_planner.search.costing import cost, eased
-from meshwright_planner.search.easing import Again
-from meshwright_planner.search.points import BY_STAGE, Point
-from meshwright_planner.search.setting import Setting
-from meshwright_planner.search.sharing import Shared
-from meshwright_planner.search.surveys import Surveys
+from meshwright_planner.search.configuration import BY_STAGE, Point
+from meshwright_planner.search.context import Basis, Setting, Surveys
+from meshwright_planner.search.degrees import combinations
+from meshwright_planner.search.memory_bound import least_bytes
+from meshwright_planner.search.placed_model import Placed
+from meshwright_planner.search.stage_recompute import Again
+from meshwright_planner.search.step_cost import cost, eased
+from meshwright_planner.search.tapes import Shared
+from meshwright_planner.trace.tape import Tape
 
 PRICE = 1e-15
 """Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
@@ -257,8 +255,14 @@ class Search:
         return self.shared.tapes.of(self.basis, self.rules, degrees, point.microbatches, rough)
 
     def _key(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
-        sequence = self.setting.sequence_parallel  # variants may have it otherwise
-        return (id(tape), *self._joined(point, axes), self._meshed(point), sequence, *self._present(point))
+        degrees_module = self.setting.sequence_parallel  # variants may have it otherwise
+        return (
+            id(tape),
+            *self._joined(point, axes),
+            self._meshed(point),
+            degrees_module,
+            *self._present(point),
+        )
 
     def _exact(self, point: Point, axes: Axes, tape: Tape | None = None) -> Placed:
         tape = self._tape(point) if tape is None else tape
@@ -328,21 +332,23 @@ class Search:
         self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Mapping[str, State]]
     ) -> PlacementProblem:
         """The problem on one axis, or on two; `stored`: how the user stores parameters on each."""
-        repeats, sequence, pins = (
+        repeats, degrees_module, pins = (
             self.shared.tapes.quotient(tape),
             self.setting.sequence_parallel,
             _pins(stored),
         )
         if len(costs) == 1:
             return PlacementProblem(
-                Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, sequence), pins
+                Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, degrees_module), pins
             )
         each = [
             # which of the two splits the sequence, where one has to, is for both together to say
-            Legality(tape, repeats, self.rules, own, tape.rows, some, None if sequence else sequence)
+            Legality(
+                tape, repeats, self.rules, own, tape.rows, some, None if degrees_module else degrees_module
+            )
             for own, some in zip(costs, stored, strict=True)
         ]
-        return JointProblem(JointLegality(each, sequence), pins)
+        return JointProblem(JointLegality(each, degrees_module), pins)
 
     def _place(self, problem: PlacementProblem) -> Placement:
         """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.
@@ -367,7 +373,7 @@ class Search:
             raise late
         raise UsageError(
             "the placement search found no legal placement; check the pinned parameter placements"
-            + sequence.needs(self.setting)
+            + degrees_module.needs(self.setting)
         )
 
     def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:

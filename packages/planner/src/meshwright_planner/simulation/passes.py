@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright_planner.simulation.events import Drain, Operation, Post, Work
-from meshwright_planner.simulation.steps import Step
+from meshwright_planner.simulation.schedule_steps import Step
 
 SHARED = "zero"
 """The axis whose ranks share parameters."""

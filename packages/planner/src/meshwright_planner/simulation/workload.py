@@ -16,7 +16,7 @@ from meshwright_planner.simulation.events import Actor, Drain, Operation, Post, 
 from meshwright_planner.simulation.faults import LinkFault, Straggler, degraded
 from meshwright_planner.simulation.mesh import Mesh, Place, Replicas
 from meshwright_planner.simulation.passes import SHARED, Gathers, computing, drained
-from meshwright_planner.simulation.steps import Step, steps_of
+from meshwright_planner.simulation.schedule_steps import Step, steps_of
 
 PASSES = ("forward", "backward")
 NOTHING = 1e-9

@@ -1,0 +1,154 @@
+"""What ranks of one machine do to each other: how much slower each computes, and how long collectives take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from meshwright_dtensor.cluster.links import CollectiveKind, MeasuredCollective
+from meshwright_planner.calibration.timing import device, sync
+
+SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)
+"""Bytes of the full tensor."""
+
+KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+
+
+def crowding() -> tuple[float, float]:
+    """Seconds of a little training step beside the other ranks, and on rank 0 while the others wait."""
+    step = _step()
+    step()
+    solo = 0.0
+    if dist.get_rank() == 0:
+        solo = _fastest(step, 20)
+    dist.barrier()
+    together = _fastest(step, 20, typical=True)
+    dist.barrier()
+    return together, solo
+
+
+def _step(rows: int = 256) -> Callable[[], object]:
+    """Products and what streams, in the proportion of a small transformer."""
+    x = torch.randn(rows, 128, device=device(), requires_grad=True)
+    up, down = (torch.randn(*s, device=device(), requires_grad=True) for s in ((512, 128), (128, 512)))
+
+    def step() -> object:
+        out = x
+        for _ in range(4):
+            out = out + F.linear(F.silu(F.linear(F.layer_norm(out, (128,)), up)), down) * 0.01
+        return torch.autograd.grad(out.sum(), [x, up, down])
+
+    return step
+
+
+def _fastest(step: Callable[[], object], count: int, typical: bool = False) -> float:
+    """Wall seconds of one step: the least, or the median where ranks that share cores take turns."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        sync()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2 if typical else 0]
+
+
+def collectives(ranks: int, budget: float, sizes: Sequence[int] = SIZES) -> Iterator[MeasuredCollective]:
+    """Every kind over every group size that divides `ranks`, all groups of that size at once.
+
+    Where ranks compute on cores that communication takes too, a collective in the midst of compute takes several times as
+    long as one after the other: threads wait for their turn, and ranks for each other. There each stands behind a little
+    compute, and counts with what it adds. `budget`: seconds for each size of each.
+    """
+    beside = _step(32) if device().type == "cpu" else None
+    for degree in (d for d in range(2, ranks + 1) if ranks % d == 0):
+        groups = [dist.new_group(list(range(low, low + degree))) for low in range(0, ranks, degree)]
+        group = groups[dist.get_rank() // degree]
+        assert group is not None
+        for kind in KINDS:
+            points, ways = [], 2.0 if kind == "send_recv" else 1.0  # there and back
+            for nbytes in sizes:
+                points.append(
+                    (float(nbytes), _collective(_call(kind, nbytes, degree, group), budget, beside) / ways)
+                )
+            rising = [points[0]]
+            for size, seconds in points[1:]:
+                rising.append((size, max(seconds, rising[-1][1])))
+            yield MeasuredCollective(kind, degree, tuple(rising), ranks)
+
+
+CHAIN, REPEATS = 5, 7
+"""Pieces of compute in a row, and how often rows are timed."""
+
+
+def _collective(run: Callable[[], None], budget: float, beside: Callable[[], object] | None) -> float:
+    """Seconds that `run` takes, or adds to compute that it stands between: the mean over ranks of their medians."""
+    run()
+    dist.barrier()
+    count = max(3, min(100, int(budget / max(_agreed(_timed(run)), 1e-6))))
+    alone = _agreed(sorted(_timed(run) for _ in range(count))[count // 2])
+    if beside is None:
+        return alone
+    once, often = [], []
+    for _ in range(REPEATS):  # ranks wait for each other at the end of both: only the others count
+        once.append(_timed(_row(beside, run, often=False)))
+        often.append(_timed(_row(beside, run, often=True)))
+    added = sorted(often)[REPEATS // 2] - sorted(once)[REPEATS // 2]
+    return max(alone, _agreed(added / (CHAIN - 1)))
+
+
+def _row(beside: Callable[[], object], run: Callable[[], None], often: bool) -> Callable[[], None]:
+    """Pieces of compute, with `run` behind each or behind the last."""
+
+    def row() -> None:
+        for number in range(CHAIN):
+            beside()
+            if often or number == CHAIN - 1:
+                run()
+
+    return row
+
+
+def _call(kind: str, nbytes: int, degree: int, group: Any) -> Callable[[], None]:
+    whole = torch.zeros(max(degree, nbytes // 4) // degree * degree, device=device())
+    part = torch.zeros(whole.numel() // degree, device=device())
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole.clone(), group=group)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_single(torch.empty_like(whole), part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_single(torch.empty_like(part), whole, group=group)
+    if kind == "all_to_all":
+        parts = torch.zeros(max(1, part.numel() // degree) * degree, device=device())
+        return lambda: dist.all_to_all_single(torch.empty_like(parts), parts, group=group)
+    place, members = dist.get_rank(group), dist.get_process_group_ranks(group)
+
+    def passed() -> None:  # from each even member to the next, and back: half of it is one way
+        other = members[place ^ 1] if (place ^ 1) < degree else None
+        if other is None:
+            return
+        for sends in (place % 2 == 0, place % 2 == 1):
+            if sends:
+                dist.send(whole, other, group=group)
+            else:
+                dist.recv(whole, other, group=group)
+
+    return passed
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    sync()
+    return time.perf_counter() - start
+
+
+def _agreed(seconds: float) -> float:
+    """The mean over ranks: all must make the same number of calls."""
+    every = torch.tensor(seconds, dtype=torch.float64, device=device())
+    dist.all_reduce(every)
+    return float(every) / dist.get_world_size()

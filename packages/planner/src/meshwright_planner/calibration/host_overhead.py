@@ -1,0 +1,122 @@
+"""What a model's own code, and laying its operations over a mesh, cost the host: of a small transformer, run as it is.
+
+Operations are measured one by one (`memory/module_work.py`); between them a model calls modules and runs Python.  What its step takes
+beyond its operations is that, and what the same step takes longer on a mesh is what the mesh costs; both are given for each
+recorded operation, forward and backward together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.plugins import discover
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_planner.calibration.timing import device, sync
+from meshwright_planner.planners.eager import EagerPlanner, default_rules
+from meshwright_planner.search.evaluator import Search
+
+WIDTH, HEADS, TOKENS, LAYERS = 64, 4, 16, 4
+STEPS = 30
+
+
+class _Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], HEADS, WIDTH // HEADS)
+        q, k, v = (part(x).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
+        return out
+
+
+class _Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = _Norm(), _Norm()
+        self.attention, self.feed = _Attention(), _Feed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        return x + self.feed(self.after(x))
+
+
+class Little(nn.Module):
+    """A transformer so small that its operations cost little more than being called; its result is a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def batch(rows: int) -> Tensor:
+    """What goes in, [rows, tokens, width]."""
+    return torch.randn(rows, TOKENS, WIDTH, device=device())
+
+
+def step_seconds(model: nn.Module, x: Tensor) -> float:
+    """The host's seconds for forward and backward, the least of some; turns that other processes take do not count."""
+    clock = time.thread_time if device().type == "cpu" else time.perf_counter
+    times = []
+    for _ in range(STEPS):
+        start = clock()
+        model(x).backward()
+        times.append(clock() - start)
+        sync()
+        model.zero_grad()
+    return min(times)
+
+
+def recorded(cluster: Cluster | str, rows: int) -> tuple[int, float]:
+    """Operations that the planner records of it, and the seconds that it predicts of them on one rank."""
+    request = PlanRequest(cluster=cluster, world_size=1)
+    setting = EagerPlanner().setting(Little(), torch.randn(rows, TOKENS, WIDTH), request, discover())
+    found = Search(setting, default_rules()).evaluate({})
+    return len(found.problem.tape.nodes), found.compute_seconds
+
+
+def host(cluster: Cluster, rows: int = 2) -> float:
+    """Seconds that a model's own code takes for each operation, on a machine whose operations are measured."""
+    count, predicted = recorded(cluster, rows)
+    return max(0.0, step_seconds(Little().to(device()), batch(rows)) - predicted) / count
+
+
+def laid(ranks: int, lay: Callable[[nn.Module, Tensor], nn.Module], rows: int = 2) -> float:
+    """Seconds that a mesh adds to each operation; `lay`: divides the batch of a model over the running ranks."""
+    count, _ = recorded("laptop-cpu", rows)
+    torch.manual_seed(0)  # ranks start alike
+    plain = step_seconds(Little().to(device()), batch(rows))
+    x = batch(rows * ranks)
+    return max(0.0, step_seconds(lay(Little().to(device()), x), x) - plain) / count

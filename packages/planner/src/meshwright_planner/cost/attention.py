@@ -1,0 +1,48 @@
+"""The attention calls of a tape, as strategies that share the sequence see them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from meshwright_dtensor.rules import Composite, NodeView
+from meshwright_dtensor.strategy.strategy import AttentionUse
+from meshwright_planner.cost.prices import AxisCosts, work_of
+from meshwright_planner.trace.quotient import Quotient
+from meshwright_planner.trace.tape import Tape
+
+
+def attention_uses(
+    tape: Tape, quotient: Quotient, costs: AxisCosts, composites: Iterable[Composite]
+) -> tuple[AttentionUse, ...]:
+    """Equal calls counted together; the searched axis divides heads where it can, as placements do."""
+    attention = {composite.name: composite for composite in composites}.get("sdpa")
+    if attention is None:
+        return ()
+    found: Counter[AttentionUse] = Counter()
+    for k in quotient.nodes:
+        if tape.nodes[k].name == attention.name:
+            found[_use(k, tape, costs, attention)] += quotient.node_count[k]
+    return tuple(replace(use, count=count) for use, count in found.items())
+
+
+def _use(index: int, tape: Tape, costs: AxisCosts, attention: Composite) -> AttentionUse:
+    node = tape.nodes[index]
+    q, k, v = (tape.values[ref.i] for ref in node.ins[:3])
+    out = tape.values[node.outs[0].i]
+    heads, key_heads = (t.shape[-3] if len(t.shape) > 2 else 1 for t in (q, k))
+    split = costs.degree if heads % costs.degree == 0 else 1
+    by_key = split if key_heads % split == 0 else 1
+    states = [("I",) * len(refs) for refs in (node.ins, node.outs)]
+    flops = attention.flops(NodeView.of(node, tape.values, 1))
+    work = work_of(node, tape.values, tape.flows[index], flops, again=tape.again[index])
+    return AttentionUse(
+        query_bytes=q.nbytes // split,
+        key_value_bytes=(k.nbytes + v.nbytes) // by_key,
+        output_bytes=out.nbytes // split,
+        heads=heads // split,
+        key_heads=key_heads // by_key,
+        causal=bool(node.args[5]),
+        seconds=costs.compute(work, node, tape.values, *states) / split,
+    )

@@ -1,0 +1,187 @@
+"""Cost models by name: those of this package, and how one that somebody registered is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from typing import Any, TypeVar
+
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster.cost_model import Communication, CostModel, Operation
+from meshwright_dtensor.cluster.links import CollectiveKind, Link
+from meshwright_dtensor.errors import MeshwrightError, PluginError, UsageError
+from meshwright_dtensor.plugins import CostModelSpec, PluginHost
+from meshwright_planner.cost.operations import operation_seconds
+
+Question = TypeVar("Question", Operation, Communication)
+
+
+class Roofline:
+    """Datasheets alone: peaks with the efficiencies of the cluster, alpha-beta for collectives; measured curves are left aside."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.figures = replace(cluster, work=(), collectives=())
+
+    def operation(self, operation: Operation) -> float:
+        """See CostModel."""
+        return operation_seconds(self.figures, operation)
+
+    def collective(self, communication: Communication) -> float:
+        """See CostModel."""
+        kind, nbytes, degree, _, link = communication
+        return min(link.algorithms(kind, nbytes, degree).values())
+
+
+class Measured:
+    """What `meshwright calibrate` measured; what it measures nothing of (other links, other kinds) as without a cost model.
+
+    Raises:
+        UsageError: the cluster was not calibrated.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        missing = [] if cluster.work else ["operations"]
+        missing += ["collectives"] if cluster.ranks > 1 and not cluster.collectives else []
+        if missing:
+            raise UsageError(
+                f"cost_model='measured': no {' and no '.join(missing)} of cluster {cluster.name!r} were measured; give the "
+                "file that `meshwright calibrate -o machine.json` writes there as cluster, or leave cost_model out"
+            )
+        self.figures = cluster
+
+    def operation(self, operation: Operation) -> float:
+        """See CostModel."""
+        return operation_seconds(self.figures, operation)
+
+    def collective(self, communication: Communication) -> float:
+        """See CostModel."""
+        kind, nbytes, degree, _, link = communication
+        return link.seconds(kind, nbytes, degree)
+
+
+class CheckedModel:
+    """A registered cost model, asked once for each thing, and its answers checked.
+
+    Args:
+        name, distribution: of its record, for errors.
+        model: what its target made of the cluster.
+
+    Attributes:
+        figures: the cluster whose figures its answers follow from, where it is one of ours; None where nobody knows.
+    """
+
+    def __init__(self, name: str, distribution: str, model: CostModel) -> None:
+        self.name, self.distribution = name, distribution
+        self._model = model
+        # a subclass may say other times than the figures that it inherits
+        self.figures: Cluster | None = None
+        if isinstance(model, (Roofline, Measured)) and type(model) in (Roofline, Measured):
+            self.figures = model.figures
+        self._operations: dict[Operation, float] = {}
+        self._collectives: dict[Communication, float] = {}
+
+    def operation(self, operation: Operation) -> float:
+        """See CostModel.
+
+        Raises:
+            PluginError: the model fails, or says something that is no time.
+        """
+        found = self._operations.get(operation)
+        if found is None:
+            found = self._operations[operation] = self._ask(self._model.operation, operation)
+        return found
+
+    def collective(self, communication: Communication) -> float:
+        """See CostModel.
+
+        Raises:
+            PluginError: as of `operation`.
+        """
+        found = self._collectives.get(communication)
+        if found is None:
+            found = self._collectives[communication] = self._ask(self._model.collective, communication)
+        return found
+
+    def _ask(self, ask: Callable[[Question], Any], question: Question) -> float:
+        try:
+            said = ask(question)
+        except MeshwrightError:
+            raise
+        except Exception as error:  # whatever somebody else's code does
+            raise self._wrong(f"raised {type(error).__name__}: {error}", question) from error
+        if isinstance(said, bool) or not isinstance(said, Real):
+            shown = repr(said)
+            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            raise self._wrong(f"said {shown}, a {type(said).__name__}", question)
+        seconds = float(said)
+        if not math.isfinite(seconds) or seconds < 0:
+            raise self._wrong(f"said {seconds!r}", question)
+        return seconds
+
+    def _wrong(self, what: str, question: Operation | Communication) -> PluginError:
+        shown = ", ".join(f"{n}={v!r}" for n, v in question._asdict().items() if n != "link")
+        return PluginError(
+            f"cost model {self.name!r} of {self.distribution} {what} for {type(question).__name__}({shown}); it must say "
+            "seconds, one finite number of 0 or more: upgrade it, or leave cost_model out"
+        )
+
+
+@dataclass(frozen=True)
+class PricedLink(Link):
+    """A link whose collectives a cost model times.
+
+    Args:
+        plain: the link as the cluster has it.
+        axis: the mesh axis that it joins.
+        model: is asked.
+    """
+
+    plain: Link | None = None
+    axis: str = ""
+    model: CheckedModel | None = None
+
+    def seconds(self, kind: CollectiveKind, nbytes: float, degree: int) -> float:
+        """See Link."""
+        if degree <= 1 or self.plain is None or self.model is None:
+            return super().seconds(kind, nbytes, degree)
+        return self.model.collective(Communication(kind, nbytes, degree, self.axis, self.plain))
+
+
+def priced(link: Link, axis: str | None, model: CheckedModel | None) -> Link:
+    """The link with its collectives timed by `model`; itself where there is none."""
+    if model is None:
+        return link
+    own = {field.name: getattr(link, field.name) for field in fields(Link)}
+    return PricedLink(**own, plain=link, axis=axis or "", model=model)
+
+
+def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> CheckedModel | None:
+    """The registered cost model of that name for a cluster; None for None: the cluster's own figures.
+
+    Raises:
+        PluginError: there is none of that name, or it cannot be had for this cluster.
+        UsageError: what a model of ours lacks of the cluster.
+    """
+    if name is None:
+        return None
+    found = host.get(CostModelSpec, name)
+    target = found.load()
+    who = f"cost model {name!r} of {found.distribution}"
+    try:
+        model = target(cluster)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{who} cannot be made for cluster {cluster.name!r}: {type(error).__name__}: {error}; upgrade it, or leave "
+            "cost_model out"
+        ) from error
+    lacking = [part for part in ("operation", "collective") if not callable(getattr(model, part, None))]
+    if lacking:
+        raise PluginError(
+            f"{who} makes a {type(model).__name__} without {' and '.join(lacking)}; its target must take a Cluster and return a "
+            "meshwright_dtensor.cluster.cost_model.CostModel"
+        )
+    return CheckedModel(name, found.distribution, model)

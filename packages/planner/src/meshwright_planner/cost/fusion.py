@@ -1,0 +1,107 @@
+"""What a compiler that fuses would save: chains of streaming operations become one kernel each.
+
+Nothing of meshwright compiles; this answers what a compiled run of the same model is predicted to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_planner.cost.backward import Backwards
+from meshwright_planner.cost.prices import AxisCosts, Work, work_of
+from meshwright_planner.trace.batch import Batch
+from meshwright_planner.trace.flops import by_name, forward_flops
+from meshwright_planner.trace.record import record
+from meshwright_planner.trace.tape import Tape
+
+FUSED = frozenset({"pointwise", "function", "norm", "reduce", "copy", "view", "dropout", "softmax"})
+"""Kinds of work (kinds.kind_of) that go into one kernel with what they read or feed."""
+
+
+def fused_saving(model: nn.Module, batch: Batch, cluster: Cluster, dtype: torch.dtype | None = None) -> float:
+    """Seconds of one step on one rank that fusing saves: `batch` is that rank's part, `dtype` what it computes in."""
+    book = RuleBook.default()
+    tape = record(model, batch, book.composites, dtype)
+    costs = AxisCosts(cluster, cluster.link(1, 1), 1)
+    composites = by_name(book.composites)
+    backwards = Backwards(tape)
+    works = [
+        work_of(
+            node,
+            tape.values,
+            tape.flows[index],
+            forward_flops(node, tape.values, composites),
+            backwards.of(tape, index),
+            tape.again[index],
+        )
+        for index, node in enumerate(tape.nodes)
+    ]
+    group = _groups(tape, works)
+    apart = together = 0.0
+    for index, node in enumerate(tape.nodes):
+        if index in group:
+            ins, outs = (["I"] * len(refs) for refs in (node.ins, node.outs))
+            apart += costs.compute(works[index], node, tape.values, ins, outs)
+    for nodes in _members(group):
+        together += _traffic(tape, nodes) / cluster.streams
+    return max(0.0, apart - together)
+
+
+def _groups(tape: Tape, works: Sequence[Work]) -> dict[int, int]:
+    """Node that fuses -> a number that it shares with those it fuses with: makers and readers of one value, with no
+    product between them."""
+    parent = {i: i for i, work in enumerate(works) if work.kind in FUSED and not work.flops}
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    maker: dict[int, int] = {}
+    depth: dict[
+        int, int
+    ] = {}  # of a value: how many nodes that do not fuse lie before it, one after the other
+    level: dict[int, int] = {}
+    for index, node in enumerate(tape.nodes):
+        level[index] = max((depth.get(ref.i, 0) for ref in node.ins), default=0)
+        depth.update((ref.i, level[index] + (index not in parent)) for ref in node.outs)
+        if index in parent:
+            for ref in node.ins:
+                if ref.i in maker and level[maker[ref.i]] == level[index]:
+                    parent[find(index)] = find(maker[ref.i])
+        for ref in node.outs:
+            if index in parent:
+                maker[ref.i] = index
+            else:
+                maker.pop(ref.i, None)
+    return {i: find(i) for i in parent}
+
+
+def _members(group: dict[int, int]) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    for index, number in group.items():
+        found.setdefault(number, []).append(index)
+    return list(found.values())
+
+
+def _traffic(tape: Tape, nodes: list[int]) -> float:
+    """Bytes that one kernel of these nodes reads and writes, and where a gradient flows back, one for its backward pass.
+
+    That one reads the gradients of what is written and again what is read, and writes the gradients of that.
+    """
+    inside = set(nodes)
+    made = {ref.i for i in nodes for ref in tape.nodes[i].outs}
+    read = {ref.i for i in nodes for ref in tape.nodes[i].ins} - made
+    wanted = {ref.i for i, node in enumerate(tape.nodes) if i not in inside for ref in node.ins}
+    wanted |= set(tape.results)
+    written = made & wanted
+    grad = any(tape.grad[v] for v in made)
+    into, out = (sum(tape.values[v].nbytes for v in some) for some in (read, written))
+    back = out + into + sum(tape.values[v].nbytes for v in read if tape.grad[v]) if grad else 0
+    return float(into + out + back)

@@ -1,0 +1,256 @@
+"""What things cost on one mesh axis: operations with the sizes that one rank has, conversions by the collectives they are made of.
+
+Operations are timed by `cost/operations.py`, collectives by `meshwright_dtensor.cluster.links` on the slowest link that the axis crosses;
+a cost model (`cost/cost_models.py`) says both in their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster.cost_model import CostModel, Operation
+from meshwright_dtensor.sharding.states import State, forward_kind, gradient_kind, is_shard
+from meshwright_dtensor.strategy.strategy import CollectiveKind, Link
+from meshwright_dtensor.trace.graph import Node, Value
+from meshwright_planner.cost.backward import Back
+from meshwright_planner.cost.operations import FORWARD, timed
+from meshwright_planner.trace.flops import gradients_made
+from meshwright_planner.trace.op_kinds import base_name, kind_of
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: kind, and the bytes of the full tensor on the axis."""
+
+    kind: CollectiveKind
+    nbytes: int
+
+
+def move(source: State, target: State, nbytes: int) -> Collective | None:
+    """The collective that takes a value from kind `source` to kind `target` ("R", "P" or a dim); None when local."""
+    if source == target:
+        return None
+    if source == "P":
+        return Collective("all_reduce" if target == "R" else "reduce_scatter", nbytes)
+    if is_shard(source):
+        if target == "R":
+            return Collective("all_gather", nbytes)
+        if is_shard(target):
+            return Collective("all_to_all", nbytes)
+    return None
+
+
+def convertible(source: State, target: State) -> bool:
+    """Whether a value in `source` can be brought to `target`: a shard is never made partial."""
+    return not (is_shard(source) and target == "P")
+
+
+def forward_move(source: State, target: State, nbytes: int) -> Collective | None:
+    """The collective of the forward pass that a conversion from `source` to `target` needs."""
+    return move(forward_kind(source), forward_kind(target), nbytes)
+
+
+def backward_move(source: State, target: State, nbytes: int) -> Collective | None:
+    """The collective of the backward pass that a conversion from `source` to `target` needs."""
+    back, front = gradient_kind(target), gradient_kind(source)
+    # a sharded gradient becomes partial by padding with zeros, a replicated one by keeping one copy
+    return None if front == "P" else move(back, front, nbytes)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operation does, whole: operations, dtype of the product, and whether a gradient flows back through it.
+
+    `kind`: see kinds.kind_of. `inputs_back`: how many of its inputs get a gradient, of a product those that it multiplies.
+    `table_bytes`: of the table that an embedding reads, whose gradient is as large however few of its rows are read.
+    `itemsize`, `products`: see pricing.Operation. `back`: what its backward pass reads and writes; None of products.
+    `again`: how often the model's own checkpoints run its forward once more.
+    """
+
+    flops: float
+    dtype: str
+    grad: bool
+    kind: str = "pointwise"
+    inputs_back: int = 2
+    table_bytes: int = 0
+    itemsize: int = 4
+    products: int = 1
+    back: Back | None = None
+    again: int = 0
+
+
+@dataclass(frozen=True)
+class AxisCosts:
+    """Costs on a mesh axis of `degree` ranks joined by `link`.
+
+    `meshed`: operations are laid over a mesh; they are not on one rank, nor where ranks hold different modules and nothing
+    else.  `model`: says what operations take in place of the cluster (collectives are asked of the link).
+    """
+
+    cluster: Cluster
+    link: Link
+    degree: int
+    meshed: bool = False
+    model: CostModel | None = None
+
+    def collective(self, collective: Collective | None) -> float:
+        """Seconds of a collective on this axis."""
+        return (
+            0.0 if collective is None else self.link.seconds(collective.kind, collective.nbytes, self.degree)
+        )
+
+    def share(self, state: State) -> float:
+        """The part of a value that one rank holds in `state`."""
+        return 1.0 / self.degree if is_shard(state) else 1.0
+
+    def split(self, states: Iterable[State]) -> Hashable:
+        """How work on tensors in these states is divided: equal where it is divided alike."""
+        return any(map(is_shard, states))
+
+    def sharers(self, split: Hashable) -> int:
+        """How many ranks share what is divided so."""
+        return self.degree if split else 1
+
+    def part(self, split: Hashable) -> float:
+        """The part that one of them has."""
+        return 1.0 / self.sharers(split)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Of the searched axes, one here."""
+        return (self.degree,)
+
+    def ranks(self, collective: Collective) -> int:
+        """How many take part in a collective."""
+        return self.degree
+
+    def compute(
+        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> float:
+        """Seconds of one operation, forward and backward, on one rank with its tensors in these states."""
+        return self.timed(work, node, values, ins, outs)[0]
+
+    def timed(
+        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> tuple[float, float]:
+        """As `compute`, and the part of the seconds that is the forward pass."""
+        return more_forward(*self._once(work, node, values, ins, outs), work.again)
+
+    def _once(
+        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> tuple[float, float]:
+        op = self._operation(work, node, values, ins, outs)
+        if self.model is None:
+            return timed(self.cluster, op)
+        shapes = [
+            tuple(self._local(values[r.i].shape, s) for r, s in zip(refs, states))
+            for refs, states in ((node.ins, ins), (node.outs, outs))
+        ]
+        figures = getattr(self.model, "figures", None)  # of models that are ours
+        forward = FORWARD if figures is None else timed(figures, op)[1]
+        return self.model.operation(op._replace(inputs=shapes[0], outputs=shapes[1])), forward
+
+    def _operation(
+        self, work: Work, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> Operation:
+        """What one rank does of it; without shapes, which only cost models ask for."""
+        made = tuple([values[r.i].nbytes * self.share(s) for r, s in zip(node.outs, outs)])
+        streamed = sum(made)
+        table = work.table_bytes
+        if work.kind == "embedding":
+            streamed *= 2  # reads the rows it writes, not the whole table
+            table = int(table * self.share(ins[1] if len(ins) > 1 else "I"))
+        else:
+            streamed += sum(values[r.i].nbytes * self.share(s) for r, s in zip(node.ins, ins))
+        return Operation(
+            node.name,
+            work.kind,
+            work.dtype,
+            work.flops / self.sharers(self.split((*ins, *outs))),
+            streamed,
+            work.grad,
+            work.inputs_back,
+            made,
+            itemsize=work.itemsize,
+            products=work.products,
+            table_bytes=table,
+            on_mesh=self.meshed,
+            backward_bytes=None
+            if work.back is None
+            else self._moved_back(work.back, node, values, ins, outs),
+        )
+
+    def _moved_back(
+        self, back: Back, node: Node, values: Sequence[Value], ins: Sequence[State], outs: Sequence[State]
+    ) -> float:
+        """Bytes that the backward pass of one rank's part reads and writes."""
+        sizes = (
+            times * values[ref.i].nbytes * self.share(state)
+            for refs, states, counts in ((node.ins, ins, back.ins), (node.outs, outs, back.outs))
+            for ref, state, times in zip(refs, states, counts)
+            if times
+        )
+        return sum(sizes) + back.kept * self.part(self.split((*ins, *outs)))
+
+    def _local(self, shape: tuple[int, ...], state: State) -> tuple[int, ...]:
+        """The shape that one rank has of a value in `state`."""
+        if not is_shard(state):
+            return tuple(shape)
+        dim = int(state)
+        return (*shape[:dim], -(-shape[dim] // self.degree), *shape[dim + 1 :])
+
+
+def more_forward(seconds: float, forward: float, times: float) -> tuple[float, float]:
+    """Seconds, and the part of them that is one forward pass, where that runs so many times more."""
+    more = 1 + times * forward
+    return (seconds * more, forward / more) if times else (seconds, forward)
+
+
+def _matrices(node: Node, values: Sequence[Value]) -> int:
+    """How many products of matrices a product is made of."""
+    if not node.outs or base_name(node) not in ("bmm", "baddbmm"):
+        return 1
+    return math.prod(values[node.outs[0].i].shape[:-2])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" of torch.float32."""
+    return str(dtype).rpartition(".")[2]
+
+
+def work_of(
+    node: Node,
+    values: Sequence[Value],
+    flows: Sequence[bool],
+    flops: float,
+    back: Back | None = None,
+    again: int = 0,
+) -> Work:
+    """The work of a recorded node.
+
+    Args:
+        flows: per tensor input, whether it hands a gradient back, as in Tape.flows.
+        flops: its forward count.
+        back: what its backward pass moves, where that is known.
+        again: how often its forward runs once more, as in Tape.again.
+    """
+    floating = [values[r.i].dtype for r in (*node.ins, *node.outs) if values[r.i].dtype.is_floating_point]
+    first = values[node.ins[0].i].shape if node.ins else ()
+    kind = kind_of(node, flops, int(first[-1]) if first else 1)
+    return Work(
+        flops=flops,
+        dtype=dtype_name(floating[0]) if floating else "float32",
+        grad=any(flows),
+        kind=kind,
+        inputs_back=gradients_made(node, flows) if flops else sum(flows),
+        table_bytes=max((values[r.i].nbytes for r in node.ins), default=0) if kind == "embedding" else 0,
+        itemsize=values[node.outs[0].i].dtype.itemsize if node.outs else 4,
+        products=_matrices(node, values),
+        back=None if flops else back,
+        again=again,
+    )

@@ -1,0 +1,1 @@
+"""Memory of a rank: saved tensors, liveness, and the peak over a step."""

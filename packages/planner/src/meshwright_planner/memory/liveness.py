@@ -1,0 +1,89 @@
+"""What is alive in the forward pass beside what autograd keeps: each value from the operation that makes it to the last that
+takes it.  What a model computes without gradients, or holds in a list until it joins it, is there in the forward pass only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright_dtensor.trace.graph import Node
+from meshwright_planner.trace.op_kinds import VIEWS, base_name
+
+if TYPE_CHECKING:
+    from meshwright_planner.placement.problem import Placement, PlacementProblem
+
+
+@dataclass(frozen=True)
+class Living:
+    """The storages that the representative nodes make, whatever their sizes.
+
+    Args:
+        spans: (node, number of its output, first and last place of the representative nodes at which it counts).
+        places: how many representative nodes there are.
+    """
+
+    spans: tuple[tuple[int, int, int, int], ...]
+    places: int
+
+    @staticmethod
+    def of(problem: PlacementProblem) -> Living:
+        """Those of the tape of a problem, looked up once for it and for all that differ from it in sizes only."""
+        key = ("living", problem.tape.recompute)
+        return problem.quotient.once_for(problem.tape, key, lambda _: Living._look(problem))
+
+    @staticmethod
+    def _look(problem: PlacementProblem) -> Living:
+        tape, quotient = problem.tape, problem.quotient
+        nodes = list(quotient.nodes)
+        place = {k: n for n, k in enumerate(nodes)}
+        root: dict[int, int] = {}  # value -> the one that its storage was made for
+        made: dict[int, tuple[int, int]] = {}
+        last: dict[int, int] = {}
+        for n, k in enumerate(nodes):
+            node = tape.nodes[k]
+            for ref in node.ins:
+                source = root.get(quotient.value(ref.i))
+                if source is not None:
+                    last[source] = n
+            for slot, ref in enumerate(node.outs):
+                value = quotient.value(ref.i)
+                if _shares(node):
+                    source = root.get(quotient.value(node.ins[0].i))
+                    if source is not None:  # a view of a parameter or an input is nothing new
+                        root[value] = source
+                elif value not in root:
+                    root[value], made[value], last[value] = value, (k, slot), n
+        for result in tape.results:
+            source = root.get(quotient.value(result))
+            if source is not None:
+                last[source] = len(nodes) - 1
+        kept: dict[int, int] = {}  # from where on it counts as kept
+        for item in tape.saved:
+            source = None if item.root is None else root.get(quotient.value(item.root))
+            if source is not None:
+                kept.setdefault(source, place[quotient.node(item.node)])
+        spans = (
+            (k, slot, place[k], min(last[value], kept.get(value, len(nodes)) - 1))
+            for value, (k, slot) in made.items()
+        )
+        return Living(tuple(span for span in spans if span[2] <= span[3]), len(nodes))
+
+    def bytes(self, problem: PlacementProblem, placement: Placement) -> list[float]:
+        """By place of the representative nodes, the bytes that are alive while it runs forward."""
+        tape, share, options = problem.tape, problem.costs.share, placement.options
+        changes = [0.0] * (self.places + 1)
+        for k, slot, begin, end in self.spans:
+            size = tape.values[tape.nodes[k].outs[slot].i].nbytes * share(options[k].outs[slot])
+            changes[begin] += size
+            changes[end + 1] -= size
+        return list(itertools.accumulate(changes[:-1]))
+
+
+def _shares(node: Node) -> bool:
+    """Whether what a node gives lies where what it takes does."""
+    if node.op is None or not node.ins:
+        return False
+    name = base_name(node)
+    return name in VIEWS or (name.endswith("_") and not name.startswith("__"))

@@ -1,0 +1,219 @@
+"""What the modules of a model do, one after the other, for strategies that divide a model by modules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
+from meshwright_dtensor.trace.graph import Node
+from meshwright_planner.cost.operations import FORWARD
+from meshwright_planner.memory.peak import Replay
+from meshwright_planner.memory.savers import Keepers
+from meshwright_planner.placement.problem import Placement, PlacementProblem
+from meshwright_planner.placement.solution import along
+
+
+@dataclass(frozen=True)
+class ModuleRun:
+    """Consecutive operations of one module, whatever their sizes.
+
+    Args:
+        module: its full name.
+        kinds: the representatives of its operations.
+        parameters: names of the parameters that they read.
+        entering: (value, its representative, module that made it).
+        leaving: see ModuleWork.
+    """
+
+    module: str
+    kinds: tuple[int, ...]
+    parameters: frozenset[str]
+    entering: tuple[tuple[int, int, str], ...]
+    leaving: tuple[tuple[int, frozenset[int], bool], ...] = ()
+
+
+@dataclass(frozen=True)
+class ModuleRuns:
+    """The operations of a tape in the order of execution, consecutive ones of one module together.
+
+    Args:
+        runs: one after the other.
+        run_of: node -> number of its run.
+        kept: what was recomputed -> who keeps what then, filled as it is asked for.
+    """
+
+    runs: tuple[ModuleRun, ...]
+    run_of: tuple[int, ...]
+    kept: dict[Hashable, Keepers]
+
+
+def module_runs(problem: PlacementProblem) -> ModuleRuns:
+    """Those of the tape of a problem; what the model returns enters a last one of its own."""
+    tape, quotient = problem.tape, problem.quotient
+    makers: dict[int, str] = {}
+    found: list[ModuleRun] = []
+    run_of: list[int] = []
+    made_of: list[dict[int, frozenset[int]]] = []  # per run, value -> those entering that it is made of
+    for module, nodes in itertools.groupby(enumerate(tape.nodes), lambda entry: entry[1].module):
+        own: list[int] = []
+        read: set[str] = set()
+        entering: dict[int, None] = {}
+        made: dict[int, frozenset[int]] = {}
+        for index, node in nodes:
+            own.append(quotient.node(index))
+            run_of.append(len(found))
+            sources: set[int] = set()
+            for ref in node.ins:
+                name = tape.values[ref.i].name
+                if name is not None and name.startswith("param:"):
+                    read.add(name.removeprefix("param:"))
+                if ref.i in made:
+                    sources |= made[ref.i]
+                elif ref.i in makers:
+                    entering[ref.i] = None
+                    sources.add(ref.i)
+            of = _NOTHING if _takes_a_shape(node) else frozenset(sources)
+            made.update((ref.i, of) for ref in node.outs)
+        found.append(_run(problem, module, own, read, entering, makers))
+        makers.update(dict.fromkeys(made, module))
+        made_of.append(made)
+    returned = dict.fromkeys(i for i in tape.returned if i in makers)
+    found.append(_run(problem, "", (), (), returned, makers))
+    taken = {value for run in found for value, _, _ in run.entering}
+    runs = [
+        replace(run, leaving=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in taken))
+        for run, made in zip(found, [*made_of, {}], strict=True)
+    ]
+    return ModuleRuns(tuple(runs), tuple(run_of), {})
+
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+def _run(
+    problem: PlacementProblem,
+    module: str,
+    kinds: Iterable[int],
+    read: Iterable[str],
+    entering: Iterable[int],
+    makers: Mapping[int, str],
+) -> ModuleRun:
+    entered = tuple((i, problem.quotient.value(i), makers[i]) for i in entering)
+    return ModuleRun(module, tuple(kinds), frozenset(read), entered)
+
+
+def _takes_a_shape(node: Node) -> bool:
+    """Whether an operation makes nothing of the values that it is given."""
+    return "_like." in node.name or node.name.startswith("aten.new_")
+
+
+def module_work(
+    replay: Replay, known: ModuleRuns | None = None, recompute: Hashable = ()
+) -> tuple[ModuleWork, ...]:
+    """The work of one rank in the order of execution.
+
+    `known`: the runs of the problem, where they are known; `recompute`: what says which of its saved tensors are left.
+    """
+    problem, placement = replay.problem, replay.placement
+    tape, quotient, share = problem.tape, problem.quotient, problem.costs.share
+    known = module_runs(problem) if known is None else known
+    if recompute not in known.kept:
+        known.kept[recompute] = Keepers.of(problem, known.run_of)
+    own, common = known.kept[recompute].bytes(problem, placement, len(known.runs))
+    seconds = {k: option.seconds for k, option in placement.options.items()}
+    ahead = {k: option.seconds * option.forward for k, option in placement.options.items()}
+    beside = {
+        k: max(replay.alive[n] + replay.gradient.get(n, 0.0), replay.ahead[n])
+        for k, n in replay.place.items()
+    }
+    waiting = {k: _waiting(problem, placement, k) for k in replay.place}
+    states: dict[int, State] = {}
+    for k in replay.place:
+        for ref, state in zip(tape.nodes[k].outs, placement.options[k].outs):
+            states[quotient.value(ref.i)] = state
+    alike: dict[tuple[int, ...], tuple[float, float, float, float]] = {}  # copies of a block do the same
+    found = []
+    for number, run in enumerate(known.runs):
+        same = alike.get(run.kinds)
+        if same is None:
+            whole = sum(seconds[k] for k in run.kinds)
+            same = alike[run.kinds] = (
+                whole,
+                max((beside[k] for k in run.kinds), default=0.0),
+                sum(waiting[k] for k in run.kinds),
+                sum(ahead[k] for k in run.kinds) / whole if whole else FORWARD,
+            )
+        found.append(
+            ModuleWork(
+                run.module,
+                same[0],
+                own[number],
+                run.parameters,
+                frozenset(
+                    (i, made, math.ceil(tape.values[i].nbytes * share(states.get(like, "I"))))
+                    for i, like, made in run.entering
+                ),
+                frozenset(common[number].items()),
+                *same[1:],
+                run.leaving,
+            )
+        )
+    return tuple(found)
+
+
+def _waiting(problem: PlacementProblem, placement: Placement, k: int) -> float:
+    """Bytes of the gradients of the results of a node, where it computes with a parameter that is trained."""
+    tape, node = problem.tape, problem.tape.nodes[k]
+    if placement.again:  # where modules run again, a backward is not split
+        return 0.0
+    pairs = zip(node.ins, tape.flows[k], strict=True)
+    if not any(flows and (tape.values[r.i].name or "").startswith("param:") for r, flows in pairs):
+        return 0.0
+    outs = zip(node.outs, placement.options[k].outs, strict=True)
+    return sum(tape.values[r.i].nbytes * problem.costs.share(s) for r, s in outs if tape.grad[r.i])
+
+
+def parameter_sizes(
+    units: Iterable[Iterable[tuple[str, torch.Tensor]]],
+    used: torch.dtype | None,
+    problem: PlacementProblem,
+    placement: Placement,
+) -> tuple[dict[str, ParameterSize], ...]:
+    """The parameters of each unit by name, as a placement leaves them to one rank.
+
+    `used`: dtype that they are computed in, None for their own.
+    """
+    tape, degrees = problem.tape, problem.costs.degrees
+
+    def size(name: str, p: torch.Tensor) -> ParameterSize:
+        value = tape.parameters.get(name)
+        state = "I" if value is None else placement.stored.get(problem.quotient.value(value), "I")
+        shape, taken = list(p.shape), []
+        for own, degree in zip(along(state), degrees):
+            if isinstance(own, int) and degree > 1:
+                shape[own] = -(-shape[own] // degree)
+                taken.append(int(own))
+        cast = used.itemsize if used is not None and p.is_floating_point() else p.element_size()
+        return ParameterSize(tuple(shape), tuple(taken), (p.element_size(), cast), p.requires_grad)
+
+    return tuple({name: size(name, p) for name, p in own} for own in units)
+
+
+def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], int]) -> SearchRequest:
+    """What other strategies see of a model when one rank holds a part of its modules."""
+    busy = cost.compute - cost.idle
+    return replace(
+        request,
+        parameter_bytes=up(request.parameter_bytes * cost.parameters),
+        gradient_bytes=up(request.gradient_bytes * cost.gradients),
+        activation_bytes=up(request.activation_bytes * cost.activations),
+        forward_seconds=request.forward_seconds * busy,
+        backward_seconds=request.backward_seconds * busy * cost.early,
+        flops=request.flops * busy,
+    )

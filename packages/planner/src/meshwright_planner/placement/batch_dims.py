@@ -1,0 +1,84 @@
+"""Which tensor dims are the batch: found by pushing a split of the batch through the rules.
+
+Splitting the rows of the batch is the data axis's business.  A searched axis could split them too (with sharded and
+gathered weights that is ZeRO-3), so the search leaves the states out that a split of the batch would lead to.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.sharding.states import is_shard
+from meshwright_planner.trace.tape import Tape
+
+BatchDims = dict[int, set[int]]
+"""Value -> its dims that are the batch."""
+
+
+def batch_dims(
+    tape: Tape,
+    nodes: Iterable[int],
+    rows_of: Callable[[NodeView], list[Strategy]],
+    degree: int,
+    rows: int,
+) -> BatchDims:
+    """The batch dims of the values of `nodes` (in order), as far as `degree` ranks could split `rows` rows.
+
+    Args:
+        tape: the recorded run.
+        nodes: representative nodes in order.
+        rows_of: the raw rows of a node.
+        degree: ranks of the searched axis.
+        rows: size of the batch that the tape was recorded with; a batch that does not divide has no dims.
+    """
+    if rows < 2 or rows % degree:
+        return {}
+    seeds = [i for i, v in enumerate(tape.values) if _is_input(v.name) and v.shape[:1] == (rows,)]
+    return _pushed(tape, nodes, rows_of, degree, dict.fromkeys(seeds, 0), lambda value: value)
+
+
+def sequence_dims(
+    tape: Tape,
+    nodes: Iterable[int],
+    rows_of: Callable[[NodeView], list[Strategy]],
+    degree: int,
+    canon: Callable[[int], int],
+) -> BatchDims:
+    """The dims that a split of dim 1 of the inputs over `degree` ranks leads to, by representative value (`canon`)."""
+    seeds = [
+        i
+        for i, v in enumerate(tape.values)
+        if _is_input(v.name) and len(v.shape) > 1 and v.shape[0] == tape.rows and v.shape[1] % degree == 0
+    ]
+    return _pushed(tape, nodes, rows_of, degree, dict.fromkeys(seeds, 1), canon)
+
+
+def _is_input(name: str | None) -> bool:
+    return (name or "").startswith("input:")
+
+
+def _pushed(
+    tape: Tape,
+    nodes: Iterable[int],
+    rows_of: Callable[[NodeView], list[Strategy]],
+    degree: int,
+    seeds: dict[int, int],
+    canon: Callable[[int], int],
+) -> BatchDims:
+    dims: BatchDims = defaultdict(set)
+    for index, dim in seeds.items():
+        dims[canon(index)].add(dim)
+    for index in nodes:
+        node = tape.nodes[index]
+        known = [dims.get(canon(ref.i), set()) for ref in node.ins]
+        if not any(known):
+            continue
+        for row in rows_of(NodeView.of(node, tape.values, degree)):
+            shards = [(s, k) for s, k in zip(row.ins, known) if is_shard(s)]
+            if any(k for _, k in shards) and all(not k or s in k for s, k in shards):
+                for ref, state in zip(node.outs, row.outs):
+                    if isinstance(state, int):
+                        dims[canon(ref.i)].add(state)
+    return dims

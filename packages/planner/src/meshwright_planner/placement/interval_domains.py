@@ -1,0 +1,160 @@
+"""In which runs the values of a tape may lie on one axis: learnt from where the model itself cuts them.
+
+A fused projection (q|k|v, gate|up) is computed as one and then split or sliced.  Cut into chunks, its shards straddle the
+parts; cut part by part, every part comes out as a plain shard.  So the parts of each split seed a state, which is carried
+back and forth through the rules (views, products, biases) until it reaches the parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from meshwright_dtensor.rules.lift import Known, slice_bounds
+from meshwright_dtensor.rules.node import NodeView, Strategy, base_name
+from meshwright_dtensor.sharding.intervals import Runs, segments
+from meshwright_dtensor.sharding.reshape import through_view
+from meshwright_dtensor.sharding.states import State
+from meshwright_planner.trace.quotient import Quotient
+from meshwright_planner.trace.tape import Tape
+
+_ROUNDS = 8
+_FEW = 64
+"""Intervals on one rank that a flattened dim may have to be worth a state of its own."""
+_VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape"})
+_SPLITS = frozenset(
+    {"aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unsafe_split_with_sizes"}
+)
+
+
+class LiftingRules(Protocol):
+    """What is asked of a RuleBook."""
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Raw rows over R, P and plain dims."""
+
+    def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
+        """Those and the rows for inputs and outputs in these states."""
+
+
+class Domains:
+    """The runs of every representative value, and with them the rows of every representative node."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        quotient: Quotient,
+        rules: LiftingRules,
+        degree: int,
+        pinned: Mapping[int, Runs] | None = None,
+    ) -> None:
+        """`pinned`: representative parameter value -> runs in which the user stores it."""
+        self.tape, self.quotient, self.rules, self.degree = tape, quotient, rules, degree
+        self.runs: dict[int, dict[Runs, None]] = defaultdict(dict)
+        self._sources: dict[tuple[int, int], list[int]] = defaultdict(list)
+        # rows of a node for the runs that its inputs and outputs had: asked for round after round
+        self._found: dict[int, tuple[tuple[Known, Known], list[Strategy]]] = {}
+        for value, node, position in quotient.edges:
+            self._sources[node, position].append(value)
+        for value, state in (pinned or {}).items():
+            self.runs[value][state] = None
+        if degree > 1:
+            self._seed()
+            self._spread()
+
+    def rows(self, index: int) -> list[Strategy]:
+        """The raw rows of representative node `index`, those over runs last."""
+        ins, outs = self._ins(index), self._outs(index)
+        if index not in self._found or self._found[index][0] != (ins, outs):
+            view = NodeView.of(self.tape.nodes[index], self.tape.values, self.degree)
+            rows = self.rules.strategies(view)
+            if any(ins) or any(outs):
+                rows = self.rules.lifted(view, rows, ins, outs)
+            self._found[index] = ((ins, outs), rows)
+        return list(self._found[index][1])
+
+    def around(self, index: int) -> tuple[Known, Known]:
+        """The runs of each input and of each output of representative node `index`."""
+        return self._ins(index), self._outs(index)
+
+    def of(self, value: int) -> list[Runs]:
+        """The runs of a representative value."""
+        return list(self.runs.get(value, ()))
+
+    def _seed(self) -> None:
+        cuts: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+        for index in self.quotient.nodes:
+            node = self.tape.nodes[index]
+            name = base_name(node.name)
+            if node.op is None or name not in (*_SPLITS, "aten.slice"):
+                continue
+            view = NodeView.of(node, self.tape.values, self.degree)
+            if name == "aten.slice":
+                bounds = slice_bounds(view)
+                if bounds is not None:
+                    cuts[node.ins[0].i, bounds[0]].add(bounds[1:])
+                continue
+            dim = view.bound()["dim"] % len(view.in_shapes[0])
+            self._parts(node.ins[0].i, dim, [shape[dim] for shape in view.out_shapes])
+        self._flattened()
+        for (value, dim), parts in cuts.items():
+            ordered = sorted(parts)
+            ends = [0, *(stop for _, stop in ordered)]
+            if ends[-1] == self.tape.values[value].shape[dim] and ends[:-1] == [
+                start for start, _ in ordered
+            ]:
+                self._parts(value, dim, [stop - start for start, stop in ordered])
+
+    def _flattened(self) -> None:
+        """Views that flatten a sharded inner dim (heads with the batch: BLOOM) leave runs, if not too many."""
+        for index in self.quotient.nodes:
+            node = self.tape.nodes[index]
+            if node.op is None or base_name(node.name) not in _VIEWS or node.call is None:
+                continue
+            before, after = (self.tape.values[r.i].shape for r in (node.ins[0], node.outs[0]))
+            for dim, size in enumerate(before):
+                if size % self.degree or size == 1 or dim == len(before) - 1:
+                    continue  # features flattened with rows are one interval a row
+                state = through_view(before, after, dim, self.degree)
+                if isinstance(state, Runs) and len(state.intervals[0]) <= _FEW:
+                    self._add(node.outs[0].i, state)
+
+    def _parts(self, value: int, dim: int, sizes: Sequence[int]) -> None:
+        if all(size and size % self.degree == 0 for size in sizes):
+            self._add(value, segments(dim, sizes, self.degree))
+
+    def _add(self, value: int, state: State) -> bool:
+        own = self.runs[self.quotient.value(value)]
+        if not isinstance(state, Runs) or not state.even or state in own:
+            return False
+        own[state] = None
+        return True
+
+    def _spread(self) -> None:
+        """Carry the runs along until nothing new is found, backwards first: towards the parameters."""
+        nodes = list(self.quotient.nodes)
+        for turn in range(_ROUNDS):
+            changed = False
+            for index in reversed(nodes) if turn % 2 == 0 else nodes:
+                if not any(self._ins(index)) and not any(self._outs(index)):
+                    continue
+                node = self.tape.nodes[index]
+                for row in self.rows(index):
+                    for ref, state in itertools.chain(
+                        zip(node.ins, row.ins, strict=True), zip(node.outs, row.outs, strict=True)
+                    ):
+                        changed |= self._add(ref.i, state)
+            if not changed and turn:
+                return
+
+    def _ins(self, index: int) -> list[list[State]]:
+        node = self.tape.nodes[index]
+        return [self._known(self._sources[index, j]) for j in range(len(node.ins))]
+
+    def _outs(self, index: int) -> list[list[State]]:
+        return [self._known([self.quotient.value(r.i)]) for r in self.tape.nodes[index].outs]
+
+    def _known(self, values: Iterable[int]) -> list[State]:
+        return list(dict.fromkeys(s for v in values for s in self.runs.get(v, ())))

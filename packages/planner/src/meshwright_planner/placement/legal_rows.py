@@ -1,0 +1,205 @@
+"""The legal strategies of a tape's representative nodes on one axis, and what each costs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from meshwright_dtensor.rules.lift import Known
+from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.states import State, States, is_shard
+from meshwright_dtensor.trace.graph import Ref
+from meshwright_planner.cost.backward import Back, Backwards
+from meshwright_planner.cost.operations import FORWARD
+from meshwright_planner.cost.prices import AxisCosts, Collective, Work, work_of
+from meshwright_planner.placement.batch_dims import batch_dims, sequence_dims
+from meshwright_planner.placement.interval_domains import Domains
+from meshwright_planner.trace.flops import by_name, forward_flops
+from meshwright_planner.trace.quotient import Quotient, carried
+from meshwright_planner.trace.tape import Tape
+
+UNEVEN_FACTOR = 1000
+"""A dim that does not divide is sharded only when the imbalance is below one part in this many."""
+
+
+class Rules(Protocol):
+    """What the search needs of a RuleBook."""
+
+    @property
+    def composites(self) -> Mapping[Callable[..., Any], Any]:
+        """torch function -> Composite."""
+
+    def strategies(self, view: NodeView) -> list[Strategy]:
+        """Raw rows over R, P and dims."""
+
+    def lifted(self, view: NodeView, rows: list[Strategy], ins: Known, outs: Known = ()) -> list[Strategy]:
+        """`rows`, and what they are for inputs and outputs in runs."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One legal strategy of one node.
+
+    Args:
+        ins, outs: states of the node's tensor inputs and outputs.
+        seconds: compute of one occurrence on one rank, forward and backward, without conversions.
+        inner: collective that the operation performs by itself.
+        inner_seconds: its time.
+        forward: the part of the seconds that is the forward pass.
+    """
+
+    ins: States
+    outs: States
+    seconds: float
+    inner: Collective | None = None
+    inner_seconds: float = 0.0
+    forward: float = FORWARD
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Those that the operation performs by itself."""
+        return () if self.inner is None else (self.inner,)
+
+
+def balanced(size: int, degree: int) -> bool:
+    """Whether sharding a dim of `size` over `degree` ranks leaves them practically equal work."""
+    return size % degree == 0 or size > UNEVEN_FACTOR * degree
+
+
+class Legality:
+    """Options by node, for one tape on one axis; asks the rules once per representative node."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        quotient: Quotient,
+        rules: Rules,
+        costs: AxisCosts,
+        rows: int = 1,
+        pins: Mapping[str, State] | None = None,
+        sequence: bool | None = None,
+    ) -> None:
+        """`rows`: size of the batch that the tape was recorded with; the axis must not split it.  `pins`: how the user stores
+        parameters.  `sequence`: False leaves out the states in which the axis splits the sequence; True has what flows
+        from block to block split so.
+        """
+        self.tape, self.quotient, self.rules, self.costs = tape, quotient, rules, costs
+        self._batch = batch_dims(tape, quotient.nodes, rules.strategies, costs.degree, rows)
+        pinned = {
+            quotient.value(tape.parameters[name]): state
+            for name, state in (pins or {}).items()
+            if isinstance(state, Runs) and name in tape.parameters
+        }
+        self._sequence = sequence_dims(tape, quotient.nodes, rules.strategies, costs.degree, quotient.value)
+        self._wants = sequence
+        self._carried = set(carried(tape, quotient)) if sequence and costs.degree > 1 else set()
+        self._domains = Domains(tape, quotient, rules, costs.degree, pinned)
+        self._composites = by_name(rules.composites)
+        self._works: dict[int, Work] = {}
+
+    def options(self, index: int) -> list[Option]:
+        """The legal options of node `index`, fully replicated first."""
+        tape, node = self.tape, self.tape.nodes[index]
+        view = NodeView.of(node, tape.values, self.costs.degree)
+        # what no input or parameter takes part in is computed alike on every rank, outside the runtime
+        rows = refine(view, self._domains.rows(index), self._grad)
+        if node.call is None or not node.ins or self.costs.degree == 1 or index in tape.writes:
+            rows = rows[:1]
+        result: dict[tuple[States, States], Option] = {}
+        for row in rows:
+            if not self._allowed(node.ins, row.ins) or not self._allowed(node.outs, row.outs):
+                continue
+            if self._carried and not self._flows_right(node.outs, row.outs):
+                continue
+            if (row.ins, row.outs) not in result:
+                result[row.ins, row.outs] = self._priced(index, view, row)
+        return list(result.values())
+
+    def on(self, tape: Tape) -> Legality:
+        """The same of a tape that differs from this one in sizes, and in what autograd keeps."""
+        other = copy.copy(self)
+        other.tape, other._works = tape, {}
+        return other
+
+    def across(self, costs: AxisCosts) -> Legality:
+        """The same with ranks that another link joins."""
+        other = copy.copy(self)
+        other.costs = costs
+        return other
+
+    def flops(self, index: int) -> float:
+        """Operations of the forward pass of a node."""
+        return forward_flops(self.tape.nodes[index], self.tape.values, self._composites)
+
+    def backward(self, index: int) -> Back:
+        """What the backward pass of a node reads and writes."""
+        known = self.quotient.once_for(self.tape, "backward", Backwards)
+        return known.of(self.tape, index)
+
+    def option(self, index: int, ins: States, outs: States) -> Option:
+        """What one way of doing a node costs."""
+        view = NodeView.of(self.tape.nodes[index], self.tape.values, self.costs.degree)
+        return self._priced(index, view, Strategy(ins, outs, "hand"))
+
+    def _priced(self, index: int, view: NodeView, row: Strategy) -> Option:
+        tape, node = self.tape, self.tape.nodes[index]
+        if index not in self._works:
+            known = self.flops(index), self.backward(index), tape.again[index]
+            self._works[index] = work_of(node, tape.values, tape.flows[index], *known)
+        composite = self._composites.get(node.name) if node.op is None else None
+        inner = self._inner(composite, view, row)
+        seconds, forward = self.costs.timed(self._works[index], node, tape.values, row.ins, row.outs)
+        inner_seconds = self.costs.collective(inner) * (1 + tape.again[index])
+        return Option(row.ins, row.outs, seconds, inner, inner_seconds, forward)
+
+    def parameter_states(self, value: int) -> list[State]:
+        """The states in which a parameter may be stored."""
+        shape = self.tape.values[value].shape
+        plain = (d for d, size in enumerate(shape) if size and balanced(size, self.costs.degree))
+        return ["I", *plain, *self._domains.of(self.quotient.value(value))]
+
+    def parameter_choices(self, value: int) -> int:
+        """In how many ways a value can be stored sharded; 0 for what is no parameter."""
+        name = self.tape.values[value].name or ""
+        return len(self.parameter_states(value)) - 1 if name.startswith("param:") else 0
+
+    def _grad(self, ref: Ref) -> bool:
+        return self.tape.grad[ref.i]
+
+    def _allowed(self, refs: Sequence[Ref], states: States) -> bool:
+        values, degree = self.tape.values, self.costs.degree
+        return all(
+            balanced(values[r.i].shape[s], degree) and not self.leaves_whole(r.i, s)
+            for r, s in zip(refs, states)
+            if isinstance(s, int)
+        )
+
+    def leaves_whole(self, value: int, dim: int) -> bool:
+        """Whether the axis has to leave a dim alone: the rows of the batch, or the sequence where that is asked for."""
+        rows = dim in self._batch.get(value, ())
+        return rows or (self._wants is False and self.splits_sequence(value, dim))
+
+    def runs(self, index: int) -> tuple[Known, Known]:
+        """The runs that each input and each output of a representative node may lie in."""
+        return self._domains.around(index)
+
+    def splits_sequence(self, value: int, state: State) -> bool:
+        """Whether a value in `state` is split along the sequence."""
+        return isinstance(state, int) and state in self._sequence.get(self.quotient.value(value), ())
+
+    def _flows_right(self, refs: Sequence[Ref], states: States) -> bool:
+        """Whether what flows from block to block is split along the sequence, where that is wanted."""
+        return all(
+            self.quotient.value(r.i) not in self._carried or self.splits_sequence(r.i, s)
+            for r, s in zip(refs, states)
+        )
+
+    def _inner(self, composite: Any, view: NodeView, row: Strategy) -> Collective | None:
+        if composite is None or not any(is_shard(s) for s in (*row.ins, *row.outs)):
+            return None
+        nbytes = float(composite.extra_comm_bytes(view, row))
+        return Collective("all_reduce", int(nbytes)) if nbytes else None

@@ -1,0 +1,245 @@
+"""Placements on one mesh axis, found by integer programming over legal strategies (building.py)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from meshwright_dtensor.sharding.states import State, is_shard
+from meshwright_planner.cost.prices import AxisCosts, Collective
+from meshwright_planner.placement.ilp import MemoryTerms, placement_of
+from meshwright_planner.placement.ilp_build import Build
+from meshwright_planner.placement.legal_rows import Legality, Option
+from meshwright_planner.placement.pinned import pinned
+from meshwright_planner.placement.saved_bytes import kept_bytes
+from meshwright_planner.placement.solution import RESULT, Placement, seconds_of
+from meshwright_planner.trace.tape import Saved, Tape
+
+__all__ = ["RESULT", "Placement", "PlacementProblem"]
+
+NOTICEABLE = 0.001
+"""A weight with less than this part of all weights' bytes may be replicated."""
+
+
+class PlacementProblem:
+    """The search for placements of one tape on one axis. `pins` fixes how parameters (by name) are stored.
+
+    Attributes:
+        whole: the state of what lies whole on every rank.
+        patience: seconds for an answer where nobody says how many.
+    """
+
+    whole: State = "I"
+    patience: float = 60.0
+
+    def __init__(self, legality: Legality, pins: Mapping[str, State] | None = None) -> None:
+        self.legality = legality
+        self.tape, self.quotient, self.costs = legality.tape, legality.quotient, legality.costs
+        self.pins = pinned(legality, dict(pins or {}))
+        self.options = {k: legality.options(k) for k in self.quotient.nodes}
+        self._maker = {
+            self.quotient.value(r.i): k for k in self.quotient.nodes for r in self.tape.nodes[k].outs
+        }
+        self._inner = _inner(self.tape)
+
+    def on(self, tape: Tape) -> PlacementProblem:
+        """The same problem of a tape that differs from this one in sizes, and in what autograd keeps."""
+        other = copy.copy(self)
+        other.tape, other.legality = tape, self.legality.on(tape)
+        other._inner = _inner(tape)
+        return other
+
+    def across(self, costs: AxisCosts) -> PlacementProblem:
+        """The same problem with ranks that another link joins."""
+        other = copy.copy(self)
+        other.costs, other.legality = costs, self.legality.across(costs)
+        other.options = {
+            k: [
+                o
+                if o.inner is None
+                else replace(o, inner_seconds=costs.collective(o.inner) * (1 + self.tape.again[k]))
+                for o in options
+            ]
+            for k, options in self.options.items()
+        }
+        return other
+
+    def pinning(self, pins: Mapping[str, State]) -> PlacementProblem:
+        """The same problem where these parameters are stored so: what is legal for an operation is so however they are.
+
+        Runs are not among `pins`, but for those that the problem was made with.
+        """
+        other = copy.copy(self)
+        other.pins = pinned(self.legality, dict(pins))
+        return other
+
+    def again(self, placement: Placement) -> Placement:
+        """A placement of a problem of other sizes, costed for this one."""
+        counts, values = self.quotient.node_count, self.tape.values
+        options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
+        conversions = [
+            replace(c, collective=self.resized(c.collective, values[c.value].nbytes))
+            for c in placement.conversions
+        ]
+        between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
+        compute, forward = seconds_of(options, counts)
+        found = replace(
+            placement,
+            options=options,
+            conversions=conversions,
+            compute_seconds=compute,
+            forward_seconds=forward,
+            communication_seconds=between + sum(o.inner_seconds * counts[k] for k, o in options.items()),
+        )
+        return replace(found, saved_bytes=kept_bytes(self, found))
+
+    def resized(self, collective: Collective, nbytes: int) -> Collective:
+        """The same collective of a value of so many bytes."""
+        return Collective(collective.kind, nbytes)
+
+    def axis_of(self, collective: Collective) -> int:
+        """The number of the searched axis that a collective goes along."""
+        return 0
+
+    def shares(self, placement: Placement) -> tuple[float, ...]:
+        """The parts of the communication of a placement (of one microbatch) that the searched axes have."""
+        return (1.0,)
+
+    def solve(
+        self,
+        memory: MemoryTerms,
+        *,
+        divided: frozenset[int] = frozenset(),
+        time_limit: float | None = None,
+    ) -> Placement | None:
+        """The best placement, or None when there is none (`memory.limit` cannot be met, say).
+
+        Args:
+            memory: price and limit of memory.
+            divided: weights that are to be stored sharded (see `weights`).
+            time_limit: seconds for the solver; None for `patience`.
+
+        Raises:
+            Unsolved: they were over before there was an answer.
+        """
+        start = time.perf_counter()
+        time_limit = self.patience if time_limit is None else time_limit
+        build = Build(self, memory, divided)
+        answer = build.program.solve(time_limit)
+        if not placement_of(answer, time_limit):
+            return None
+        return build.read(answer, time.perf_counter() - start)
+
+    def weights(self, alone: bool = False) -> frozenset[int]:
+        """Parameters of two dims or more with a noticeable part of all their bytes that can be used as shards.
+
+        `alone`: only where one operation is all of the call that reads them: nothing is converted inside of a call, so that
+        what one operation could use need not suit the next (a whole LSTM is one call).
+        """
+        quotient, values = self.quotient, self.tape.values
+        usable: dict[int, set[State]] = {}
+        calls = Counter((n.call, n.call_inputs) for n in map(self.tape.nodes.__getitem__, quotient.nodes))
+        for value, node, position in quotient.edges:
+            reader = self.tape.nodes[node]
+            if alone and calls[reader.call, reader.call_inputs] > 1:
+                usable[value] = set()
+                continue
+            if len(values[value].shape) > 1 and self.legality.parameter_choices(value):
+                wanted = {option.ins[position] for option in self.options[node]}
+                ways = {s for s in self.legality.parameter_states(value) if is_shard(s)}
+                usable[value] = usable.get(value, ways) & wanted
+        sizes = {value: values[value].nbytes * quotient.value_count[value] for value in usable}
+        total = sum(sizes.values())
+        return frozenset(v for v, ways in usable.items() if ways and sizes[v] >= NOTICEABLE * total)
+
+    def inside_one_call(self, value: int, node: int) -> bool:
+        """Whether a value is made and read by one torch function call: a plan can only speak of calls."""
+        maker = self._maker.get(value)
+        if maker is None or node == RESULT:
+            return False
+        first, second = self.tape.nodes[maker], self.tape.nodes[node]
+        return first.call is not None and (first.call, first.call_inputs) == (second.call, second.call_inputs)
+
+    def writes(self, node: int, position: int) -> bool:
+        """Whether a node writes to this input of it, or is a view of it that something is written to through."""
+        if node == RESULT or position:
+            return False
+        return self.tape.nodes[node].mutates or node in self.tape.through
+
+    def stays(self, value: int) -> bool:
+        """Whether a value that is stored sharded is used as it is stored.
+
+        A tensor-parallel axis moves activations, never weights (gathering weights is what ZeRO does, on the data
+        axis).  A parameter that the user placed is gathered where it must be.
+        """
+        name = self.tape.values[value].name or ""
+        return name.startswith("param:") and self.quotient.value(value) not in self.pins
+
+    def kept_bytes(self, item: Saved) -> int:
+        """Bytes of a saved tensor on the cluster.
+
+        Where attention is fused, it keeps one float32 per row beside its inputs and output, whatever the machine that
+        the tape was recorded on would have kept.
+        """
+        node = self.tape.nodes[item.node]
+        if item.root is None and node.name == "sdpa" and self.costs.cluster.fused_attention:
+            inner = self._inner[item.node]
+            rows = math.prod(self.tape.values[node.outs[0].i].shape[:-1])
+            return 4 * rows if item is inner[0] else 0
+        return item.nbytes
+
+    def kept_split(self, item: Saved, option: Option) -> Hashable:
+        """How a saved tensor of known storage is divided, with this option of the node that keeps it."""
+        states = option.outs if item.output else option.ins
+        position = self.slot(item.node, item.value, item.output)
+        return self.costs.split(states if position is None else states[position : position + 1])
+
+    def slot(self, node: int, value: int | None, output: bool) -> int | None:
+        """Which input or output of `node` shares the storage of `value`."""
+        refs = self.tape.nodes[node].outs if output else self.tape.nodes[node].ins
+        return next((i for i, r in enumerate(refs) if r.i == value), None)
+
+    @property
+    def read_parameters(self) -> set[str]:
+        """Names of the parameters that the results depend on."""
+        read = {r.i for node in self.tape.nodes for r in node.ins}
+        return {name for name, value in self.tape.parameters.items() if value in read}
+
+    def replicated(self) -> Placement:
+        """Everything replicated: what one rank alone does."""
+        options = {k: self.options[k][0] for k in self.quotient.nodes}
+        counts = self.quotient.node_count
+        saved: dict[object, float] = {}
+        for number, item in enumerate(self.tape.saved):
+            if item.root is None or not self.tape.lasts(item.root):
+                key = item.root if item.root is not None else ("inner", number)
+                saved[key] = max(saved.get(key, 0.0), float(self.kept_bytes(item)))
+        compute, forward = seconds_of(options, counts)
+        return Placement(
+            options=options,
+            stored={},
+            conversions=[],
+            compute_seconds=compute,
+            forward_seconds=forward,
+            communication_seconds=0.0,
+            saved_bytes=sum(saved.values()),
+            status="replicated",
+            variables=0,
+            binaries=0,
+            rows=0,
+            seconds=0.0,
+            objective=0.0,
+        )
+
+
+def _inner(tape: Tape) -> dict[int, list[Saved]]:
+    """Node -> what it keeps that the recorder never saw."""
+    found: dict[int, list[Saved]] = defaultdict(list)
+    for item in tape.saved:
+        if item.root is None:
+            found[item.node].append(item)
+    return found

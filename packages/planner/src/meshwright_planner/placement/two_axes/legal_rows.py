@@ -1,0 +1,234 @@
+"""What is legal on two axes: pairs of rows, the inner one legal for the local shapes that the outer one leaves.
+
+The runtime derives a call in the same way, one axis after the other, outermost first (dtensor's `choose.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright_dtensor.rules.node import NodeView, Strategy
+from meshwright_dtensor.rules.refine import refine
+from meshwright_dtensor.sharding.boxes import local_shape_of
+from meshwright_dtensor.sharding.intervals import Runs, segments
+from meshwright_dtensor.sharding.states import State, States, is_shard
+from meshwright_dtensor.trace.graph import Ref
+from meshwright_planner.cost.prices import Collective, Work, work_of
+from meshwright_planner.placement.legal_rows import Legality, Option, balanced
+from meshwright_planner.placement.solution import along
+from meshwright_planner.placement.two_axes.prices import Along, JointCosts
+from meshwright_planner.trace.quotient import carried
+from meshwright_planner.trace.tape import Tape
+
+
+@dataclass(frozen=True)
+class JointOption(Option):
+    """One legal pair of rows of one node; its states are tuples, one entry per axis.
+
+    `inners`: the collectives that the operation performs by itself.
+    """
+
+    inners: tuple[Along, ...] = ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What it communicates by itself."""
+        return self.inners
+
+
+class JointLegality(Legality):
+    """Options by node on two axes, from what is legal on each.
+
+    Args:
+        axes: legality on the outer and on the inner axis, of one tape.
+        sequence: True has what flows from block to block split along the sequence on one of the axes.
+    """
+
+    def __init__(self, axes: Sequence[Legality], sequence: bool | None = None) -> None:
+        outer, inner = axes
+        self.axes = (outer, inner)
+        self.tape, self.quotient, self.rules = outer.tape, outer.quotient, outer.rules
+        self.costs = JointCosts.of([outer.costs, inner.costs])
+        self._composites = {c.name: c for c in self.rules.composites.values()}
+        self._works: dict[int, Work] = {}
+        self._between = set(carried(self.tape, self.quotient)) if sequence else set()
+
+    def options(self, index: int) -> list[Option]:
+        """The legal pairs of node `index`, fully replicated first."""
+        outer = self.axes[0]
+        node = self.tape.nodes[index]
+        found: dict[tuple[States, States], Option] = {}
+        for first in outer.options(index):
+            for second in self._inside(index, first):
+                ins, outs = pairs(first.ins, second.ins), pairs(first.outs, second.outs)
+                if (ins, outs) not in found and self._keeps_sequence(node.outs, outs):
+                    found[ins, outs] = self.option(index, ins, outs)
+        return list(found.values())
+
+    def option(self, index: int, ins: States, outs: States) -> Option:
+        """What one way of doing a node costs."""
+        node, values = self.tape.nodes[index], self.tape.values
+        if index not in self._works:
+            known = self.flops(index), self.backward(index), self.tape.again[index]
+            self._works[index] = work_of(node, values, self.tape.flows[index], *known)
+        seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
+        inners = tuple(self._inside_call(index, ins, outs))
+        inner_seconds = sum(map(self.costs.collective, inners)) * (1 + self.tape.again[index])
+        return JointOption(ins, outs, seconds, None, inner_seconds, forward, inners)
+
+    def parameter_states(self, value: int) -> list[State]:
+        """The pairs in which a parameter may be stored, whole first."""
+        outer, inner = self.axes
+        shape = self.tape.values[value].shape
+        found: list[State] = []
+        for first in outer.parameter_states(value):
+            left = self._left(shape, first)
+            for state in inner.parameter_states(value):
+                second = inside(state, first, inner.costs.degree)
+                if second is not None and self._nests(shape, left, first, second):
+                    found.append(pairs((first,), (second,))[0])
+        return list(dict.fromkeys(found))
+
+    def splits_sequence(self, value: int, state: State) -> bool:
+        """Whether a value in `state` is split along the sequence on either axis."""
+        return any(axis.splits_sequence(value, s) for axis, s in zip(self.axes, along(state), strict=False))
+
+    def flops(self, index: int) -> float:
+        """Operations of the forward pass of a node."""
+        return self.axes[0].flops(index)
+
+    def on(self, tape: Tape) -> JointLegality:
+        """The same of a tape that differs from this one in sizes, and in what autograd keeps."""
+        other = copy.copy(self)
+        other.tape, other._works = tape, {}
+        other.axes = (self.axes[0].on(tape), self.axes[1].on(tape))
+        return other
+
+    def across(self, costs: object) -> JointLegality:
+        """The same with ranks that other links join."""
+        assert isinstance(costs, JointCosts)
+        other = copy.copy(self)
+        other.costs = costs
+        other.axes = (self.axes[0].across(costs.axes[0]), self.axes[1].across(costs.axes[1]))
+        return other
+
+    # ---- the inner axis
+    def _inside(self, index: int, first: Option) -> Iterator[Strategy]:
+        """The rows of the inner axis for the shapes that a row of the outer one leaves."""
+        inner = self.axes[1]
+        node, values = self.tape.nodes[index], self.tape.values
+        degree = inner.costs.degree
+        states = dict(zip(node.ins, first.ins, strict=True)) | dict(zip(node.outs, first.outs, strict=True))
+        shapes = {ref: self._left(values[ref.i].shape, state) for ref, state in states.items()}
+        view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in states}, degree)
+        rows = self.rules.strategies(view)
+        ins, outs = (
+            [self._runs(runs, state, degree) for runs, state in zip(known, some, strict=True)]
+            for known, some in zip(inner.runs(index), (first.ins, first.outs), strict=True)
+        )
+        if any(ins) or any(outs):
+            rows = self.rules.lifted(view, rows, ins, outs)
+        rows = refine(view, rows, lambda ref: self.tape.grad[ref.i])
+        if node.call is None or not node.ins or index in self.tape.writes:
+            rows = rows[:1]
+        for row in rows:
+            every = (
+                *zip(node.ins, first.ins, row.ins, strict=True),
+                *zip(node.outs, first.outs, row.outs, strict=True),
+            )
+            if all(self._fits(ref, shapes[ref], a, b) for ref, a, b in every):
+                yield row
+
+    def _fits(self, ref: Ref, left: tuple[int, ...], first: State, second: State) -> bool:
+        if not isinstance(second, int):
+            return True
+        whole = not isinstance(second, Runs) and self.axes[1].leaves_whole(ref.i, int(second))
+        return not whole and self._nests(self.tape.values[ref.i].shape, left, first, second)
+
+    def _nests(self, shape: tuple[int, ...], left: tuple[int, ...], first: State, second: State) -> bool:
+        """Whether the inner axis can cut what the outer one leaves: of a dim that both cut, every part is as long."""
+        if not isinstance(second, int):
+            return True
+        dim, (outer, inner) = int(second), self.costs.degrees
+        if isinstance(first, int) and int(first) == dim and shape[dim] % (outer * inner):
+            return False
+        if isinstance(second, Runs):
+            return second.total == left[dim] and second.even
+        return left[dim] > 0 and balanced(left[dim], inner)
+
+    def _left(self, shape: tuple[int, ...], first: State) -> tuple[int, ...]:
+        return local_shape_of(shape, (self.axes[0].costs.degree,), (0,), (first,))
+
+    def _runs(self, known: Iterable[State], first: State, degree: int) -> list[State]:
+        found = (inside(run, first, degree) for run in known)
+        return [run for run in found if run is not None]
+
+    def _inside_call(self, index: int, ins: States, outs: States) -> Iterator[Along]:
+        """What a composite communicates, per axis, on what the other axis leaves of its tensors."""
+        node, values = self.tape.nodes[index], self.tape.values
+        composite = self._composites.get(node.name) if node.op is None else None
+        if composite is None:
+            return
+        refs, states = (*node.ins, *node.outs), (*ins, *outs)
+        for axis, degree in enumerate(self.costs.degrees):
+            own = [along(s)[axis] for s in states]
+            if not any(map(is_shard, own)):
+                continue
+            shapes = {
+                ref: _seen(values[ref.i].shape, self.costs.degrees, along(s), axis)
+                for ref, s in zip(refs, states, strict=True)
+            }
+            view = NodeView.with_shapes(node, shapes, {ref: values[ref.i].dtype for ref in refs}, degree)
+            row = Strategy(tuple(own[: len(ins)]), tuple(own[len(ins) :]), "hand")
+            nbytes = int(composite.extra_comm_bytes(view, row))
+            if nbytes:
+                yield Along("all_reduce", nbytes, axis)
+
+    def _keeps_sequence(self, refs: Sequence[Ref], states: States) -> bool:
+        """Whether what flows from block to block is split along the sequence, where that is wanted."""
+        return not self._between or all(
+            self.quotient.value(r.i) not in self._between or self.splits_sequence(r.i, s)
+            for r, s in zip(refs, states, strict=True)
+        )
+
+
+def pairs(first: States, second: States) -> States:
+    """One tuple per tensor of the states on both axes."""
+    return tuple(zip(first, second, strict=True))  # type: ignore[arg-type]
+
+
+def _seen(shape: tuple[int, ...], degrees: Sequence[int], states: States, axis: int) -> tuple[int, ...]:
+    """The shape of what the ranks along one axis hold together."""
+    left = list(local_shape_of(shape, degrees, (0,) * len(degrees), states))
+    own = states[axis]
+    if isinstance(own, int):
+        left[own] = min(left[own] * degrees[axis], shape[own])
+    return tuple(left)
+
+
+def inside(state: State, outer: State, degree: int) -> State | None:
+    """A state of `degree` ranks for what `outer` leaves of a value, from one for the whole value; None where there is none.
+
+    Parts of a fused dim that the outer axis has cut one by one are shorter inside.
+    """
+    if not isinstance(state, Runs) or not isinstance(outer, int) or int(outer) != int(state):
+        return state
+    parts = state.parts
+    if parts is None or not isinstance(outer, Runs) or outer.parts != parts:
+        return None
+    n = len(outer.intervals)
+    if any(size % (n * degree) for size in parts):
+        return None
+    return segments(int(state), [size // n for size in parts], degree)
+
+
+def priced(option: Option, costs: JointCosts, again: int) -> Option:
+    """The same where other links join the ranks; `again`: how often its forward runs once more."""
+    assert isinstance(option, JointOption)
+    return replace(option, inner_seconds=sum(map(costs.collective, option.inners)) * (1 + again))
+
+
+Pins = Mapping[str, Sequence[State | None]]
+"""Parameter name -> state on each axis, None where it is free."""

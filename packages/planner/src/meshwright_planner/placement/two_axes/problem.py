@@ -1,0 +1,223 @@
+"""The search for placements of one tape on two axes."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from meshwright_dtensor.sharding.states import State, States, is_shard
+from meshwright_planner.cost.prices import AxisCosts, Collective
+from meshwright_planner.placement.ilp import MemoryTerms
+from meshwright_planner.placement.pinned import pinned
+from meshwright_planner.placement.problem import NOTICEABLE, PlacementProblem
+from meshwright_planner.placement.solution import Placement, along
+from meshwright_planner.placement.two_axes.legal_rows import JointLegality, Pins, inside, priced
+from meshwright_planner.placement.two_axes.prices import Along, JointCosts, Move, Stage, sized
+from meshwright_planner.placement.two_axes.solve import solve
+from meshwright_planner.trace.tape import Tape
+
+
+class JointProblem(PlacementProblem):
+    """As PlacementProblem, with one state per axis wherever that has a state.
+
+    Attributes:
+        fixed: number of an axis and a placement: on that axis everything is as there.
+    """
+
+    whole: State = ("I", "I")  # type: ignore[assignment]
+    patience = 600.0  # one program of two axes takes about 20 at most where nothing else runs
+    legality: JointLegality
+    costs: JointCosts
+
+    def __init__(self, legality: JointLegality, pins: Pins | None = None) -> None:
+        """`pins`: how parameters are stored on each axis, None where that is free."""
+        super().__init__(legality)
+        self.held = _held(legality, pins or {})
+        self.fixed: tuple[int, Placement | None] | None = None
+        self._storable: dict[tuple[int, bool], list[State]] = {}
+        self._seconds: dict[tuple[int, bool, States, States], float] = {}
+
+    # ---- what is legal
+    def storable(self, value: int, divided: bool) -> list[State]:
+        """The pairs in which a parameter may be stored; `divided`: over as many ranks as can use it so."""
+        key = (value, divided)
+        if key not in self._storable:
+            every = [s for s in self.legality.parameter_states(value) if self._allowed(value, s)]
+            self._storable[key] = self._most_divided(value, every) if divided else every
+        return self._storable[key]
+
+    def _allowed(self, value: int, state: State) -> bool:
+        held = self.held.get(value, (None, None))
+        degree = self.legality.axes[1].costs.degree
+        first = along(state)[0]
+        wanted = (held[0], None if held[1] is None else inside(held[1], first, degree))
+        if any(w is not None and w != s for w, s in zip(wanted, along(state), strict=True)):
+            return False
+        if self.fixed is None:
+            return True
+        axis, placement = self.fixed
+        there = "I" if placement is None else along(placement.stored[value])[axis]
+        return along(state)[axis] == there
+
+    def _most_divided(self, value: int, states: Sequence[State]) -> list[State]:
+        usable = self.usable(value, states)
+        ranks = {s: self.costs.sharers(self.costs.split((s,))) for s in usable}
+        return (
+            [s for s in states if ranks.get(s, 0) == max(ranks.values(), default=0)]
+            if usable
+            else list(states)
+        )
+
+    def usable(self, value: int, states: Sequence[State]) -> list[State]:
+        """Those of the states in which every reader can use a parameter without moving a shard of it."""
+        readers = self._readers.get(value, [])
+        wanted = [{option.ins[position] for option in self.options[node]} for node, position in readers]
+        return [s for s in states if all(any(self._used_as(value, s, w) for w in some) for some in wanted)]
+
+    def _used_as(self, value: int, stored: State, wanted: State) -> bool:
+        return stored == wanted or self.may_move(value, stored, wanted)
+
+    @property
+    def _readers(self) -> dict[int, list[tuple[int, int]]]:
+        def find() -> dict[int, list[tuple[int, int]]]:
+            found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+            for value, node, position in self.quotient.edges:
+                found[value].append((node, position))
+            return found
+
+        return self.quotient.once("readers", find)
+
+    def weights(self, alone: bool = False) -> frozenset[int]:
+        """See PlacementProblem.weights: parameters that can be used as shards on one of the axes at least."""
+        quotient, values, nodes = self.quotient, self.tape.values, self.tape.nodes
+        calls = Counter((n.call, n.call_inputs) for n in map(nodes.__getitem__, quotient.nodes))
+        sizes: dict[int, int] = {}
+        found = set()
+        for value, readers in self._readers.items():
+            if not self.is_parameter(value) or len(values[value].shape) < 2 or value in self.held:
+                continue
+            if not self.legality.parameter_choices(value):
+                continue
+            sizes[value] = values[value].nbytes * quotient.value_count[value]
+            if alone and any(calls[nodes[n].call, nodes[n].call_inputs] > 1 for n, _ in readers):
+                continue
+            if any(any(map(is_shard, along(s))) for s in self.usable(value, self.storable(value, False))):
+                found.add(value)
+        total = sum(sizes.values())
+        return frozenset(v for v in found if sizes[v] >= NOTICEABLE * total)
+
+    def is_parameter(self, value: int) -> bool:
+        """Whether a value is a parameter."""
+        return (self.tape.values[value].name or "").startswith("param:")
+
+    def may_move(self, value: int, source: State, target: State) -> bool:
+        """Whether a value may be brought from one pair to another: shards of a weight stay where they are (see `stays`)."""
+        if not self.is_parameter(value):
+            return True
+        held = self.held.get(value, (None, None))
+        cut = [int(s) if isinstance(s, int) else None for s in along(source)]
+        for axis, (a, b) in enumerate(zip(along(source), along(target), strict=True)):
+            if a == b or held[axis] is not None:
+                continue
+            # an outer shard of a dim is not put around an inner one without lifting that
+            if is_shard(a) or (isinstance(b, int) and axis == 0 and int(b) == cut[1]):
+                return False
+        return True
+
+    # ---- what it costs
+    def moves(self, value: int, stage: Stage) -> Iterator[tuple[Move, Along]]:
+        """The collectives of a stage of a conversion of a value."""
+        nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
+        for move in stage.moves:
+            if move.phase == "forward" or grad:
+                yield move, sized(move, nbytes, self.costs.degrees)
+
+    def seconds(self, value: int, source: States, stage: Stage) -> float:
+        """Seconds of a stage from some states, both passes."""
+        key = (self.tape.values[value].nbytes, self.tape.grad[value], source, stage.target)
+        if key not in self._seconds:
+            self._seconds[key] = sum(self.costs.collective(made) for _, made in self.moves(value, stage))
+        return self._seconds[key]
+
+    def resized(self, collective: Collective, nbytes: int) -> Collective:
+        """The same collective of a value of so many bytes, as far as the other axis leaves them."""
+        assert isinstance(collective, Along)
+        return replace(collective, nbytes=nbytes // collective.parts)
+
+    def axis_of(self, collective: Collective) -> int:
+        """The number of the searched axis that a collective goes along."""
+        assert isinstance(collective, Along)
+        return collective.axis
+
+    def shares(self, placement: Placement) -> tuple[float, ...]:
+        """See PlacementProblem.shares."""
+        seconds = [0.0] * len(self.costs.axes)
+        for c in placement.conversions:
+            seconds[self.axis_of(c.collective)] += self.costs.collective(c.collective) * c.count
+        for k, option in placement.options.items():
+            for made in option.collectives:
+                seconds[self.axis_of(made)] += self.costs.collective(made) * self.quotient.node_count[k]
+        total = sum(seconds)
+        return tuple(s / total if total else 1.0 / len(seconds) for s in seconds)
+
+    # ---- others like it
+    def pinning(self, pins: Pins) -> JointProblem:  # type: ignore[override]
+        """See PlacementProblem.pinning; `pins` as the problem is made with."""
+        other = copy.copy(self)
+        other.held, other._storable = _held(self.legality, pins), {}
+        return other
+
+    def on(self, tape: Tape) -> JointProblem:
+        """See PlacementProblem.on."""
+        found = super().on(tape)
+        assert isinstance(found, JointProblem)
+        return found
+
+    def across(self, costs: AxisCosts) -> JointProblem:
+        """The same problem with ranks that other links join."""
+        assert isinstance(costs, JointCosts)
+        other = copy.copy(self)
+        other.costs, other.legality, other._seconds = costs, self.legality.across(costs), {}
+        again = self.tape.again
+        other.options = {k: [priced(o, costs, again[k]) for o in some] for k, some in self.options.items()}
+        return other
+
+    def with_fixed(self, axis: int, placement: Placement | None) -> JointProblem:
+        """The same where everything on one axis is as in a placement; None: whole."""
+        other = copy.copy(self)
+        other.fixed, other._storable = (axis, placement), {}
+
+        def alike(k: int, states: States, place: States) -> bool:
+            if placement is None:
+                return all(along(s)[axis] == "I" for s in states)
+            return all(along(s)[axis] == along(p)[axis] for s, p in zip(states, place, strict=True))
+
+        def kept(k: int) -> Iterator[int]:
+            there = () if placement is None else (*placement.options[k].ins, *placement.options[k].outs)
+            for number, o in enumerate(self.options[k]):
+                if alike(k, (*o.ins, *o.outs), there):
+                    yield number
+
+        other.options = {k: [some[n] for n in kept(k)] for k, some in self.options.items()}
+        return other
+
+    def solve(
+        self,
+        memory: MemoryTerms,
+        *,
+        divided: frozenset[int] = frozenset(),
+        time_limit: float | None = None,
+    ) -> Placement | None:
+        """See PlacementProblem.solve, and `placement/two_axes/solve.py`; `time_limit`: for all programs together."""
+        return solve(self, memory, divided, self.patience if time_limit is None else time_limit)
+
+
+def _held(legality: JointLegality, pins: Pins) -> dict[int, tuple[State | None, ...]]:
+    """Value -> the states on each axis in which the user, or a strategy, stores it."""
+    by_axis = [
+        pinned(own, {name: s for name, some in pins.items() if (s := some[axis]) is not None})
+        for axis, own in enumerate(legality.axes)
+    ]
+    return {value: tuple(own.get(value) for own in by_axis) for value in {**by_axis[0], **by_axis[1]}}

@@ -1,0 +1,186 @@
+"""Placements on two axes: one integer program where that is small enough, else in turns, with a bound said.
+
+In turns, one axis is placed with the other as it is, over and over, until nothing improves.  It begins with the axes placed one
+after the other, in either order, so that it is never worse than those.
+
+All programs of one answer share its time: half of it is for the one program, and what is left for the turns and the bound.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from meshwright_planner.cost.prices import AxisCosts, Collective
+from meshwright_planner.placement.ilp import GAP, MemoryTerms, Unsolved, placement_of
+from meshwright_planner.placement.ilp_build import Build
+from meshwright_planner.placement.problem import PlacementProblem
+from meshwright_planner.placement.solution import Placement
+from meshwright_planner.placement.two_axes.ilp_build import JointBuild, count_pairs
+
+if TYPE_CHECKING:
+    from meshwright_planner.placement.two_axes.problem import JointProblem
+
+EXACT = 200_000
+"""Pairs of states on edges up to which both axes are placed by one program."""
+
+TURNS = 8
+"""Rounds of turns after which nothing is tried any more."""
+
+BOUND = 0.1
+"""Part of the time of turns that is kept for the bound."""
+
+
+def solve(
+    problem: JointProblem,
+    memory: MemoryTerms,
+    divided: frozenset[int],
+    time_limit: float,
+    exact: int | None = None,
+) -> Placement | None:
+    """The best placement, or None when there is none.
+
+    Args:
+        problem, memory, divided: see PlacementProblem.solve.
+        time_limit: seconds for everything.
+        exact: pairs up to which one program is solved; None for EXACT.
+
+    Raises:
+        Unsolved: the time was over before there was an answer.
+    """
+    start = time.perf_counter()
+    found, late = None, None
+    if count_pairs(problem) <= (EXACT if exact is None else exact):
+        try:
+            found = _whole(problem, memory, divided, time_limit / 2)
+        except Unsolved as unsolved:
+            late = unsolved
+        else:
+            if found is None or found.status == "optimal":
+                return found
+    turning = time_limit - (time.perf_counter() - start)
+    try:
+        other = in_turns(problem, memory, divided, turning * (1 - BOUND))
+    except Unsolved as unsolved:
+        other, late = None, unsolved
+    best = min((p for p in (found, other) if p is not None), key=lambda p: p.objective, default=None)
+    if best is None:
+        if late is not None:  # turns that lead nowhere do not say that nothing does
+            raise late
+        return None
+    bound = lower_bound(problem, max(1.0, time_limit - (time.perf_counter() - start)))
+    return replace(best, status="in turns", bound=bound, seconds=time.perf_counter() - start)
+
+
+def one_after_the_other(
+    problem: JointProblem,
+    memory: MemoryTerms,
+    divided: frozenset[int] = frozenset(),
+    time_limit: float = 60.0,
+    first: int = 0,
+) -> Placement | None:
+    """Axis `first` placed with the other whole, then the other with the first as it is.
+
+    Raises:
+        Unsolved: as of `solve`.
+    """
+    end = time.perf_counter() + time_limit
+    alone = _whole(problem.with_fixed(1 - first, None), replace(memory, limit=None), divided, time_limit / 2)
+    if alone is None:
+        return None
+    return _whole(problem.with_fixed(first, alone), memory, divided, end - time.perf_counter())
+
+
+def in_turns(
+    problem: JointProblem,
+    memory: MemoryTerms,
+    divided: frozenset[int] = frozenset(),
+    time_limit: float = 60.0,
+) -> Placement | None:
+    """The best of both orders, improved on one axis after the other until that changes nothing, or the time is over.
+
+    Raises:
+        Unsolved: it was over before there was an answer in either order.
+    """
+    end = time.perf_counter() + time_limit
+    best, late = None, None
+    for first in (0, 1):
+        left = end - time.perf_counter()
+        try:
+            found = one_after_the_other(problem, memory, divided, left / (3 - first), first)
+        except Unsolved as unsolved:
+            late = unsolved
+            continue
+        if found is not None and (best is None or found.objective < best.objective):
+            best = found
+    if best is None and late is not None:
+        raise late
+    still = 0
+    for turn in range(2 * TURNS):
+        left = end - time.perf_counter()
+        if best is None or still == 2 or left <= 0:
+            break
+        try:
+            found = _whole(problem.with_fixed(turn % 2, best), memory, divided, left)
+        except Unsolved:
+            break
+        better = found is not None and found.objective < best.objective * (1 - GAP)
+        still = 0 if better else still + 1
+        best = found if better else best
+    return best
+
+
+def lower_bound(problem: JointProblem, time_limit: float = 60.0) -> float:
+    """Seconds that no placement goes below: the best on the outer axis, were the inner one to cost nothing.
+
+    Every operation there takes what its best row on the inner axis takes, and every value is as small as the inner axis
+    could make it.
+    """
+    outer, inner = problem.legality.axes
+    pins = {value: held[0] for value, held in problem.held.items() if held[0] is not None}
+    least = PlacementProblem(outer)
+    least.pins = pins
+    own = outer.costs
+    least.costs = _Divided(own.cluster, own.link, own.degree, own.meshed, own.model, inner.costs.degree)
+    for k, options in least.options.items():
+        seconds: dict[object, float] = {}
+        for pair in problem.options[k]:
+            key = tuple(s[0] for s in pair.ins), tuple(s[0] for s in pair.outs)  # type: ignore[index]
+            seconds[key] = min(seconds.get(key, float("inf")), pair.seconds)
+        least.options[k] = [
+            replace(o, seconds=seconds[o.ins, o.outs], inner_seconds=0.0)
+            for o in options
+            if (o.ins, o.outs) in seconds
+        ]
+    build = Build(least, MemoryTerms(0.0, 1.0), frozenset())
+    answer = build.program.solve(time_limit)
+    if answer.x is None or answer.status != 0:
+        counts = problem.quotient.node_count
+        return sum(min(o.seconds for o in some) * counts[k] for k, some in problem.options.items())
+    return build.read(answer, 0.0).objective * (1 - GAP)
+
+
+@dataclass(frozen=True)
+class _Divided(AxisCosts):
+    """Costs of collectives of values that others have divided into as many parts as they can."""
+
+    parts: int = 1
+
+    def collective(self, collective: Collective | None) -> float:
+        """Seconds of the smallest that it can be."""
+        if collective is None:
+            return 0.0
+        return super().collective(replace(collective, nbytes=collective.nbytes // self.parts))
+
+
+def _whole(
+    problem: JointProblem, memory: MemoryTerms, divided: frozenset[int], time_limit: float
+) -> Placement | None:
+    """One integer program for all that is open."""
+    start = time.perf_counter()
+    build = JointBuild(problem, memory, divided)
+    answer = build.program.solve(max(0.0, time_limit))
+    if not placement_of(answer, time_limit):
+        return None
+    return build.read(answer, time.perf_counter() - start)

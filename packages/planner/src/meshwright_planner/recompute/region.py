@@ -1,0 +1,127 @@
+"""The nodes of a tape that recomputation runs twice, and what is kept in place of what they saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+
+from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_planner.trace.quotient import Quotient
+from meshwright_planner.trace.tape import Saved, Tape
+
+
+class Region:
+    """The nodes that run twice.
+
+    Attributes:
+        policy: node -> whether its results are kept.
+        kept: node, storage and value of what is kept of them, and whether the node made it, as in Saved.
+        again: representative node -> the part of its copies that run twice.
+        block: node -> name of the module of them that it is in.
+    """
+
+    def __init__(
+        self, tape: Tape, quotient: Quotient, flops: Callable[[int], float], rules: Iterable[RecomputeRule]
+    ) -> None:
+        """`flops`: operations of the forward pass of a node."""
+        chosen = recomputed_blocks(tape, rules)
+        block_of: dict[str, str | None] = {}
+        self.policy: dict[int, bool] = {}
+        self.block: dict[int, str] = {}
+        met: Counter[str] = Counter()
+        for index, node in enumerate(tape.nodes):
+            if node.module not in block_of:
+                parts = node.module.split(".")
+                names = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+                block_of[node.module] = next((name for name in names if name in chosen), None)
+            block = block_of[node.module]
+            if block is not None:
+                policy = chosen[block].policy
+                kept = policy != "full" and flops(index) > 0
+                if kept and policy == "alternate" and node.name != "sdpa":
+                    met[block] += 1
+                    kept = met[block] % 2 == 1
+                self.policy[index] = kept
+                self.block[index] = block
+        self._tape = tape
+        twice = Counter(map(quotient.node, self.repeated))
+        self.again = {k: twice[k] / quotient.node_count[k] for k in quotient.nodes}
+
+    @cached_property
+    def kept(self) -> list[tuple[int, int, int, bool]]:
+        """What is kept of them, as said above."""
+        return [*self._inputs(self._tape), *self._results(self._tape)]
+
+    def saved(self, tape: Tape) -> list[Saved]:
+        """What autograd keeps then of this tape, or of one that differs in sizes only."""
+        found = [
+            # what leaves a module, and is kept by what takes it, is that one's
+            item._replace(node=item.by, output=False) if item.node in self.policy else item
+            for item in tape.saved
+            if item.by not in self.policy
+        ]
+        return found + [Saved(*item, tape.values[item[2]].nbytes, item[0]) for item in self.kept]
+
+    @cached_property
+    def repeated(self) -> frozenset[int]:
+        """The nodes that run twice, each for itself: torch stops as soon as all is there again that was saved."""
+        last: dict[str, tuple[int, bool]] = {}  # block -> its last node that saves, and whether what it made
+        for item in self._tape.saved:
+            block = self.block.get(item.by)
+            if block is not None:
+                made = item.root is None or item.value in [ref.i for ref in self._tape.nodes[item.by].outs]
+                last[block] = max(last.get(block, (-1, False)), (item.by, made))
+        return frozenset(
+            index
+            for index, kept in self.policy.items()
+            if not kept and (index, False) < last.get(self.block[index], (-1, False))
+        )
+
+    @cached_property
+    def _root(self) -> dict[int | None, int | None]:
+        return {item.value: item.root for item in self._tape.saved if item.value is not None}
+
+    def _inputs(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
+        """What goes into the blocks: it is kept."""
+        made, seen = dict[int, str](), set[tuple[str, int]]()
+        for index, node in enumerate(tape.nodes):
+            block = self.block.get(index)
+            if block is not None:
+                for ref in node.ins:
+                    named = (tape.values[ref.i].name or "").partition(":")[0] in ("param", "buffer")
+                    if made.get(ref.i) != block and not named and (block, ref.i) not in seen:
+                        seen.add((block, ref.i))
+                        yield index, self._storage(ref.i), ref.i, False
+            made.update((ref.i, block or "") for ref in node.outs)
+
+    def _results(self, tape: Tape) -> Iterator[tuple[int, int, int, bool]]:
+        """What is computed in the blocks and kept."""
+        for index, kept in self.policy.items():
+            if kept:
+                for ref in tape.nodes[index].outs:
+                    yield index, self._storage(ref.i), ref.i, True
+
+    def _storage(self, value: int) -> int:
+        root = self._root.get(value)
+        return value if root is None else root
+
+
+def recomputed_blocks(tape: Tape, rules: Iterable[RecomputeRule]) -> dict[str, RecomputeRule]:
+    """Name -> rule of the modules that run twice: of nested ones the outermost, and never the model itself.
+
+    What is not called itself does not run, nor does what lies in it: code outside calls parts that no rule speaks of.
+    """
+    chosen: dict[str, RecomputeRule] = {}
+    ordered = list(rules)
+    called = {name for _, name in tape.calls}
+    for name, info in tape.modules.items():
+        if not info.runs:
+            continue
+        parts = name.split(".")
+        if any(".".join(parts[:n]) in chosen for n in range(1, len(parts))):
+            continue
+        rule = next((r for r in ordered if name and r.matches(name)), None)
+        if rule is not None:
+            chosen[name] = rule
+    return {name: rule for name, rule in chosen.items() if name in called}

@@ -1,0 +1,1 @@
+"""What a planning request asks for."""

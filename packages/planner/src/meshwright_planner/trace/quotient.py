@@ -1,0 +1,238 @@
+"""Repeated blocks, merged: a tape's nodes and values up to repetition, each with its multiplicity.
+
+Sibling modules that do the same thing one after the other (layer 0, layer 1, ...) become one representative.  The edges
+between consecutive copies stay: the representative reads its own output too, which makes the state at a block
+boundary a fixed point.  Parallel siblings (k_proj and v_proj) are never merged: they may be placed differently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from meshwright_dtensor.trace.graph import Node, Ref
+from meshwright_planner.trace.tape import Tape
+
+T = TypeVar("T")
+Edge = tuple[int, int, int]
+"""(value, node, position among the node's tensor inputs), value and node being representatives."""
+
+
+@dataclass
+class Quotient:
+    """What the search sees instead of the tape.
+
+    Args:
+        nodes: representative nodes, in order.
+        node_count: representative -> how many nodes it stands for.
+        value_count: representative value -> how many values it stands for.
+        edges: edge -> the values that flow along its copies, without repeats.
+        groups: names of the modules that were merged, representative first.
+    """
+
+    nodes: list[int] = field(default_factory=list)
+    node_count: Counter[int] = field(default_factory=Counter)
+    value_count: Counter[int] = field(default_factory=Counter)
+    edges: dict[Edge, tuple[int, ...]] = field(default_factory=dict)
+    groups: list[list[str]] = field(default_factory=list)
+    _node_of: dict[int, int] = field(default_factory=dict)
+    _value_of: dict[int, int] = field(default_factory=dict)
+    _found: dict[Hashable, Any] = field(default_factory=dict)
+
+    def node(self, index: int) -> int:
+        """The representative of node `index`."""
+        return self._node_of.get(index, index)
+
+    def value(self, index: int) -> int:
+        """The representative of value `index`."""
+        return self._value_of.get(index, index)
+
+    def flatten(self) -> None:
+        """A representative may have been merged into another since: say at once which one is left."""
+        for table in (self._node_of, self._value_of):
+            for index, other in table.items():
+                while other in table:
+                    other = table[other]
+                table[index] = other
+
+    def once_for(self, tape: Tape, key: Hashable, make: Callable[[Tape], T]) -> T:
+        """`once`, for a tape and all that differ from it in sizes only: others may keep other tensors."""
+        like = tape if tape.origin is None else tape.origin
+        # the answer holds on to the tape that it is of, whose number nobody else has then
+        _, found = self.once((key, id(like)), lambda: (like, make(like)))
+        return found
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for a key: what follows from the operations alone, whatever their sizes."""
+        if key not in self._found:
+            self._found[key] = make()
+        answer: T = self._found[key]
+        return answer
+
+
+def quotient(tape: Tape, merge: bool = True) -> Quotient:
+    """Merge the repeated blocks of `tape`; with `merge=False` everything is its own representative."""
+    result = Quotient()
+    if merge:
+        _Merger(tape, result).visit("")
+        result.flatten()
+    produced = {r.i for node in tape.nodes for r in node.outs}
+    outside: set[int] = set()
+    flows: dict[Edge, dict[int, None]] = defaultdict(dict)
+    for index, node in enumerate(tape.nodes):
+        canon = result.node(index)
+        result.node_count[canon] += 1
+        for ref in node.outs:
+            result.value_count[result.value(ref.i)] += 1
+        for position, ref in enumerate(node.ins):
+            flows[result.value(ref.i), canon, position][ref.i] = None
+            if ref.i not in produced and ref.i not in outside:
+                outside.add(ref.i)
+                result.value_count[result.value(ref.i)] += 1
+    result.nodes = sorted(result.node_count)
+    result.edges = {edge: tuple(values) for edge, values in flows.items()}
+    return result
+
+
+@dataclass
+class _Block:
+    name: str
+    outside: list[int]  # values that come from outside, in order of first use
+    inside: set[int]
+
+
+class _Merger:
+    def __init__(self, tape: Tape, result: Quotient) -> None:
+        self.tape, self.result = tape, result
+        self._said: dict[str, Any] = {}
+        self.span: dict[str, list[int]] = defaultdict(list)
+        for index, node in enumerate(tape.nodes):
+            parts = node.module.split(".") if node.module else []
+            for depth in range(1, len(parts) + 1):
+                self.span[".".join(parts[:depth])].append(index)
+        self.children: dict[str, list[str]] = defaultdict(list)
+        for name in sorted(self.span, key=lambda n: (self.span[n][0], n.count("."))):
+            self.children[name.rpartition(".")[0]].append(name)
+
+    def visit(self, parent: str) -> None:
+        families: dict[Any, list[_Block]] = defaultdict(list)
+        for name in self.children.get(parent, []):
+            info = self.tape.modules.get(name)
+            # a container (ModuleList) runs nothing itself, so it has no info of interest but may hold blocks
+            if info is not None and not info.leaf and info.parameters >= 2:
+                signature, block = self._signature(name)
+                families[signature].append(block)
+        merged: set[str] = set()
+        for family in families.values():
+            if len(family) > 1 and self._chained(family[0], family[1]):
+                self._merge(family)
+                merged.update(block.name for block in family[1:])
+        for name in self.children.get(parent, []):
+            if name not in merged:
+                self.visit(name)
+
+    def _signature(self, name: str) -> tuple[Any, _Block]:
+        # of the copies of a block data ranks may compute some for all rows, others not
+        source = self.tape.copied.get(name) if self.tape.division is None else None
+        if source in self._said and len(self.span[source]) == len(self.span[name]):
+            return self._said[source], self._copy(name)
+        self._said[name], block = self._look(name)
+        return self._said[name], block
+
+    def _copy(self, name: str) -> _Block:
+        """A block that does what one does whose signature is known."""
+        prefix = f"param:{name}."
+        inside: set[int] = set()
+        outside: dict[int, None] = {}
+        for index in self.span[name]:
+            node = self.tape.nodes[index]
+            for ref in node.ins:
+                if ref.i not in inside and not (self.tape.values[ref.i].name or "").startswith(prefix):
+                    outside[ref.i] = None
+            inside.update(ref.i for ref in node.outs)
+        return _Block(name, list(outside), inside)
+
+    def _look(self, name: str) -> tuple[Any, _Block]:
+        values, prefix = self.tape.values, f"param:{name}."
+        inside: dict[int, tuple[int, int]] = {}
+        outside: dict[int, int] = {}
+        parts: list[Any] = []
+
+        def label(x: Ref) -> str:
+            value = values[x.i]
+            if x.i in inside:
+                return f"in{inside[x.i]}"
+            if value.name is not None and value.name.startswith(prefix):
+                return f"p{value.name[len(prefix) :]}{value.shape}{value.dtype}"
+            order = outside.setdefault(x.i, len(outside))
+            return f"out{order}{value.shape}{value.dtype}{self.tape.grad[x.i]}"
+
+        for position, index in enumerate(self.span[name]):
+            node = self.tape.nodes[index]
+            call = node.call and (node.call.module[len(name) :], node.call.function, node.call.occurrence)
+            said = _described(node.args, label), _described(node.kwargs, label)
+            goes = self.tape.flows[index], self.tape.again[index]
+            parts.append((node.name, node.module[len(name) :], call, *goes, *said))
+            for k, ref in enumerate(node.outs):
+                inside[ref.i] = (position, k)
+        return tuple(parts), _Block(name, list(outside), set(inside))
+
+    def _chained(self, first: _Block, second: _Block) -> bool:
+        """Whether something of `first` reaches `second` from outside, however indirectly."""
+        dependent = set(first.inside)
+        start, stop = self.span[first.name][0], self.span[second.name][-1]
+        for node in self.tape.nodes[start : stop + 1]:
+            if any(r.i in dependent for r in node.ins):
+                dependent.update(r.i for r in node.outs)
+        return any(value in dependent for value in second.outside)
+
+    def _merge(self, family: list[_Block]) -> None:
+        values, nodes, base = self.tape.values, self.tape.nodes, family[0]
+        self.result.groups.append([block.name for block in family])
+        for block in family[1:]:
+            for first, other in zip(self.span[base.name], self.span[block.name]):
+                self.result._node_of[other] = first
+                a, b = nodes[first], nodes[other]
+                for x, y in zip(a.outs, b.outs):
+                    self.result._value_of[y.i] = x.i
+                for x, y in zip(a.ins, b.ins):
+                    if (
+                        x.i != y.i
+                        and _is_own(values[y.i].name, block.name)
+                        and _is_own(values[x.i].name, base.name)
+                    ):
+                        self.result._value_of[y.i] = x.i
+
+
+def _described(tree: Any, label: Callable[[Ref], str]) -> Any:
+    """Recorded arguments, in the order in which they stand, in a form that can be compared and hashed."""
+    if isinstance(tree, Ref):
+        return label(tree)
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, *[_described(x, label) for x in tree])
+    if isinstance(tree, dict):
+        return ("dict", *[(key, _described(x, label)) for key, x in tree.items()])
+    return repr(tree)
+
+
+def _is_own(name: str | None, module: str) -> bool:
+    """Whether a value is a parameter or buffer of `module` or of what is inside it."""
+    return name is not None and name.partition(":")[2].startswith(f"{module}.")
+
+
+def representative_nodes(tape: Tape, result: Quotient) -> list[Node]:
+    """The nodes that stand for all."""
+    return [tape.nodes[i] for i in result.nodes]
+
+
+def carried(tape: Tape, result: Quotient) -> list[int]:
+    """Representative values that a block hands to its next copy: activations with a gradient, of three dims or more."""
+    maker = {result.value(r.i): k for k in result.nodes for r in tape.nodes[k].outs}
+    found: dict[int, None] = {}
+    for value, node, _ in result.edges:
+        made = maker.get(value)
+        if made is not None and made >= node and tape.grad[value] and len(tape.values[value].shape) > 2:
+            found[value] = None
+    return list(found)

@@ -1,0 +1,358 @@
+"""Run a model once, watched: fake tensors where values do not matter, real ones where models look.
+
+Parameters and floating-point inputs are fake.  Integers and booleans are real and small: models read them (is anything
+masked? is this sequence packed?), and take other paths when they find themselves run on fake tensors.  Where the
+program looks at floating-point data too, everything is real, and the tape says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from meshwright_dtensor.deferred.materialize import has_values
+from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
+from meshwright_dtensor.hints import watched_marks
+from meshwright_dtensor.model.blocks import has_forward
+from meshwright_dtensor.model.precision import cast_buffers
+from meshwright_dtensor.model.tied_parameters import tied_names
+from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.trace.graph import Recorder, leaves
+from meshwright_planner import _torch
+from meshwright_planner.trace.batch import Batch, check_signature
+from meshwright_planner.trace.borrow_model import borrowed
+from meshwright_planner.trace.recorder import REAL_ELEMENTS, Watcher
+from meshwright_planner.trace.replay_blocks import UnlikeError, replay_blocks
+from meshwright_planner.trace.saved_tensors import saved_and_dropped
+from meshwright_planner.trace.tape import ModuleInfo, Tape, finish
+
+REAL_RUN_LIMIT_BYTES = 4 * 2**30
+
+
+class NoRunError(UsageError):
+    """A model raises when it is called with its batch, or with a part of it; `what`: which model raised what."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"{what} when called with this batch on tensors without values; check that model(**batch) runs on one device"
+        )
+
+    def __reduce__(self) -> tuple[type[NoRunError], tuple[str]]:
+        return type(self), (self.what,)
+
+
+@dataclass
+class Known:
+    """What recordings of one model in one dtype share.
+
+    Args:
+        mode: under which its parameters are fake.
+        parameters: id of a parameter -> itself, and its stand-in.
+        trusted: repeated blocks, by the first of each family, that were seen to do the same.
+    """
+
+    mode: Any = field(default_factory=_torch.fake_mode)
+    parameters: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    trusted: set[str] = field(default_factory=set)
+
+
+def record(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    dtype: torch.dtype | None = None,
+    known: Known | None = None,
+) -> Tape:
+    """Run `model` once on tensors of `batch`'s shapes and return the tape; the model is left as it was.
+
+    Args:
+        model: any module; parameters may be on the meta device.
+        batch: the arguments, real, fake or meta tensors; their values are not read unless the model looks at data.
+        composites: torch function -> Composite, as in RuleBook.composites.
+        dtype: what floating parameters, persistent buffers and batch tensors are computed in; None leaves them.
+        known: what earlier recordings of the same model in the same dtype have found; this one adds to it.
+
+    Raises:
+        UsageError: the model does not take the batch.
+        UnsupportedError: the model looks at data and is too large for a real run.
+    """
+    check_signature(model, batch)
+    start = time.perf_counter()
+    known = Known() if known is None else known
+    try:
+        try:
+            tape = _run_mixed(model, batch, composites, dtype, known, replay=True)
+        except (UsageError, UnlikeError):  # blocks that need each other's traces: run them all
+            tape = _run_mixed(model, batch, composites, dtype, known, replay=False)
+    except _torch.LOOKS_AT_DATA as error:
+        tape = _run_real(model, batch, composites, error, dtype)
+    tape.seconds = time.perf_counter() - start
+    return tape
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = (t.device for t in model.parameters())
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+    return device
+
+
+def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
+    """In which dtype each tensor of the model or the batch is computed with."""
+    kept = {id(buffer) for buffer in model.buffers()} - cast_buffers(model)
+    return lambda t: t.dtype if dtype is None or id(t) in kept or not t.is_floating_point() else dtype
+
+
+def _run_mixed(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    dtype: torch.dtype | None,
+    known: Known,
+    replay: bool,
+) -> Tape:
+    mode, device, computed = known.mode, _device_of(model), _dtypes(model, dtype)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if _readable(tensor):
+            return tensor.detach().clone()
+        return _torch.fake_like(mode, tensor, device, computed(tensor))
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        """As `fake`; the stand-in of a parameter is made once."""
+        if not isinstance(tensor, nn.Parameter):
+            return fake(tensor)
+        found = known.parameters.get(id(tensor))
+        if found is None or found[0] is not tensor:
+            new = fake(tensor)
+            if _torch.is_fake(new):
+                new = _torch.as_parameter(new, tensor.requires_grad)
+            else:
+                new = nn.Parameter(new, tensor.requires_grad)
+            found = known.parameters[id(tensor)] = tensor, new
+        return found[1]
+
+    def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if _readable(tensor):
+            return tensor.detach().to(device)
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= REAL_ELEMENTS:
+            # any token will do, and a mask that masks nothing
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        return fake(tensor).requires_grad_(tensor.requires_grad)
+
+    with borrowed(model, own):
+        watcher = Watcher(composites, mode)
+        blocks = replay_blocks(model, watcher, known.trusted) if replay else None
+        tape = _watch(model, batch.map(given), watcher)
+    if not watcher.checkpoints.alike():
+        raise UnlikeError("a checkpoint")
+    if blocks is not None:
+        known.trusted |= blocks.proven()
+    return tape
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or booleans that a model may look at."""
+    unreal = tensor.is_meta or _torch.is_fake(tensor)
+    return not (unreal or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > REAL_ELEMENTS)
+
+
+def _is_unreal(tensor: torch.Tensor) -> bool:
+    """Whether nobody gave a tensor values."""
+    return _torch.is_fake(tensor) or not has_values(tensor)
+
+
+def _run_real(
+    model: nn.Module,
+    batch: Batch,
+    composites: Mapping[Callable[..., Any], Any],
+    why: BaseException,
+    dtype: torch.dtype | None,
+) -> Tape:
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, t in batch.tensors())]
+    unreal = [t for t in tensors if _is_unreal(t)]
+    size = sum(t.numel() * t.element_size() for t in unreal)
+    if size > REAL_RUN_LIMIT_BYTES:
+        raise UnsupportedError(
+            f"{type(model).__name__} looks at the data it computes ({_line(why)}), so it must run on real tensors, and "
+            f"{size / 2**30:.1f} GiB of it has no values yet; plan with a smaller configuration of the same model"
+        ) from None
+    generator, computed = torch.Generator().manual_seed(0), _dtypes(model, dtype)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        return made(tensor).to(computed(tensor))
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_unreal(tensor):
+            return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
+        new = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_floating_point():
+            return new.normal_(std=0.02, generator=generator)
+        return new.zero_()
+
+    with borrowed(model, real):
+        given = batch.map(lambda name, t: real(t).requires_grad_(t.requires_grad))
+        tape = _watch(model, given, Watcher(composites))
+    tape.real = True
+    return tape
+
+
+def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
+    parameters = {}
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        parameters[name] = watcher.mark(parameter, f"param:{name}").i
+    for name, buffer in model.named_buffers():
+        watcher.mark(buffer, f"buffer:{name}")
+    for name, tensor in batch.tensors():
+        watcher.mark(tensor, f"input:{name}")
+
+    calls: set[tuple[str, str]] = set()
+    marks: list[tuple[str, dict[str, State]]] = []
+    noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
+    with (
+        torch.enable_grad(),
+        _module_frames(model, watcher, calls),
+        noted,
+        watcher.checkpoints.watched(watcher.pack),
+    ):
+        with watcher:
+            try:
+                out = model(*batch.args, **batch.kwargs)
+            except Exception as error:
+                if isinstance(error, (MeshwrightError, UnlikeError, *_torch.LOOKS_AT_DATA)):
+                    raise
+                raise NoRunError(f"{type(model).__name__} raised {_line(error)}") from error
+    results, scalar = _results(out)
+    if not results:
+        raise UsageError(
+            f"{type(model).__name__} returned no floating-point tensor; there is nothing to train"
+        )
+    tape = Tape(
+        values=watcher.values,
+        nodes=watcher.nodes,
+        results=[watcher.ref(t).i for t in results],
+        grad=[],
+        saved=[],
+        modules=_module_infos(model),
+        recorded=len(watcher.nodes),
+        scalar=scalar,
+        parameters=parameters,
+        rows=batch.size,
+        copied=watcher.copied,
+        tied=tied_names(model),
+        marks=tuple(marks),
+        returned=tuple(dict.fromkeys(watcher.ref(t).i for t in (*leaves(out, torch.Tensor), *results))),
+        calls=_with_copies(calls, watcher.copied),
+    )
+    watcher.find_functions()
+    kept = finish(tape, watcher.notes, watcher.roots, [watcher.ref(t).i for t in results if t.requires_grad])
+    tape.saved, tape.dropped = saved_and_dropped(watcher, kept, tape)
+    return tape
+
+
+@contextlib.contextmanager
+def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, str]]) -> Iterator[None]:
+    """Inside, the recorder knows whose forward runs; `calls`: gets (module that calls, module that is called)."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def enters(module: nn.Module, args: Any) -> None:
+        caller = recorder.frames[-1].module
+        name = names.get(id(module), caller)  # modules made during the forward belong to whoever runs them
+        if name != caller:
+            calls.add((caller, name))
+        recorder.enter_module(name)
+
+    enter = register_module_forward_pre_hook(enters)
+    leave = register_module_forward_hook(lambda module, args, out: recorder.exit_module(), always_call=True)
+    try:
+        yield
+    finally:
+        enter.remove()
+        leave.remove()
+
+
+def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """The calls, with those inside of modules that were not run since they do what another does."""
+    found = set[tuple[str, str]]()
+    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)  # module -> calls by it, and in it
+
+    def add(caller: str, called: str) -> None:
+        if (caller, called) not in found:
+            found.add((caller, called))
+            parts = caller.split(".")
+            for end in range(1, len(parts) + 1):
+                inside[".".join(parts[:end])].append((caller, called))
+
+    for call in calls:
+        add(*call)
+    for name, like in copied.items():  # in the order in which they were met: what is copied may hold copies
+        for caller, called in list(inside[like]):
+            if called.startswith(f"{like}."):
+                add(name + caller[len(like) :], name + called[len(like) :])
+    return frozenset(found)
+
+
+def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
+    inside: dict[int, frozenset[int]] = {}
+    return {
+        name: ModuleInfo(
+            type(module).__name__,
+            len(_parameters_in(module, inside)),
+            next(module.children(), None) is None,
+            has_forward(module),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def _parameters_in(module: nn.Module, inside: dict[int, frozenset[int]]) -> frozenset[int]:
+    """Which parameters a module has, each once, by identity; `inside`: those of modules that were looked at."""
+    found = inside.get(id(module))
+    if found is None:
+        own = (id(p) for p in module.parameters(recurse=False))
+        parts = (_parameters_in(child, inside) for child in module.children())
+        found = inside[id(module)] = frozenset(own).union(*parts)
+    return found
+
+
+def _results(out: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that training starts from: a scalar loss when there is one, else every floating-point output."""
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(out, torch.Tensor):
+        loss = out
+    elif loss is None and isinstance(out, (tuple, list)) and out and isinstance(out[0], torch.Tensor):
+        loss = out[0] if out[0].dim() == 0 else None
+    if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+        return [loss], loss.dim() == 0
+    found: dict[int, torch.Tensor] = {}
+    _collect(out, found)
+    return list(found.values()), False
+
+
+def _collect(tree: Any, found: dict[int, torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        if tree.is_floating_point():
+            found[id(tree)] = tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _collect(value, found)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            _collect(value, found)
+    elif hasattr(tree, "__dict__") and not isinstance(tree, nn.Module):
+        for value in vars(tree).values():
+            if isinstance(value, (torch.Tensor, tuple, list, dict)):
+                _collect(value, found)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,145 @@
+"""Costs of conversions between the four states, links, operations, and what autograd keeps."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from operations import kept
+from planner_models import HOST, Mlp, Transformer, tokens
+from torch import nn
+
+from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_planner.clusters.registry import DGX_A100, DGX_H100, LAPTOP_CPU, cluster_of
+from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move, work_of
+from meshwright_planner.memory.module_work import module_work
+from meshwright_planner.memory.peak import Replay
+from meshwright_planner.placement.legal_rows import Legality
+from meshwright_planner.placement.problem import PlacementProblem
+from meshwright_planner.trace.batch import Batch
+from meshwright_planner.trace.quotient import quotient
+from meshwright_planner.trace.record import record
+
+# (source, target) -> collective of the forward pass, of the backward pass
+EXPECTED = {
+    ("I", "X"): (None, "all_reduce"),
+    ("X", "I"): (None, None),
+    ("P", "I"): ("all_reduce", None),
+    ("P", "X"): ("all_reduce", "all_reduce"),
+    ("P", 0): ("reduce_scatter", "all_gather"),
+    (0, "I"): ("all_gather", None),
+    (0, "X"): ("all_gather", "reduce_scatter"),
+    (0, 1): ("all_to_all", "all_to_all"),
+    ("I", 0): (None, "all_gather"),
+    ("X", 0): (None, None),
+    ("I", "P"): (None, None),
+    ("X", "P"): (None, None),
+}
+
+
+def test_conversions_of_the_four_states() -> None:
+    for (source, target), kinds in EXPECTED.items():
+        moves = (forward_move(source, target, 8), backward_move(source, target, 8))
+        assert tuple(m and m.kind for m in moves) == kinds, (source, target)
+        assert convertible(source, target)
+    for state in ("I", "X", "P", 0):
+        assert forward_move(state, state, 8) is None and backward_move(state, state, 8) is None
+    assert not convertible(0, "P")
+    covered = {*EXPECTED, (1, 0)} | {(s, s) for s in ("I", "X", "P", 0)} | {(0, "P")}
+    assert covered >= set(product(("I", "X", "P", 0), repeat=2))
+
+
+def test_the_link_of_an_axis() -> None:
+    h100 = DGX_H100
+    assert h100.link(1, 8).name == "nvlink" and h100.link(8, 4).name == "infiniband"
+    assert h100.link(1, 16).bandwidth_Bps == 8 * 50e9  # all eight cards of the node at once
+    assert h100.link(8, 4).bandwidth_Bps == 50e9  # one member a node
+    assert h100.link(4, 4).bandwidth_Bps == 2 * 50e9
+    assert LAPTOP_CPU.link(1, 512).name == "loopback"
+    with pytest.raises(ValueError, match="no links"):
+        Cluster("none", 1, 1, {"float32": 1.0}, 1.0, (), "").link(1, 2)
+    flat = Cluster("flat", 1, 1, {"float32": 1.0}, 1.0, (LinkLevel("wire", 0, 0.0, 10.0),), "")
+    assert flat.link(1, 2).seconds("all_reduce", 100, 2) == pytest.approx(2 * 0.5 * 100 / 10)
+
+
+def test_clusters_are_found_and_say_their_source() -> None:
+    for cluster in (DGX_A100, DGX_H100, LAPTOP_CPU):
+        assert cluster.source and cluster.usable_bytes > 0
+        assert cluster_of(cluster, HOST) is cluster
+    assert DGX_H100.rate("bfloat16") > DGX_A100.rate("bfloat16") > DGX_A100.rate("float32")
+    assert DGX_A100.rate("int8") == DGX_A100.rate("float32")
+
+
+def test_a_large_product_is_bound_by_flops_and_a_norm_by_bytes() -> None:
+    book = RuleBook.first_party()
+    costs = AxisCosts(DGX_H100, DGX_H100.link(1, 8), 8)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.LayerNorm(4096)).bfloat16()
+        batch = Batch.of(torch.empty(8192, 4096, dtype=torch.bfloat16))
+    tape = record(model, batch, book.composites)
+    product_, norm = tape.nodes
+    flops = 2 * 8192 * 4096**2
+    whole = costs.compute(
+        work_of(product_, tape.values, tape.flows[0], flops), product_, tape.values, ("X", "X"), ("X",)
+    )
+    assert whole == pytest.approx(2 * flops / DGX_H100.rate("bfloat16"))  # the input gets no gradient
+    split = costs.compute(
+        work_of(product_, tape.values, tape.flows[0], flops), product_, tape.values, ("X", 0), (1,)
+    )
+    assert split == pytest.approx(whole / 8)
+    seconds = costs.compute(
+        work_of(norm, tape.values, tape.flows[1], 0), norm, tape.values, ("I",) * 3, ("I",) * len(norm.outs)
+    )
+    nbytes = sum(tape.values[r.i].nbytes for r in (*norm.ins, *norm.outs))
+    assert seconds == pytest.approx(3 * nbytes / (3.35e12 * 0.8))
+
+
+def test_what_autograd_keeps_is_what_it_really_keeps() -> None:
+    book = RuleBook.first_party()
+    for model, batch in (
+        (Transformer(layers=2, dropout=0.1), Batch.of(tokens())),
+        (Mlp(), Batch.of(torch.randn(4, 7, 64))),
+        (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softmax(-1), nn.ReLU()), Batch.of(torch.randn(3, 8))),
+    ):
+        tape = record(model, batch, book.composites)
+        assert tape.activation_bytes == pytest.approx(kept(model, batch), rel=0.01), type(model)
+
+
+def test_dead_code_is_dropped_and_gradients_flow_where_they_should() -> None:
+    class Wasteful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.used.bias.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.unused(x)
+            return F.relu(self.used(x)).sum()
+
+    tape = record(Wasteful(), Batch.of(torch.randn(2, 4)), RuleBook.first_party().composites)
+    assert [n.name for n in tape.nodes] == ["linear", "aten.relu.default", "aten.sum.default"]
+    assert tape.recorded == 4 and tape.scalar
+    grad = {tape.values[r.i].name: tape.grad[r.i] for r in tape.nodes[0].ins}
+    assert grad == {"input:0": False, "param:used.weight": True, "param:used.bias": False}
+
+
+def test_copies_of_a_block_have_the_work_that_their_own_operations_have() -> None:
+    book = RuleBook.first_party()
+    tape = record(Transformer(), Batch.of(tokens()), book.composites)
+
+    def work(merge: bool) -> list[tuple[object, ...]]:
+        costs = AxisCosts(LAPTOP_CPU, LAPTOP_CPU.link(1, 1), 1)
+        problem = PlacementProblem(
+            Legality(tape, quotient(tape, merge), book, costs, tape.rows, {}, None), {}
+        )
+        parts = module_work(Replay(problem, problem.replicated()))
+        said = ("module", "seconds", "saved_bytes", "parameters", "entering", "shared", "waiting", "forward")
+        return [tuple(getattr(part, name) for name in said) for part in parts]
+
+    merged = work(merge=True)
+    assert len(quotient(tape).nodes) < len(tape.nodes)
+    assert merged == work(merge=False)
+    assert len(merged) > 20 and all(part[1] for part in merged[1:-1])  # in the last, nothing is done

@@ -1,0 +1,206 @@
+"""Data ranks of models whose rows meet: what is computed whole, moved, kept, and said of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planner_models import HOST, LAPTOP_CPU, DataLike, Transformer, best, host_of, tokens
+from torch import nn
+
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import Survey
+from meshwright_planner import EagerPlanner
+from meshwright_planner.planners.eager import default_rules
+from meshwright_planner.search.evaluator import Search
+from meshwright_planner.search.placed_model import Placed
+
+WIDTH = 64
+HELPS = "data parallelism does not help in "
+
+
+class Between(nn.Module):
+    """An operation between two products."""
+
+    def __init__(self, operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.operation = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), operation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, WIDTH]."""
+        return self.second(self.operation(self.first(x))).pow(2).mean()
+
+
+class Block(nn.Module):
+    """Two products, and rows added to those before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, WIDTH]."""
+        return x + self.second(self.first(x).cumsum(0))
+
+
+class Over(nn.Module):
+    """A layer that goes along what data ranks divide: with other rows it does other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.second = nn.RNN(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [time, rows, WIDTH]."""
+        return self.second(self.layer(x)[0]).pow(2).mean()
+
+
+class Inside(DataLike):
+    """Data ranks where a strategy runs a module on each rank's rows."""
+
+    def survey(self, model: nn.Module) -> Survey | None:
+        return Survey(modules=("1",))
+
+
+def masked(h: torch.Tensor) -> torch.Tensor:
+    """Some of the rows, chosen by what is in them."""
+    return h[h[:, 0] > -1e9]
+
+
+def search(model: nn.Module, batch: Any, host: Any = HOST, **options: Any) -> Search:
+    options = {"cluster": LAPTOP_CPU, "world_size": 2, **options}
+    request = PlanRequest(**options)
+    return Search(EagerPlanner(host).setting(model, batch, request, host), default_rules())
+
+
+def flops(model: nn.Module, batch: Any, degree: int, host: Any = HOST) -> float:
+    own = search(model, batch, host, world_size=degree)
+    found = own.evaluate({"dp": degree})
+    return Placed(own.basis, own.rules, found.problem, found.placement).flops
+
+
+def notes(model: nn.Module, batch: Any, **options: Any) -> list[str]:
+    found = best(model, batch, world_size=2, dp=2, **options)
+    return [n for n in found.provenance.notes if n.startswith((HELPS, "rows meet across "))]
+
+
+def moved(model: nn.Module, batch: Any, **options: Any) -> Counter[tuple[str, str]]:
+    counted: Counter[tuple[str, str]] = Counter()
+    for c in best(model, batch, world_size=2, dp=2, **options).collectives:
+        if c.why != "gradients":
+            counted[c.kind, c.phase] += c.nbytes * c.count
+    return counted
+
+
+def test_a_model_whose_rows_never_meet_is_as_it_was() -> None:
+    model, batch = Transformer(), tokens(8)
+    assert not notes(model, batch) and not moved(model, batch)
+    own = search(model, batch)
+    assert own.evaluate({"dp": 2}).problem.tape.division is None
+    assert flops(model, batch, 2) == flops(model, batch, 1) / 2
+
+
+def test_what_every_rank_computes_whole_is_said_and_counted() -> None:
+    model, x = Between(masked), torch.randn(16, WIDTH)
+    product = 2.0 * 16 * WIDTH * WIDTH
+    # the first product has no gradient for its input; the second is whole on both
+    assert flops(model, x, 1) == 2 * product + 3 * product
+    assert flops(model, x, 2) == 2 * product / 2 + 3 * product
+    helps, meets = notes(model, x)
+    assert helps == (
+        f"{HELPS}the model itself, second, which every rank of dp computes for all of the batch: __getitem__ needs what "
+        "other ranks have"
+    )
+    assert meets == "rows meet across dp in __getitem__: 4.0 KiB moved in a forward and backward pass"
+    assert moved(model, x) == {("all_gather", "forward"): 16 * WIDTH * 4 + 16}
+    slow = replace(LAPTOP_CPU, links=tuple(replace(link, latency_s=1e-2) for link in LAPTOP_CPU.links))
+    one, two = (best(model, x, world_size=2, dp=2, cluster=c).predicted for c in (LAPTOP_CPU, slow))
+    assert one is not None and two is not None and two.split is not None
+    assert two.split.exposed["dp"] - one.split.exposed["dp"] > 1e-2  # beside the sum of gradients
+
+
+def test_rows_that_change_places_are_moved_and_shared_on() -> None:
+    model, x = Between(lambda h: h.flip(0)), torch.randn(16, WIDTH)
+    assert flops(model, x, 2) == flops(model, x, 1) / 2
+    size = 16 * WIDTH * 4
+    assert moved(model, x) == {
+        ("all_to_all", "forward"): size,
+        ("all_to_all", "backward"): size,
+        ("all_reduce", "forward"): size,
+    }
+    (helps,) = [n for n in notes(model, x) if n.startswith(HELPS)]
+    assert helps.startswith(f"{HELPS}the model itself,") and helps.endswith(
+        ": pow needs what other ranks have"
+    )
+
+
+def test_the_operations_are_those_of_the_whole_batch() -> None:
+    """A layer over the first dim takes as many steps as the batch has rows, however many a rank has of them."""
+    model, x = Over(), torch.randn(8, 4, WIDTH)
+    tape = search(model, x).evaluate({"dp": 2}).problem.tape
+    steps = sum(node.name == "aten.tanh.default" for node in tape.nodes)
+    assert steps == 8 and tape.division is not None
+    assert notes(model, x)
+
+
+def test_copies_of_a_block_may_be_different() -> None:
+    """The first of them finds rows divided; what it hands on lies otherwise."""
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(16, WIDTH)
+    own = search(model, x)
+    problem = own.evaluate({"dp": 2}).problem
+    shapes = {tuple(v.shape) for v in problem.tape.values}
+    assert problem.tape.division is not None and (16, WIDTH // 2) in shapes
+    assert sum(problem.quotient.node_count.values()) == len(problem.tape.nodes)
+    assert flops(model, x, 2) == flops(model, x, 1) / 2
+
+
+def test_what_runs_again_is_sent_again() -> None:
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(16, WIDTH)
+    once, twice = moved(model, x), moved(model, x, recompute="[0-3]")
+    assert twice["all_to_all", "backward"] == once["all_to_all", "backward"]
+    assert twice["all_to_all", "forward"] > once["all_to_all", "forward"]
+
+
+def test_what_strategies_run_on_each_ranks_rows_is_left_to_them() -> None:
+    body = Between(masked)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), body), torch.randn(16, WIDTH)
+    assert search(model, x).evaluate({"dp": 2}).problem.tape.division is not None
+    inside = host_of(Inside)
+    assert search(model, x, inside).evaluate({"dp": 2}).problem.tape.division is None
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ranks_keep_what_they_gather(degree: int) -> None:
+    """The second product keeps all rows, as autograd does on every rank."""
+    model, x = Between(masked), torch.randn(16, WIDTH)
+    tape = search(model, x, world_size=degree).evaluate({"dp": degree}).problem.tape
+    kept = {item.nbytes for item in tape.saved if tape.nodes[item.by].module == "second"}
+    assert 16 * WIDTH * 4 in kept
+
+
+def test_what_is_little_is_moved_and_changes_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large model; rows of normed features meet in two sums each way."""
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(9))
+    )
+    x = torch.randn(256, WIDTH)
+    exact = moved(model, x)
+    monkeypatch.setattr("meshwright_planner.trace.row_coupling.SMALL", 0)
+    monkeypatch.setattr("meshwright_planner.search.tapes.SMALL", 0)
+    assert exact == moved(model, x) and exact["all_reduce", "backward"] == 2 * 4 * WIDTH
+    assert [n for n in notes(model, x) if n.startswith("rows meet across dp in batch_norm (1)")]
+    tape = search(model, x).evaluate({"dp": 2}).problem.tape
+    assert tape.division is not None and tape.origin is not None
+
+
+def test_no_long_run_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright_planner.trace.row_coupling.REAL_WORK", 0.0)
+    found = best(Between(masked), torch.randn(16, WIDTH), world_size=2, dp=2)
+    assert any(
+        n.startswith("what data ranks do where rows meet is not predicted") for n in found.provenance.notes
+    )
+    assert not moved(Between(masked), torch.randn(16, WIDTH))

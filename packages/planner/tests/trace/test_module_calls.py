@@ -1,0 +1,90 @@
+"""What a recording knows of who calls which module, and what follows for recomputation and for the work of modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.rules.book import RuleBook
+from meshwright_planner.recompute.region import recomputed_blocks
+from meshwright_planner.request.recompute_rules import repeated_blocks
+from meshwright_planner.trace.batch import Batch
+from meshwright_planner.trace.record import record
+from meshwright_planner.trace.tape import Tape
+
+
+class Block(nn.Module):
+    """Two linear layers, in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.parts
+        made: torch.Tensor = second(torch.relu(first(x)))
+        return made
+
+
+class Model(nn.Module):
+    """Layers that are dicts, or blocks that are called whole (`whole`), or not (their parts are)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        make = (lambda: nn.ModuleDict({"n": nn.LayerNorm(4), "b": Block()})) if kind == "dicts" else Block
+        self.layers = nn.ModuleList(make() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.kind == "dicts":
+                x = x + layer["b"](layer["n"](x))
+            elif self.kind == "whole":
+                x = x + layer(x)
+            else:
+                x = x + layer.parts[1](layer.parts[0](x))
+        return x.square().mean()
+
+
+def recorded(kind: str) -> Tape:
+    """The tape of a model."""
+    return record(Model(kind), Batch.of({"x": torch.randn(2, 4)}), RuleBook.first_party().composites)
+
+
+@pytest.mark.parametrize("kind", ["dicts", "whole", "parts"])
+def test_calls_are_known_of_copies_too(kind: str) -> None:
+    inside = {"dicts": ".b.parts", "whole": ".parts", "parts": ".parts"}[kind]
+    within = {"dicts": ".b", "whole": "", "parts": None}[kind]
+    expected = set()
+    for i in range(5):
+        layer = f"layers.{i}"
+        caller = "" if within is None else f"{layer}{within}"
+        expected |= {(caller, f"{layer}{inside}.{part}") for part in range(2)}
+        expected |= {"dicts": {("", f"{layer}.n"), ("", f"{layer}.b")}, "whole": {("", layer)}}.get(
+            kind, set()
+        )
+    assert recorded(kind).calls == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "static", "known"),
+    [
+        ("dicts", "layers.*.*", "layers.*.*"),
+        ("whole", "layers.*", "layers.*"),
+        ("parts", "layers.*", "layers.*.*"),
+    ],
+)
+def test_what_repeats_is_what_is_called(kind: str, static: str, known: str) -> None:
+    tape = recorded(kind)
+    assert repeated_blocks(Model(kind)) == (static,)
+    assert repeated_blocks(Model(kind), tape.calls) == (known,)
+    every = recomputed_blocks(tape, [RecomputeRule(pattern="layers.*")])
+    last = {"dicts": {"layers.4.n", "layers.4.b"}, "whole": {"layers.4"}, "parts": set()}[kind]
+    assert {name for name in every if name.startswith("layers.4")} == last
+
+
+def test_what_is_returned_and_handed_on_is_known() -> None:
+    tape = recorded("whole")
+    assert tape.returned == tuple(tape.results)

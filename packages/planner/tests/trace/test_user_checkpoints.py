@@ -1,0 +1,240 @@
+"""A model's own checkpoints: what they run again and what they keep, against torch in real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from counting import counted as bytes_of
+from operations import BOOK, Net, counted, kept, planned, profiled, through
+from planner_models import LAPTOP_CPU, DataLike, host_of
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from meshwright_dtensor.plan.plan import Prediction
+from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
+from meshwright_planner import EagerPlanner, profile_model
+from meshwright_planner.trace.batch import Batch
+from meshwright_planner.trace.record import record
+
+aten = torch.ops.aten
+Run = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
+
+
+def each(reentrant: bool, every: int = 1) -> Run:
+    """Every so manyth block runs again."""
+
+    def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for n, block in enumerate(blocks):
+            x = block(x) if n % every else checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    return run
+
+
+def segments(reentrant: bool, *sizes: int) -> Run:
+    """So many blocks each run again together, those behind them do not."""
+
+    def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        first = 0
+        for size in sizes:
+            some = list(blocks)[first : first + size]
+            x = checkpoint(partial(through, some), x, use_reentrant=reentrant)
+            first += size
+        return through(list(blocks)[first:], x)
+
+    return run
+
+
+def nested(outer: bool, inner: bool, behind: bool = True) -> Run:
+    """Halves that run again, in which each block does; `behind`: something that keeps its input follows it."""
+
+    def half(blocks: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+        x = each(inner)(nn.ModuleList(blocks), x)
+        return x * x if behind else x
+
+    def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for some in (list(blocks)[:3], list(blocks)[3:]):
+            x = checkpoint(partial(half, some), x, use_reentrant=outer)
+        return x
+
+    return run
+
+
+def _to_the_end(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    with set_checkpoint_early_stop(False):
+        return each(False)(blocks, x)
+
+
+def _of_features(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x = each(False)(nn.ModuleList(list(blocks)[:3]), x)
+    return each(False)(nn.ModuleList(list(blocks)[3:]), x)
+
+
+def _detached(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """What one of them gives is looked at, and nothing is trained by it: it never runs again."""
+    y = each(False)(nn.ModuleList(list(blocks)[:3]), x)
+    return y + checkpoint(blocks[3], y, use_reentrant=False).detach()
+
+
+CASES: dict[str, Run] = {
+    "each": each(False),
+    "each, reentrant": each(True),
+    "every other": each(False, 2),
+    "every other, reentrant": each(True, 2),
+    "pairs": segments(False, 2, 2, 2),
+    "pairs, reentrant": segments(True, 2, 2, 2),
+    "uneven": segments(False, 2, 1, 2, 1),
+    "the first two": segments(False, 2),
+    "all together": segments(False, 6),
+    "nested": nested(False, False),
+    "nested, nothing behind": nested(False, False, behind=False),
+    "nested, reentrant": nested(True, True),
+    "reentrant in one that is not": nested(False, True),
+    "one that is not in a reentrant one": nested(True, False),
+    "to the end": _to_the_end,
+    "of features": _of_features,
+    "detached": _detached,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_what_runs_again_is_counted(name: str) -> None:
+    model, batch = Net(CASES[name]), Batch.of(torch.randn(2, 10, 16))
+    assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
+    assert record(model, batch, BOOK.composites).activation_bytes == kept(model, batch)
+
+
+def selective(*kept_ops: Any) -> Run:
+    """Each block runs again, but for these operations."""
+    contexts = partial(create_selective_checkpoint_contexts, list(kept_ops))
+    return partial(_with_policy, contexts)
+
+
+def _with_policy(
+    contexts: Callable[[], tuple[Any, Any]], blocks: nn.ModuleList, x: torch.Tensor
+) -> torch.Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return x
+
+
+def _every_other() -> tuple[Any, Any]:
+    """A policy that keeps every other product."""
+    met = [0]
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        product = op is aten.addmm.default
+        met[0] += product
+        return CheckpointPolicy.MUST_SAVE if product and met[0] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@pytest.mark.parametrize(
+    ("run", "products"),
+    [
+        (selective(aten.addmm.default), (96, 32)),
+        (selective(aten.mm.default), ()),
+        (partial(_with_policy, _every_other), (96,)),
+    ],
+)
+def test_what_a_policy_keeps_does_not_run_again(run: Run, products: tuple[int, ...]) -> None:
+    """`products`: columns of the results that each block keeps."""
+    model, batch = Net(run), Batch.of(torch.randn(2, 10, 16))
+    assert planned(model, batch) == profiled(model, batch) == counted(model, batch)
+    tape = record(model, batch, BOOK.composites)
+    assert tape.activation_bytes == kept(model, batch) + 6 * 4 * 2 * 10 * sum(products)
+
+
+def test_attention_that_a_policy_keeps_does_not_run_again() -> None:
+    """Torch's counter is not asked: it knows nothing of the operation that is kept."""
+    run = selective(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    attention = 2 * 2.0 * 2 * 10 * 10 * 32
+    batch = Batch.of(torch.randn(2, 10, 16))
+    (ahead, back), (same, less) = planned(Net(each(False)), batch), planned(Net(run), batch)
+    assert (same, less) == (ahead, back - 6 * attention)
+    more = record(Net(run), batch, BOOK.composites).activation_bytes - kept(Net(run), batch)
+    assert more == 6 * 4 * (2 * 10 * 32 + 2 * 4 * 10)  # what it gives, and a number for each row and head
+
+
+def test_frozen_blocks_run_again_as_far_as_gradients_go() -> None:
+    for prefix in (("first", "blocks.0", "blocks.1", "blocks.2"), ("blocks.3", "blocks.4")):
+        model, batch = Net(each(False)), Batch.of(torch.randn(2, 10, 16))
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.startswith(prefix))
+        assert planned(model, batch) == counted(model, batch)
+
+
+def test_it_says_where_what_runs_again_is() -> None:
+    found = profile_model(Net(each(False, 2)), torch.randn(2, 10, 16))
+    tokens = 2 * 10
+    ahead = 2.0 * tokens * 32 * 96 + 2 * 2.0 * tokens * 10 * 32  # not the last product, which keeps nothing
+    assert [found[f"blocks.{n}"].again_flops for n in range(6)] == [ahead, 0] * 3
+    assert found["blocks.0.out"].again_flops == 0 < found["blocks.0.qkv"].again_flops
+    assert found["blocks.0"].backward_flops == found["blocks.1"].backward_flops
+
+
+def predicted(model: nn.Module, recompute: str | None = None) -> Prediction:
+    """What is predicted of a step on one rank."""
+    batch = {"x": torch.randn(64, 128, 16)}
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=1, recompute=recompute)
+    found = EagerPlanner(host_of()).plan(model, batch, request)[0].predicted
+    assert found is not None
+    return found
+
+
+def test_a_plan_predicts_of_them_what_it_predicts_of_its_own() -> None:
+    own, asked, without = (
+        predicted(Net(run), recompute)
+        for run, recompute in ((each(False), None), (through, "full"), (through, None))
+    )
+    assert own.compute_seconds == asked.compute_seconds > without.compute_seconds
+    assert own.memory_bytes == asked.memory_bytes
+    assert own.split is not None and asked.split is not None
+    (ours,), (theirs,) = own.split.stages, asked.split.stages
+    assert (ours.forward_seconds, ours.backward_seconds) == (theirs.forward_seconds, theirs.backward_seconds)
+
+
+@pytest.mark.parametrize("name", ["each", "each, reentrant", "pairs", "all together"])
+def test_memory_is_that_of_a_real_step(name: str) -> None:
+    """What they run again is there again while it goes back."""
+    model = Net(CASES[name])
+    counted_bytes = bytes_of(model, {"x": torch.randn(64, 128, 16)})
+    assert predicted(model).memory_bytes["total"] == pytest.approx(counted_bytes, rel=0.01)
+
+
+class Asking(DataLike):
+    """Remembers what operations it was told of."""
+
+    asked: ClassVar[list[float]] = []
+
+    def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+        self.asked.append(request.flops)
+        return super().cost(request, degree, link)
+
+
+def test_strategies_are_told_what_runs_again() -> None:
+    Asking.asked.clear()
+    model = Net(each(False))
+    request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
+    EagerPlanner(host_of(Asking)).plan(model, (torch.randn(4, 10, 16),), request)
+    ahead, back = counted(model, Batch.of(torch.randn(2, 10, 16)))
+    assert min(Asking.asked) == ahead + back
+
+
+def test_most_copies_are_still_not_run() -> None:
+    model, batch = Net(each(False), blocks=12), Batch.of(torch.randn(2, 10, 16))
+    assert len(record(model, batch, BOOK.composites).copied) == 9  # all but the first two and the last
+    assert planned(model, batch) == counted(model, batch)
