@@ -12,7 +12,8 @@ d     sharded on tensor dim ``d``   sharded on tensor dim ``d``
 ====  ============================  ==============================
 
 A shard is written as its plain ``int`` dim in code and as ``"S(d)"`` in text.  Where ranks own other parts of the dim than
-its chunks, the ``int`` is a :class:`~meshwright_dtensor.sharding.intervals.Runs` (``"S(0; 768+768+768)"``): ask ``isinstance(state, int)``
+its chunks, the ``int`` is a :class:`~meshwright_dtensor.sharding.intervals.Runs` (``"S(0; 768+768+768)"``): ask
+``isinstance(state, int)``
 whether a state is a shard, and compare ``int(state)`` with a dim.  This module imports no torch.
 """
 
@@ -54,7 +55,7 @@ def gradient_kind(state: State) -> State:
 
 
 def format_state(state: State) -> str:
-    """Text form: ``"I"``, ``"X"``, ``"P"``, ``"R"``, ``"S(2)"`` or that of :func:`~meshwright_dtensor.sharding.intervals.format_runs`."""
+    """Text form: ``"I"``, ``"X"``, ``"P"``, ``"R"``, ``"S(2)"`` or that of `format_runs`."""
     if isinstance(state, Runs):
         return format_runs(state)
     return f"S({state})" if isinstance(state, int) else state

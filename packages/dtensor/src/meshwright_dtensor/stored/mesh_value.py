@@ -1,7 +1,8 @@
 """The arithmetic of optimizers on parameters, gradients and their states, which are DTensors that lie alike.
 
 Any optimizer computes with them as with plain tensors.  What goes element by element runs on the local tensors (see
-:mod:`meshwright_dtensor.stored.elementwise`), fused steps and assignment under a mask too; stock DTensor does the rest, but it leaves
+:mod:`meshwright_dtensor.stored.elementwise`), fused steps and assignment under a mask too; stock DTensor does the rest, but it
+leaves
 the norm of a shard partial, which later in-place operations refuse and of which ``.item()`` shows one rank's part.
 """
 

@@ -1,7 +1,8 @@
 """Context parallelism: the sequence of the batch is shared along the axis `cp`, through the whole unmodified model.
 
 Embeddings, norms and feed-forward layers work on a rank's own tokens; attention is shared (see
-`meshwright_dtensor.mesh.attention_sharing`): keys and values are gathered, or travel around the ranks, or heads are spread in place of
+`meshwright_dtensor.mesh.attention_sharing`): keys and values are gathered, or travel around the ranks, or heads are spread in place
+of
 the sequence. Parameters are replicated; their gradients are summed by the reduction engine, with those of data ranks.
 
 Sources: ring attention (Liu et al., 2023); heads in place of the sequence (DeepSpeed-Ulysses, Jacobs et al., 2023); two

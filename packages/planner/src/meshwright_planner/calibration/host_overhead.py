@@ -1,6 +1,7 @@
 """What a model's own code, and laying its operations over a mesh, cost the host: of a small transformer, run as it is.
 
-Operations are measured one by one (`memory/module_work.py`); between them a model calls modules and runs Python.  What its step takes
+Operations are measured one by one (`calibration/operations.py`); between them a model calls modules and runs Python.  What its step
+takes
 beyond its operations is that, and what the same step takes longer on a mesh is what the mesh costs; both are given for each
 recorded operation, forward and backward together.
 """

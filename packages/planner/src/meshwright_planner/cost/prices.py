@@ -1,6 +1,7 @@
 """What things cost on one mesh axis: operations with the sizes that one rank has, conversions by the collectives they are made of.
 
-Operations are timed by `cost/operations.py`, collectives by `meshwright_dtensor.cluster.links` on the slowest link that the axis crosses;
+Operations are timed by `cost/operations.py`, collectives by `meshwright_dtensor.cluster.links` on the slowest link that the axis
+crosses;
 a cost model (`cost/cost_models.py`) says both in their place.
 """
 

@@ -2,7 +2,8 @@
 
 What is claimed is about configurations (degrees, what ranks share, schedule and microbatches, recomputation), each with the
 placements that the integer program finds for it.  A configuration is settled where it was evaluated, where its estimate is exact
-(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least what `search/lower_bound.py` says.
+(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least
+what `search/lower_bound.py` says.
 What turns out to be faster while a proof is looked for is evaluated, and ranked with the others.
 """
 

@@ -2,7 +2,8 @@
 
 A rank that has a part of the rows computes what the whole batch would take, divided: so says a tape that was recorded with its
 rows alone.  Where an operation needs rows of other ranks, the core moves them, or gathers them and computes all of them on every
-rank (`meshwright_dtensor.propagate.predict` says which).  A rank runs the program of the whole batch on its parts, so the sizes that it has
+rank (`meshwright_dtensor.propagate.predict` says which).  A rank runs the program of the whole batch on its parts, so the sizes
+that it has
 follow from a tape of all rows.
 """
 
