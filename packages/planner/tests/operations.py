@@ -14,7 +14,7 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner import profile_model
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.flops import backward_flops, by_name, forward_flops
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 BOOK = RuleBook.first_party()
 

@@ -21,7 +21,7 @@ from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import PlacementProblem
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 # (source, target) -> collective of the forward pass, of the backward pass
 EXPECTED = {

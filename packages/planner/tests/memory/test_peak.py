@@ -38,7 +38,7 @@ from meshwright_planner.request.recompute_rules import recompute_rules
 from meshwright_planner.search.placed_model import summed_units
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> int:

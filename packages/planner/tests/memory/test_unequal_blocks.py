@@ -21,7 +21,7 @@ from meshwright_planner.recompute.effect import recomputed
 from meshwright_planner.request.recompute_rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 class Part(nn.Module):

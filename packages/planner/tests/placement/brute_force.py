@@ -19,7 +19,7 @@ from meshwright_planner.placement.problem import RESULT, PlacementProblem
 from meshwright_planner.placement.saved_bytes import kept_bytes
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 BOOK = RuleBook.first_party()
 FREE = MemoryTerms(price=0.0, parameter_factor=4.0)

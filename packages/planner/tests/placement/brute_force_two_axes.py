@@ -18,7 +18,7 @@ from meshwright_planner.placement.two_axes.legal_rows import JointLegality
 from meshwright_planner.placement.two_axes.problem import JointProblem
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 SLOW = Link("slow", 5e-5, 5e8)
 """What joins the ranks of the outer axis."""

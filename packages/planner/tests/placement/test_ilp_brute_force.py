@@ -21,7 +21,7 @@ from meshwright_planner.placement.problem import PlacementProblem
 from meshwright_planner.plan_writer.patterns import Collapser
 from meshwright_planner.trace.batch import Batch, scaled
 from meshwright_planner.trace.quotient import quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.tape import Tape
 
 BOOK = RuleBook.first_party()

@@ -16,7 +16,7 @@ from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 class Residual(nn.Module):

@@ -15,7 +15,7 @@ from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.op_kinds import kind_of
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 class Heads(nn.Module):

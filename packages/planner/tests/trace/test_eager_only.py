@@ -16,7 +16,7 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import Known, record
+from meshwright_planner.trace.recorder.record import Known, record
 from meshwright_planner.trace.scale_batch import Family
 from meshwright_planner.trace.tape import Tape
 
@@ -116,7 +116,7 @@ def test_blocks_that_are_not_run_are_as_if_they_were(monkeypatch: pytest.MonkeyP
     ran: list[str] = []
     short = record(model, batch, BOOK.composites)
     monkeypatch.setattr(
-        "meshwright_planner.trace.record.replay_blocks",
+        "meshwright_planner.trace.recorder.record.replay_blocks",
         lambda model, watcher, trusted: ran.append("all"),
     )
     whole = record(model, batch, BOOK.composites)

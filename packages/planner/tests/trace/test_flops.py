@@ -17,7 +17,7 @@ from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCo
 from meshwright_planner import EagerPlanner
 from meshwright_planner.cost.prices import AxisCosts, work_of
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 class Open(nn.Module):

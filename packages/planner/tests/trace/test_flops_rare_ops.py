@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright_dtensor._torch.metas import FLOPS
 from meshwright_planner import profile_model
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 class Parts(nn.Module):

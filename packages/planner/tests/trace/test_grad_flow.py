@@ -13,7 +13,7 @@ from torch import nn
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 def without_gradients(first: int) -> Net:

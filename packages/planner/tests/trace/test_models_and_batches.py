@@ -14,7 +14,7 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 
 def test_a_batch_that_the_model_does_not_take() -> None:

@@ -11,7 +11,7 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.recompute.region import recomputed_blocks
 from meshwright_planner.request.recompute_rules import repeated_blocks
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.tape import Tape
 
 

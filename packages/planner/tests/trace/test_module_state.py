@@ -15,8 +15,8 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.module_state import Contents
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.module_state import Contents
+from meshwright_planner.trace.recorder.record import record
 
 BOOK = RuleBook.first_party()
 
@@ -114,7 +114,7 @@ def test_hooks_of_blocks_that_are_not_run_see_what_they_would(
         model(torch.randn(2, 8))
         del model.layers[5]
     short = record(model, batch, BOOK.composites)
-    monkeypatch.setattr("meshwright_planner.trace.record.replay_blocks", lambda *args: None)
+    monkeypatch.setattr("meshwright_planner.trace.recorder.record.replay_blocks", lambda *args: None)
     whole = record(model, batch, BOOK.composites)
     assert (
         set(short.copied) == {"layers.3"} and not whole.copied

@@ -11,8 +11,8 @@ from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import record
-from meshwright_planner.trace.rnn_workspace import workspace_bytes
+from meshwright_planner.trace.recorder.record import record
+from meshwright_planner.trace.recorder.rnn_workspace import workspace_bytes
 from meshwright_planner.trace.scale_batch import Family
 from meshwright_planner.trace.tape import Tape
 

@@ -24,7 +24,7 @@ from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner, profile_model
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.record import record
 
 aten = torch.ops.aten
 Run = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]

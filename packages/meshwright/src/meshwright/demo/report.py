@@ -15,7 +15,7 @@ from meshwright.demo.train import Options, Outcome, Step
 
 
 class Report:
-    """A `Watcher` that prints: the plan, a line a step, a progress bar, the plot's place and one line of verdict."""
+    """A `StorageRecorder` that prints: the plan, a line a step, a progress bar, the plot's place and one line of verdict."""
 
     def __init__(self, out: Path, as_json: bool) -> None:
         """out: folder of plan.json, losses.json and losses.png. as_json: JSON to stdout, everything else to stderr."""

@@ -150,7 +150,7 @@ class Outcome:
         }
 
 
-class Watcher(Protocol):
+class StorageRecorder(Protocol):
     """Who is told what happens, on rank 0 only."""
 
     def planned(self, plan: Any, outcome: Outcome, options: Options) -> None: ...
@@ -195,7 +195,7 @@ def make_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Opti
     return optimizer, schedule
 
 
-def run(options: Options, watcher: Watcher | None) -> Outcome:
+def run(options: Options, watcher: StorageRecorder | None) -> Outcome:
     """Train on every rank of this job; the one-device run happens on rank 0, in turn with the parallel one.
 
     watcher: told on rank 0; other ranks pass None.

@@ -25,7 +25,7 @@ from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.explore import explore
 from meshwright_planner.search.optimality import Proof, settle
 from meshwright_planner.trace.batch import Batch, check_signature, scaled
-from meshwright_planner.trace.borrow_model import uninterrupted
+from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
 
 
 class EagerPlanner(Planner):
@@ -43,7 +43,7 @@ class EagerPlanner(Planner):
 
     def plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         """See Planner.plan."""
-        with uninterrupted():
+        with without_garbage_collection():
             return self._plan(model, batch, request)
 
     def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:

@@ -19,10 +19,10 @@ from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.request.recompute_rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.borrow_model import uninterrupted
 from meshwright_planner.trace.flops import backward_flops, by_name, forward_flops
 from meshwright_planner.trace.quotient import Quotient, quotient
-from meshwright_planner.trace.record import record
+from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
+from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.tape import Saved, Tape
 
 
@@ -121,7 +121,7 @@ def profile_model(
         raise UsageError(f"recompute={recompute!r} is no policy and no pattern of module names; give a text")
     rules, example = recompute_rules(model, recompute), Batch.of(batch)
     book = RuleBook.default()
-    with uninterrupted():
+    with without_garbage_collection():
         tape = record(
             model, example, book.composites, None if precision in (None, "fp32") else DTYPES[str(precision)]
         )

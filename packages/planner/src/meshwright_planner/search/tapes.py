@@ -21,7 +21,7 @@ from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.search.context import Basis, Surveys
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import Quotient, quotient
-from meshwright_planner.trace.record import Known, NoRunError, record
+from meshwright_planner.trace.recorder.record import Known, NoRunError, record
 from meshwright_planner.trace.row_coupling import SMALL, Rows
 from meshwright_planner.trace.scale_batch import Family
 from meshwright_planner.trace.tape import Tape

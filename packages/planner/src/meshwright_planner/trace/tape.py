@@ -1,6 +1,6 @@
 """One eager run of a model, recorded: what the planner knows of it.
 
-How it is made is in `trace/record.py`.
+How it is made is in `trace/recorder/record.py`.
 """
 
 from __future__ import annotations

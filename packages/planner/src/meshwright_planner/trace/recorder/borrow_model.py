@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright_dtensor.dispatch.module_to import KeptApply
 from meshwright_planner import _torch
-from meshwright_planner.trace.module_state import Contents
+from meshwright_planner.trace.recorder.module_state import Contents
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,7 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """While open, Python looks for no garbage: a search makes much that lives, and looking at it took a fourth of the time."""
     was = gc.isenabled()
     gc.disable()

@@ -11,8 +11,8 @@ import torch
 from meshwright_dtensor.trace.graph import DEVICE, Recorder, is_product, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
-from meshwright_planner.trace import rnn_workspace
 from meshwright_planner.trace.grad_flow import Note, functions
+from meshwright_planner.trace.recorder import rnn_workspace
 from meshwright_planner.trace.user_checkpoints import Checkpoint, Checkpoints, Place
 
 REAL_ELEMENTS = 2**25
@@ -22,7 +22,7 @@ INSIDE_ELEMENTS = 2**12
 """The same inside of a composite of fake tensors (the mask of causal attention): nobody outside sees those results."""
 
 
-class Watcher(Recorder):
+class StorageRecorder(Recorder):
     """A recorder that knows which value a storage belongs to, and keeps what is real small."""
 
     def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:

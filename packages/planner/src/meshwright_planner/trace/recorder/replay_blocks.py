@@ -18,9 +18,9 @@ from torch import nn
 from meshwright_dtensor.trace.graph import Call, Node, Ref
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
-from meshwright_planner.trace.hook_views import Sight, show, watched_hooks
-from meshwright_planner.trace.recorder import Watcher
-from meshwright_planner.trace.repeated_blocks import families
+from meshwright_planner.trace.recorder.hook_views import Sight, show, watched_hooks
+from meshwright_planner.trace.recorder.repeated_blocks import families
+from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 from meshwright_planner.trace.user_checkpoints import Checkpoint
 
 
@@ -69,7 +69,7 @@ class Copy:
     value: Callable[[int], int]
 
 
-def replay_blocks(model: nn.Module, watcher: Watcher, trusted: Collection[str] = ()) -> Replayer:
+def replay_blocks(model: nn.Module, watcher: StorageRecorder, trusted: Collection[str] = ()) -> Replayer:
     """Take over the forwards of a model's repeated blocks; the model is `borrowed`, which gives them back.
 
     `trusted`: families, by the name of their first block, that passed in an earlier recording.
@@ -80,7 +80,7 @@ def replay_blocks(model: nn.Module, watcher: Watcher, trusted: Collection[str] =
 class Replayer:
     """Takes over the forwards of a model's repeated blocks while it is recorded."""
 
-    def __init__(self, model: nn.Module, watcher: Watcher, trusted: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, watcher: StorageRecorder, trusted: Collection[str]) -> None:
         self.watcher, self._trusted = watcher, frozenset(trusted)
         self._runs: dict[Any, list[_Run | None]] = {}
         self._found = families(model)

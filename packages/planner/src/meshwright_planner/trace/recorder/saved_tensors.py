@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from meshwright_planner import _torch
-from meshwright_planner.trace.recorder import Watcher
-from meshwright_planner.trace.replay_blocks import Copy
+from meshwright_planner.trace.recorder.replay_blocks import Copy
+from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 from meshwright_planner.trace.tape import Saved, Tape
 
 
 def saved_and_dropped(
-    watcher: Watcher, kept: Mapping[int, int], tape: Tape
+    watcher: StorageRecorder, kept: Mapping[int, int], tape: Tape
 ) -> tuple[list[Saved], list[Saved]]:
     """What lives until the backward pass, and what checkpoints of the model give up.
 
@@ -31,7 +31,7 @@ def saved_and_dropped(
     return saved, [item for item, again in found if again]
 
 
-def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[tuple[Saved, bool]]:
+def _saved(watcher: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> Iterator[tuple[Saved, bool]]:
     """What autograd keeps, and whether a checkpoint gives it up."""
     produced = {r.i: k for k, node in enumerate(watcher.nodes) for r in node.outs}
     seen: dict[int, Saved | None] = {}
@@ -56,7 +56,7 @@ def _saved(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[tu
             yield item._replace(node=later, output=own, by=later), again
 
 
-def _kept_by_policies(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
+def _kept_by_policies(watcher: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
     """Results that checkpoints of the model keep beside what autograd does."""
     for old, note in enumerate(watcher.notes):
         if old not in kept:
@@ -71,7 +71,7 @@ def _kept_by_policies(watcher: Watcher, kept: Mapping[int, int], tape: Tape) -> 
                 yield Saved(index, None, None, True, tensor.numel() * tensor.element_size(), index)
 
 
-def _was_copied(watcher: Watcher, index: int) -> bool:
+def _was_copied(watcher: StorageRecorder, index: int) -> bool:
     """Whether the node before wrote down what this one overwrites: autograd keeps a copy of it (`mul_`)."""
     copy, written = watcher.nodes[index - 1], watcher.nodes[index] if index < len(watcher.nodes) else None
     return (
@@ -83,7 +83,7 @@ def _was_copied(watcher: Watcher, index: int) -> bool:
 
 
 def _entries(
-    watcher: Watcher, first: int, last: int, seen: dict[int, Saved | None], inner: set[int | None]
+    watcher: StorageRecorder, first: int, last: int, seen: dict[int, Saved | None], inner: set[int | None]
 ) -> Iterator[tuple[Saved, bool]]:
     """What was packed from one place to another, by the number of nodes that there were; of copies, what their first has."""
     for place in range(first, last):
@@ -102,7 +102,7 @@ def _entries(
 
 
 def _packed(
-    watcher: Watcher, index: int, tensor: torch.Tensor, inner: set[int | None], by: int
+    watcher: StorageRecorder, index: int, tensor: torch.Tensor, inner: set[int | None], by: int
 ) -> Saved | None:
     """A tensor that autograd keeps, by the number of nodes that there were; None where it was seen before."""
     nbytes = tensor.numel() * tensor.element_size()

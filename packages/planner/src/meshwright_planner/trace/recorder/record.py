@@ -28,10 +28,10 @@ from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.trace.graph import Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner.trace.batch import Batch, check_signature
-from meshwright_planner.trace.borrow_model import borrowed
-from meshwright_planner.trace.recorder import REAL_ELEMENTS, Watcher
-from meshwright_planner.trace.replay_blocks import UnlikeError, replay_blocks
-from meshwright_planner.trace.saved_tensors import saved_and_dropped
+from meshwright_planner.trace.recorder.borrow_model import borrowed
+from meshwright_planner.trace.recorder.replay_blocks import UnlikeError, replay_blocks
+from meshwright_planner.trace.recorder.saved_tensors import saved_and_dropped
+from meshwright_planner.trace.recorder.storage_recorder import REAL_ELEMENTS, StorageRecorder
 from meshwright_planner.trace.tape import ModuleInfo, Tape, finish
 
 REAL_RUN_LIMIT_BYTES = 4 * 2**30
@@ -149,7 +149,7 @@ def _run_mixed(
         return fake(tensor).requires_grad_(tensor.requires_grad)
 
     with borrowed(model, own):
-        watcher = Watcher(composites, mode)
+        watcher = StorageRecorder(composites, mode)
         blocks = replay_blocks(model, watcher, known.trusted) if replay else None
         tape = _watch(model, batch.map(given), watcher)
     if not watcher.checkpoints.alike():
@@ -200,12 +200,12 @@ def _run_real(
 
     with borrowed(model, real):
         given = batch.map(lambda name, t: real(t).requires_grad_(t.requires_grad))
-        tape = _watch(model, given, Watcher(composites))
+        tape = _watch(model, given, StorageRecorder(composites))
     tape.real = True
     return tape
 
 
-def _watch(model: nn.Module, batch: Batch, watcher: Watcher) -> Tape:
+def _watch(model: nn.Module, batch: Batch, watcher: StorageRecorder) -> Tape:
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=True):
         parameters[name] = watcher.mark(parameter, f"param:{name}").i

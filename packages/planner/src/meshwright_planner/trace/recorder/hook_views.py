@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
-from meshwright_planner.trace.recorder import Watcher
+from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Sights:
 
 
 @contextlib.contextmanager
-def watched_hooks(block: nn.Module, watcher: Watcher) -> Iterator[Sights]:
+def watched_hooks(block: nn.Module, watcher: StorageRecorder) -> Iterator[Sights]:
     """Inside, hooks below `block` run as they do, and what they see is written down."""
     sights = Sights()
     tables = [(name, _torch.forward_hooks(m)) for name, m in block.named_modules() if name]
@@ -69,7 +69,7 @@ def watched_hooks(block: nn.Module, watcher: Watcher) -> Iterator[Sights]:
 
 
 def _noting(
-    sights: Sights, watcher: Watcher, name: str, place: int, hook: Callable[..., Any]
+    sights: Sights, watcher: StorageRecorder, name: str, place: int, hook: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, output))
@@ -83,7 +83,10 @@ def _noting(
 
 
 def show(
-    sights: list[Sight], block: nn.Module, watcher: Watcher, stand_in: Callable[[torch.Tensor], torch.Tensor]
+    sights: list[Sight],
+    block: nn.Module,
+    watcher: StorageRecorder,
+    stand_in: Callable[[torch.Tensor], torch.Tensor],
 ) -> bool:
     """Run the hooks of a copied block on stand-ins for what they would see; whether they only looked."""
     for sight in sights:

@@ -1,0 +1,1 @@
+"""Runs a model once on fake tensors and records the operations: `record` is the entry."""
