@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from meshwright_dtensor.testing.fixtures import session_pool
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
+def rank_pool(pytestconfig: pytest.Config) -> RankPool:
     """Real ranks on this machine, started on first use and kept for the session."""
-    with RankPool(preload=["meshwright_planner", "transformers.models.llama.modeling_llama"]) as pool:
-        yield pool
+    return session_pool(pytestconfig, ["meshwright_planner", "transformers.models.llama.modeling_llama"])
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,28 @@
+"""Pytest fixtures on real ranks. In a conftest.py: `from meshwright_dtensor.testing.fixtures import rank_pool`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from meshwright_dtensor.testing.rank_pool import RankPool
+
+_POOL = pytest.StashKey[RankPool]()
+
+
+def session_pool(config: pytest.Config, preload: Sequence[str] = ()) -> RankPool:
+    """The rank pool of this test session: made on first use, shared by all packages under test, closed at the end.
+
+    preload: see `RankPool`; it counts only for the first call of a session.
+    """
+    if _POOL not in config.stash:
+        pool = config.stash[_POOL] = RankPool(preload=preload)
+        config.add_cleanup(pool.close)
+    return config.stash[_POOL]
+
+
+@pytest.fixture(scope="session")
+def rank_pool(pytestconfig: pytest.Config) -> RankPool:
+    """Real ranks on this machine, started on first use and kept for the session."""
+    return session_pool(pytestconfig)
