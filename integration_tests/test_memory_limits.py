@@ -18,7 +18,7 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.strategies.data import Data
 from meshwright_planner.calibration.live_bytes import Counting
-from meshwright_planner.search.context import allowing
+from meshwright_planner.evaluation.context import allowing
 
 CASES: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2, "zero": 0, "tp": 1, "pp": 1},

@@ -14,11 +14,11 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.context import SHARED
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.context import SHARED
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.lower_bound import Floor
 
 

@@ -19,8 +19,8 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
-from meshwright_planner.search.evaluator import Search
 
 RUNS = [
     ("llama", {"dp": 1, "tp": 2, "recompute": "full"}),

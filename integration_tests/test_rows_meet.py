@@ -18,9 +18,9 @@ from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize
 from meshwright_planner import plan
+from meshwright_planner.evaluation.evaluator import Search
+from meshwright_planner.evaluation.placed_model import Placed
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
-from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.placed_model import Placed
 
 MODELS = {**ALONE, **TOGETHER}
 NUMBERS = 16

@@ -18,7 +18,7 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 from meshwright_planner.clusters.file import write
 from meshwright_planner.clusters.registry import named
-from meshwright_planner.search.context import allowing
+from meshwright_planner.evaluation.context import allowing
 
 
 def kinds(plans: list[ParallelPlan]) -> list[ParallelPlan]:

@@ -14,7 +14,7 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
-from meshwright_planner.search.context import allowing
+from meshwright_planner.evaluation.context import allowing
 
 NAMES = {("zero", "all_gather"), ("zero", "reduce_scatter")}
 

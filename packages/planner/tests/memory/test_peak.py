@@ -29,13 +29,13 @@ from meshwright_dtensor.strategy.strategy import (
 from meshwright_planner import EagerPlanner
 from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.cost.prices import AxisCosts
+from meshwright_planner.evaluation.placed_model import summed_units
 from meshwright_planner.memory.peak import Moment, Replay, at_peak, moments
 from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.placement.saved_bytes import kept_bytes
 from meshwright_planner.recompute.effect import recomputed
-from meshwright_planner.request.recompute_rules import recompute_rules
-from meshwright_planner.search.placed_model import summed_units
+from meshwright_planner.recompute.rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
 from meshwright_planner.trace.recorder.record import record

@@ -18,7 +18,7 @@ from meshwright_planner.placement.legal_rows import Legality
 from meshwright_planner.placement.problem import PlacementProblem
 from meshwright_planner.placement.saved_bytes import kept_bytes
 from meshwright_planner.recompute.effect import recomputed
-from meshwright_planner.request.recompute_rules import recompute_rules
+from meshwright_planner.recompute.rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import quotient
 from meshwright_planner.trace.recorder.record import record

@@ -20,12 +20,12 @@ from meshwright_dtensor.strategy.strategy import (
     StrategyCost,
 )
 from meshwright_planner import EagerPlanner, explain
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.context import allowing
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import default_rules
+from meshwright_planner.recompute.rules import in_words, rules_of
 from meshwright_planner.reports.why_not import _has
-from meshwright_planner.request.recompute_rules import in_words, rules_of
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.context import allowing
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.optimality import prove
 
 CLUSTER = LAPTOP_CPU

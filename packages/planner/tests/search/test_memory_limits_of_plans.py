@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import InfeasibleError
 from meshwright_dtensor.strategy.planner import PlanRequest
-from meshwright_planner.search.context import allowing
+from meshwright_planner.evaluation.context import allowing
 
 
 def test_memory_of_a_model_that_is_only_parameters() -> None:

@@ -31,13 +31,13 @@ from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_dtensor.strategy.strategy import Link, SearchRequest, Strategy, StrategyCost
 from meshwright_planner import EagerPlanner, explain
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.ilp import GAP
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.planners.mcmc import McmcPlanner
 from meshwright_planner.reports.html import page
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.optimality import floor_of, prove, settle
 
 

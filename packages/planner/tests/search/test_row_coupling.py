@@ -15,9 +15,9 @@ from torch import nn
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_dtensor.strategy.strategy import Survey
 from meshwright_planner import EagerPlanner
+from meshwright_planner.evaluation.evaluator import Search
+from meshwright_planner.evaluation.placed_model import Placed
 from meshwright_planner.planners.eager import default_rules
-from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.placed_model import Placed
 
 WIDTH = 64
 HELPS = "data parallelism does not help in "
@@ -190,7 +190,7 @@ def test_what_is_little_is_moved_and_changes_no_size(monkeypatch: pytest.MonkeyP
     x = torch.randn(256, WIDTH)
     exact = moved(model, x)
     monkeypatch.setattr("meshwright_planner.trace.row_coupling.SMALL", 0)
-    monkeypatch.setattr("meshwright_planner.search.tapes.SMALL", 0)
+    monkeypatch.setattr("meshwright_planner.evaluation.tapes.SMALL", 0)
     assert exact == moved(model, x) and exact["all_reduce", "backward"] == 2 * 4 * WIDTH
     assert [n for n in notes(model, x) if n.startswith("rows meet across dp in batch_norm (1)")]
     tape = search(model, x).evaluate({"dp": 2}).problem.tape

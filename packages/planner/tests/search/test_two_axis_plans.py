@@ -16,10 +16,10 @@ from meshwright_dtensor.hints import mark_sharding
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner import EagerPlanner, explain
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.two_axes import solve
 from meshwright_planner.placement.two_axes.problem import JointProblem
 from meshwright_planner.planners.eager import default_rules
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.simulation import simulate
 
 

@@ -11,9 +11,9 @@ from planner_models import HOST, LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_planner.evaluation import tapes
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import default_rules
-from meshwright_planner.search import tapes
-from meshwright_planner.search.evaluator import Search
 
 
 class Contrastive(nn.Module):

@@ -22,10 +22,10 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.utils.bytesize import human_bytes
     from meshwright_planner import explain
+    from meshwright_planner.evaluation.candidate import human_seconds
     from meshwright_planner.reports.html.drawings import timeline
     from meshwright_planner.reports.html.page import COLOURS, MEMORY, PALETTE
     from meshwright_planner.reports.upgrades import memory_limit
-    from meshwright_planner.search.candidate import human_seconds
 
     (explained,) = explain(plan, host=host).plans
     if plan.predicted is None:

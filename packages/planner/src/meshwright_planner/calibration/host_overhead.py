@@ -19,8 +19,8 @@ from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy.planner import PlanRequest
 from meshwright_planner.calibration.timing import device, sync
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
-from meshwright_planner.search.evaluator import Search
 
 WIDTH, HEADS, TOKENS, LAYERS = 64, 4, 16, 4
 STEPS = 30

@@ -23,11 +23,11 @@ from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import listing
 from meshwright_planner.clusters.local_machine import PREFIX
+from meshwright_planner.evaluation.candidate import Candidate, human_seconds
+from meshwright_planner.evaluation.context import Setting
 from meshwright_planner.plan_writer.idle_axes import idle_axes
 from meshwright_planner.plan_writer.rules import Writer
 from meshwright_planner.recompute.effect import communicated
-from meshwright_planner.search.candidate import Candidate, human_seconds
-from meshwright_planner.search.context import Setting
 from meshwright_planner.search.optimality import Proof
 
 WORTH_SAYING = 0.1

@@ -24,11 +24,11 @@ from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_planner.evaluation.candidate import Candidate, rank
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.context import SHARED
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.base import ChoosingPlanner, Costs
-from meshwright_planner.search.candidate import Candidate, rank
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.context import SHARED
-from meshwright_planner.search.evaluator import Search
 
 AXES = ("pp", "dp", SHARED, "tp")
 """Stages, and the two axes of a stage's logical mesh; those along zero are data ranks too."""

@@ -13,13 +13,13 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_planner.evaluation.candidate import Candidate, rank
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.context import ended_by
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.plan_writer.notes import plan_of, reasons
 from meshwright_planner.planners.eager import EagerPlanner, default_rules
 from meshwright_planner.reports.infeasible import infeasible
-from meshwright_planner.search.candidate import Candidate, rank
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.context import ended_by
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.optimality import prove
 
 

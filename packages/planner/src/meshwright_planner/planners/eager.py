@@ -16,12 +16,12 @@ from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.cost.cost_models import cost_model_of
 from meshwright_planner.cost.operations import OPTIMIZERS
+from meshwright_planner.evaluation.context import MARGIN, SHARED, Setting, kept_back
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.pinned import marked
 from meshwright_planner.plan_writer.notes import plan_of, reasons
 from meshwright_planner.reports.infeasible import infeasible
-from meshwright_planner.search.context import MARGIN, SHARED, Setting, kept_back
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.explore import explore
 from meshwright_planner.search.optimality import Proof, settle
 from meshwright_planner.trace.batch import Batch, check_signature, scaled

@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_planner.evaluation.candidate import Candidate, rank
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.context import SHARED
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.planners.base import ChoosingPlanner, Costs
-from meshwright_planner.search.candidate import Candidate, rank
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.context import SHARED
-from meshwright_planner.search.evaluator import Search
 
 PROPOSALS = 1000
 """Proposals of one chain at most."""

@@ -13,8 +13,8 @@ from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanErro
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
 from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.reports.explain import explain
-from meshwright_planner.search.candidate import human_seconds
 
 
 @dataclass(frozen=True)

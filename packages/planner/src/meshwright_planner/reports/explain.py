@@ -18,10 +18,10 @@ from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.clusters.registry import cluster_of
+from meshwright_planner.evaluation.candidate import human_seconds
+from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.table import NO_ACTIVATIONS, full_width, table_of
 from meshwright_planner.reports.upgrades import Upgrade, memory_is_full, upgrades
-from meshwright_planner.request.recompute_rules import in_words
-from meshwright_planner.search.candidate import human_seconds
 from meshwright_planner.simulation.workload import elsewhere
 
 WIDTH = 110

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.context import SHARED, Setting, allowing
-from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.memory_bound import floor_bytes, least_bytes
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.context import SHARED, Setting, allowing
+from meshwright_planner.evaluation.evaluator import Search
+from meshwright_planner.evaluation.memory_bound import floor_bytes, least_bytes
 from meshwright_planner.trace.batch import scaled
 
 MOST_RANKS = 64

@@ -17,7 +17,7 @@ from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.strategy.planner import PRECISIONS, unknown
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.recompute.region import Region
-from meshwright_planner.request.recompute_rules import recompute_rules
+from meshwright_planner.recompute.rules import recompute_rules
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.flops import backward_flops, by_name, forward_flops
 from meshwright_planner.trace.quotient import Quotient, quotient

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
 from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_planner.request.recompute_rules import in_words
-from meshwright_planner.search.candidate import human_seconds
+from meshwright_planner.evaluation.candidate import human_seconds
+from meshwright_planner.recompute.rules import in_words
 
 if TYPE_CHECKING:
     from meshwright_planner.reports.explain import Explained

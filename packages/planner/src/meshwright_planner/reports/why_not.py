@@ -17,9 +17,9 @@ from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
 from meshwright_dtensor.strategy.planner import DEGREES, PlanRequest
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
+from meshwright_planner.evaluation.candidate import human_seconds
+from meshwright_planner.recompute.rules import in_words
 from meshwright_planner.reports.explain import name_of, seconds_of
-from meshwright_planner.request.recompute_rules import in_words
-from meshwright_planner.search.candidate import human_seconds
 
 OPTIONS = ("zero", "zero_degree", "microbatches", "schedule", "recompute", "sequence_parallel", "precision",
            "context_attention", "context_balance")  # fmt: skip

@@ -1,1 +1,1 @@
-"""The search over configurations: what is legal, what is looked at, and what each costs."""
+"""The search over configurations: which ones are tried, and how good the best one is."""

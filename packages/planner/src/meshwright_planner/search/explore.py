@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_planner.evaluation.candidate import Candidate, rank
+from meshwright_planner.evaluation.configuration import BY_STAGE, Point, is_number, middle
+from meshwright_planner.evaluation.context import SHARED, ended_by
+from meshwright_planner.evaluation.evaluator import Search
+from meshwright_planner.evaluation.memory_bound import floor_bytes
 from meshwright_planner.placement.ilp import Unsolved
-from meshwright_planner.search.candidate import Candidate, rank
-from meshwright_planner.search.configuration import BY_STAGE, Point, is_number, middle
-from meshwright_planner.search.context import SHARED, ended_by
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.finalists import FEW, SPARE, exactly
 from meshwright_planner.search.hill_climb import EXACT, LONG, narrowed, neighbours, starts
 from meshwright_planner.search.left_out import left_out, refusals
 from meshwright_planner.search.lower_bound import floor_of
-from meshwright_planner.search.memory_bound import floor_bytes
 
 SLACK = 1.1
 """How much slower than the best so far a configuration may be that does not fit and is not given up: other ways are faster."""

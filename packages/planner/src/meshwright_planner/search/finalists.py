@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.evaluator import Search
-from meshwright_planner.search.memory_bound import least_bytes
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.evaluator import Search
+from meshwright_planner.evaluation.memory_bound import least_bytes
 
 FEW = 64
 """Combinations of degrees up to which each is looked at, and configurations up to which more are evaluated until one fits."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright_planner.search.context import SHARED
-from meshwright_planner.search.evaluator import Search
+from meshwright_planner.evaluation.context import SHARED
+from meshwright_planner.evaluation.evaluator import Search
 
 EXACT = 16
 """Combinations up to which each is evaluated exactly."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.utils.names import listing
-from meshwright_planner.search.context import Setting
+from meshwright_planner.evaluation.context import Setting
 
 
 def left_out(

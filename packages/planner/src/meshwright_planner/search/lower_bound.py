@@ -23,9 +23,9 @@ from meshwright_dtensor.cluster.links import Points
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import BACKWARD, OPTIMIZERS
 from meshwright_planner.cost.prices import Work, work_of
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.context import Basis
-from meshwright_planner.search.evaluator import Search
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.context import Basis
+from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.trace.tape import Tape
 
 

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_planner.evaluation.candidate import Candidate, human_seconds, rank
+from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point
+from meshwright_planner.evaluation.context import SHARED
+from meshwright_planner.evaluation.degrees import named, unasked
+from meshwright_planner.evaluation.evaluator import Search
+from meshwright_planner.evaluation.memory_bound import least_bytes
 from meshwright_planner.placement.ilp import GAP
-from meshwright_planner.search.candidate import Candidate, human_seconds, rank
-from meshwright_planner.search.configuration import BY_STAGE, Chosen, Point
-from meshwright_planner.search.context import SHARED
-from meshwright_planner.search.degrees import named, unasked
-from meshwright_planner.search.evaluator import Search
 from meshwright_planner.search.lower_bound import floor_of
-from meshwright_planner.search.memory_bound import least_bytes
 
 MORE = 96
 """Configurations without a searched axis that are costed for the sake of the proof alone."""

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_planner.search.candidate import human_seconds
+from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.simulation.events import Outcome, Span, run
 from meshwright_planner.simulation.faults import LinkFault, Straggler
 from meshwright_planner.simulation.mesh import Place

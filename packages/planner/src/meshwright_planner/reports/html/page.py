@@ -11,11 +11,11 @@ from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.reports.explain import Explained, explain, how_good
 from meshwright_planner.reports.html.drawings import mesh_drawing, timeline
 from meshwright_planner.reports.html.tree import tree_of
 from meshwright_planner.reports.upgrades import memory_limit
-from meshwright_planner.search.candidate import human_seconds
 
 COLOURS = {
     "compute": "#3b6ea5",

@@ -12,6 +12,15 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import AxisCosts
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.configuration import BY_STAGE, Point
+from meshwright_planner.evaluation.context import Basis, Setting, Surveys
+from meshwright_planner.evaluation.degrees import combinations, sequence_hint
+from meshwright_planner.evaluation.memory_bound import least_bytes
+from meshwright_planner.evaluation.placed_model import Placed
+from meshwright_planner.evaluation.stage_recompute import Again
+from meshwright_planner.evaluation.step_cost import cost, eased
+from meshwright_planner.evaluation.tapes import Shared
 from meshwright_planner.memory.parts import parameter_factor
 from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
 from meshwright_planner.placement.legal_rows import Legality, Rules
@@ -20,17 +29,7 @@ from meshwright_planner.placement.two_axes.legal_rows import JointLegality
 from meshwright_planner.placement.two_axes.prices import JointCosts
 from meshwright_planner.placement.two_axes.problem import JointProblem
 from meshwright_planner.recompute.region import recomputed_blocks
-from meshwright_planner.request.recompute_rules import POLICIES, recompute_rules, repeated_blocks
-from meshwright_planner.search import degrees as degrees_module
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.configuration import BY_STAGE, Point
-from meshwright_planner.search.context import Basis, Setting, Surveys
-from meshwright_planner.search.degrees import combinations
-from meshwright_planner.search.memory_bound import least_bytes
-from meshwright_planner.search.placed_model import Placed
-from meshwright_planner.search.stage_recompute import Again
-from meshwright_planner.search.step_cost import cost, eased
-from meshwright_planner.search.tapes import Shared
+from meshwright_planner.recompute.rules import POLICIES, recompute_rules, repeated_blocks
 from meshwright_planner.trace.tape import Tape
 
 PRICE = 1e-15
@@ -255,14 +254,9 @@ class Search:
         return self.shared.tapes.of(self.basis, self.rules, degrees, point.microbatches, rough)
 
     def _key(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
-        degrees_module = self.setting.sequence_parallel  # variants may have it otherwise
-        return (
-            id(tape),
-            *self._joined(point, axes),
-            self._meshed(point),
-            degrees_module,
-            *self._present(point),
-        )
+        # variants of a search may differ in sequence_parallel
+        sequence = self.setting.sequence_parallel
+        return (id(tape), *self._joined(point, axes), self._meshed(point), sequence, *self._present(point))
 
     def _exact(self, point: Point, axes: Axes, tape: Tape | None = None) -> Placed:
         tape = self._tape(point) if tape is None else tape
@@ -332,23 +326,18 @@ class Search:
         self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Mapping[str, State]]
     ) -> PlacementProblem:
         """The problem on one axis, or on two; `stored`: how the user stores parameters on each."""
-        repeats, degrees_module, pins = (
-            self.shared.tapes.quotient(tape),
-            self.setting.sequence_parallel,
-            _pins(stored),
-        )
+        repeats, pins = self.shared.tapes.quotient(tape), _pins(stored)
+        sequence = self.setting.sequence_parallel
         if len(costs) == 1:
-            return PlacementProblem(
-                Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, degrees_module), pins
-            )
+            legality = Legality(tape, repeats, self.rules, costs[0], tape.rows, pins, sequence)
+            return PlacementProblem(legality, pins)
+        # if one of the two axes must split the sequence, only the joint legality can say which
+        alone = None if sequence else sequence
         each = [
-            # which of the two splits the sequence, where one has to, is for both together to say
-            Legality(
-                tape, repeats, self.rules, own, tape.rows, some, None if degrees_module else degrees_module
-            )
-            for own, some in zip(costs, stored, strict=True)
+            Legality(tape, repeats, self.rules, axis_costs, tape.rows, axis_stored, alone)
+            for axis_costs, axis_stored in zip(costs, stored, strict=True)
         ]
-        return JointProblem(JointLegality(each, degrees_module), pins)
+        return JointProblem(JointLegality(each, sequence), pins)
 
     def _place(self, problem: PlacementProblem) -> Placement:
         """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.
@@ -373,7 +362,7 @@ class Search:
             raise late
         raise UsageError(
             "the placement search found no legal placement; check the pinned parameter placements"
-            + degrees_module.needs(self.setting)
+            + sequence_hint(self.setting)
         )
 
     def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from meshwright_dtensor.plan.plan import PlannedCollective, RecomputeRule
 from meshwright_dtensor.strategy.strategy import CollectiveUse
+from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.request.recompute_rules import in_words
-from meshwright_planner.search.configuration import Point
+from meshwright_planner.recompute.rules import in_words
 
 
 @dataclass

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 
 from meshwright_planner.cost.operations import OPTIMIZERS
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.context import Basis
 from meshwright_planner.memory.parts import Sizes, parameter_bytes
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.context import Basis
 
 
 def floor_bytes(basis: Basis, degrees: Mapping[str, int] | None = None) -> float:

@@ -7,33 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy.planner import KEYWORDS
+from meshwright_planner.evaluation.context import SHARED, Basis, Setting
 from meshwright_planner.placement.legal_rows import balanced
-from meshwright_planner.search import degrees as degrees_module
-from meshwright_planner.search.context import SHARED, Basis
-
-if TYPE_CHECKING:
-    from meshwright_planner.search.context import Setting
 
 
-def divides(setting: Setting, degree: int, lengths: Iterable[int]) -> bool:
+def _divides_sequence(setting: Setting, degree: int, lengths: Iterable[int]) -> bool:
     """Whether a searched axis of this degree can split sequences of these lengths (a rank's), if that is asked for."""
     if not setting.sequence_parallel or setting.world_size == 1:
         return True
     return degree > 1 and all(balanced(length, degree) for length in lengths)
 
 
-def needs(setting: Setting) -> str:
+def sequence_hint(setting: Setting) -> str:
     """What to add to an error of placements when it is asked for; else nothing."""
     if not setting.sequence_parallel:
         return ""
     return "; sequence_parallel=True needs placements that split the sequence between blocks: leave it out to do without them"
 
 
-def refusal(setting: Setting, legal: Iterable[Mapping[str, int]]) -> str:
+def _sequence_refusal(setting: Setting, legal: Iterable[Mapping[str, int]]) -> str:
     """What to say where it is asked for, and is all that forbids these combinations of degrees."""
     searched = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
     needs = "sequence_parallel=True needs a tensor axis of a degree above 1"
@@ -82,7 +77,7 @@ def combinations(basis: Basis) -> list[dict[str, int]]:
     if setting.stage:  # who asks for a stage means ranks to share something
         found = [c for c in found if c.get(SHARED, 1) > 1] or found
     if whole and not found:
-        raise UsageError(degrees_module.refusal(setting, whole))
+        raise UsageError(_sequence_refusal(setting, whole))
     if not found:
         shown = "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
         raise UsageError(
@@ -141,7 +136,7 @@ def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
         for name, t in batch.tensors()
         if t.dim() > 1 and t.shape[1] == batch.sequence_length
     }
-    return degrees_module.divides(basis.setting, degree, lengths)
+    return _divides_sequence(basis.setting, degree, lengths)
 
 
 def _one_search(basis: Basis, degrees: Mapping[str, int]) -> bool:

@@ -22,15 +22,15 @@ from meshwright_dtensor.strategy.strategy import (
     StrategyCost,
 )
 from meshwright_planner.cost.operations import OPTIMIZERS, optimizer_seconds, update_of
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.evaluation.configuration import Point
+from meshwright_planner.evaluation.context import SHARED, Basis, Setting, placements
+from meshwright_planner.evaluation.placed_model import Placed
+from meshwright_planner.evaluation.stage_recompute import Again, Easing
 from meshwright_planner.memory.module_work import inside_of
 from meshwright_planner.memory.peak import Moment, at_peak
 from meshwright_planner.placement.problem import Placement
 from meshwright_planner.recompute.region import recomputed_blocks
-from meshwright_planner.search.candidate import Candidate
-from meshwright_planner.search.configuration import Point
-from meshwright_planner.search.context import SHARED, Basis, Setting, placements
-from meshwright_planner.search.placed_model import Placed
-from meshwright_planner.search.stage_recompute import Again, Easing
 
 SUMS = "dp"
 """The axis whose strategy costs the sum of gradients, over every axis that defers it."""

@@ -15,6 +15,7 @@ from meshwright_dtensor.plan.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import parse_state
 from meshwright_dtensor.strategy.strategy import AttentionUse, ModuleWork, ParameterSize
 from meshwright_planner.cost.attention import attention_uses
+from meshwright_planner.evaluation.context import Basis, placements
 from meshwright_planner.memory.module_work import module_runs, module_work, parameter_sizes
 from meshwright_planner.memory.parts import copied_bytes, memory_parts, parameter_bytes, trained_sizes
 from meshwright_planner.memory.peak import Moment, Replay, moments, updating
@@ -22,7 +23,6 @@ from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.effect import recomputed
 from meshwright_planner.recompute.live_again import alive_again, own_dropped
-from meshwright_planner.search.context import Basis, placements
 from meshwright_planner.trace.flops import backward_flops
 from meshwright_planner.trace.tape import Tape
 

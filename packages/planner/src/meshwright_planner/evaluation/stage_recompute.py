@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.plan import RecomputeRule
 from meshwright_dtensor.strategy.strategy import ModuleWork
-from meshwright_planner.request.recompute_rules import rules_of
-from meshwright_planner.search.placed_model import Placed
+from meshwright_planner.evaluation.placed_model import Placed
+from meshwright_planner.recompute.rules import rules_of
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import RecomputeRule
 from meshwright_dtensor.propagate.prediction import Grid
 from meshwright_dtensor.rules import RuleBook
+from meshwright_planner.evaluation.context import Basis, Surveys
 from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.problem import Placement, PlacementProblem
-from meshwright_planner.search.context import Basis, Surveys
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import Quotient, quotient
 from meshwright_planner.trace.recorder.record import Known, NoRunError, record

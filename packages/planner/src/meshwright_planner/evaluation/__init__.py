@@ -1,0 +1,1 @@
+"""What one configuration costs: legal degrees, placements, step time and memory."""

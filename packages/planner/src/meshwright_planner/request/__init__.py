@@ -1,1 +1,0 @@
-"""What a planning request asks for."""
