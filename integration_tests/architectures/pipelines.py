@@ -30,9 +30,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_parallel import verify
-from meshwright_pipeline.schedule.registry import schedule_named
 
 from .batches import batch_of
 from .catalogue import Architecture, NotBuildable, architectures, build

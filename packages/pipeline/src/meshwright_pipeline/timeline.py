@@ -13,11 +13,11 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import NAMES, ForwardsFirst, Shape
+from meshwright_dtensor.schedule.timetable import DURATION, Timetable
 from meshwright_pipeline.install.division import call_of, checked_timetable
-from meshwright_pipeline.planning.full_batch_loss import Behind
 from meshwright_pipeline.runtime.executor import Span
-from meshwright_pipeline.schedule.registry import schedule_named
-from meshwright_pipeline.schedule.schedule import DURATION, NAMES, Shape, Timetable
 
 
 def planned(plan: ParallelPlan) -> Timetable:
@@ -32,7 +32,7 @@ def planned(plan: ParallelPlan) -> Timetable:
         raise UsageError("the plan has no pipeline: there is no schedule to draw; plan with pp=2, say")
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
     schedule = schedule_named(rule.schedule)
-    return checked_timetable(Behind(schedule) if rule.loss == "batch" else schedule, shape)
+    return checked_timetable(ForwardsFirst(schedule) if rule.loss == "batch" else schedule, shape)
 
 
 def text(table: Timetable, width: int = 110) -> str:

@@ -14,16 +14,17 @@ from pipe_models import TOKENS, Chain, chain_batch
 from torch import Tensor, nn
 
 from meshwright_dtensor.plan.plan import Prediction
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import ForwardsFirst
 from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
 from meshwright_pipeline.analysis.loss_preview import Lookout
 from meshwright_pipeline.partition.units import find_units
 from meshwright_pipeline.planning.activation_memory import Fullest
-from meshwright_pipeline.planning.full_batch_loss import Behind, with_tail
+from meshwright_pipeline.planning.full_batch_loss import with_tail
 from meshwright_pipeline.planning.simulate import Prediction as Steps
 from meshwright_pipeline.planning.unit_costs import NOTHING
-from meshwright_pipeline.schedule.registry import schedule_named
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.timeline import planned
 
@@ -235,7 +236,7 @@ def test_gradients_of_what_it_takes_lie_beside_backwards() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_backwards_behind_all_forwards_are_a_schedule(name: str) -> None:
-    schedule = Behind(schedule_named(name))
+    schedule = ForwardsFirst(schedule_named(name))
     shape = Shape(2, 2 * schedule.inner.stages_each, 4)
     table = timetable(schedule, shape)
     assert schedule.name == name and table.alive == (4 * shape.each,) * 2

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_pipeline import Shape
 from meshwright_pipeline.planning.simulate import WALKED, StageCosts, Timed, elapsed, predict
-from meshwright_pipeline.schedule.registry import schedule_named
 
 NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 CASES = [(name, ranks, count) for name in NAMES for ranks, count in ((2, 4), (4, 8))]

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 from pipe_models import Chain, chain_batch
 
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import Action, ForwardsFirst
 from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Schedule, Shape
 from meshwright_pipeline.planning import cost as cost_module
-from meshwright_pipeline.planning.full_batch_loss import Behind, tail_of, without_tail
+from meshwright_pipeline.planning.full_batch_loss import tail_of, without_tail
 from meshwright_pipeline.planning.recompute import MOST, Choices, Way, cheapest, moments
 from meshwright_pipeline.planning.simulate import StageCosts, predict
 from meshwright_pipeline.planning.stage_costs import divided
 from meshwright_pipeline.planning.survey import Surveyed
 from meshwright_pipeline.planning.unit_costs import Read, Run
 from meshwright_pipeline.schedule.one_f_one_b import OneForwardOneBackward
-from meshwright_pipeline.schedule.registry import schedule_named
-from meshwright_pipeline.schedule.schedule import Action
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)
@@ -236,7 +236,7 @@ def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
     )
     whole = how.known.read(request.work)
     tail = tail_of(whole)
-    how = replace(how, found=without_tail(whole), schedule=Behind(how.schedule), tail=tail)
+    how = replace(how, found=without_tail(whole), schedule=ForwardsFirst(how.schedule), tail=tail)
     even = divided(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
     most = how.run(even, True).fullest.total(request)[0]
     every = []

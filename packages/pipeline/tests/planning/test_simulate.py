@@ -13,14 +13,14 @@ from pipe_models import Chain
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.timetable import dependencies, ordered
 from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_pipeline import Action, Schedule, Shape, timetable
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.cost import MESSAGE_CALLS, STEP_CALLS
 from meshwright_pipeline.planning.simulate import WALKED, StageCosts, early_part, late_by, predict
 from meshwright_pipeline.planning.survey import Surveyed
-from meshwright_pipeline.schedule.registry import schedule_named
-from meshwright_pipeline.schedule.schedule import needs, ordered
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)
@@ -75,7 +75,7 @@ def in_thought(schedule: Schedule, shape: Shape, costs: StageCosts) -> tuple[flo
     def end(one: Action) -> float:
         rank, earlier = before[one]
         ready = [0.0, *(end(other) for other in earlier)]
-        for other in needs(one, shape, split):
+        for other in dependencies(one, shape, split):
             cut = min(one.stage, other.stage)
             ready.append(end(other) + (costs.sending[cut] if owner[other] != rank else 0.0))
         return max(ready) + lengths[one.kind][one.stage]
@@ -105,7 +105,7 @@ def test_every_action_is_behind_what_it_waits_for(name: str) -> None:
     shape = Shape(3, 3 * schedule.stages_each, 9)
     found, done = ordered(schedule, shape), set[Action]()
     for rank, action in found.order:
-        assert action in found.ranks[rank] and done.issuperset(needs(action, shape, found.split))
+        assert action in found.ranks[rank] and done.issuperset(dependencies(action, shape, found.split))
         done.add(action)
     assert len(done) == sum(map(len, found.ranks)) == len(found.order)
 

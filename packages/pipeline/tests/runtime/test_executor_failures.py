@@ -17,12 +17,12 @@ from pipe_models import Bomb, Chain, chain_batch, chain_plan
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError
+from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
 from meshwright_pipeline.runtime.consensus import Agreement
 from meshwright_pipeline.runtime.executor import Running, Runtime
 from meshwright_pipeline.runtime.p2p import Transport
-from meshwright_pipeline.schedule.registry import schedule_named
 
 
 def real(output: Tensor) -> bool:

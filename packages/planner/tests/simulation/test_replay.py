@@ -13,6 +13,7 @@ from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec
 from meshwright_dtensor.plugins.host import Registered
+from meshwright_dtensor.schedule.schedule import Action, Kind, Schedule, Shape
 from meshwright_planner.clusters.registry import DGX_H100 as REGISTERED
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.simulation import (
@@ -37,45 +38,40 @@ FREE = replace(
 """Links that take no time."""
 
 
-class Schedule:
-    """Like those of meshwright-pipeline."""
+class InOrder(Schedule):
+    """One stage per rank; forwards and backwards take turns after a warm-up."""
 
-    ahead: int | None = None
+    warmup: int | None = None
 
-    def owner(self, stage: int, shape: Any) -> int:
-        return stage % int(shape.ranks)
-
-    def actions(self, rank: int, shape: Any) -> list[Any]:
+    def actions(self, rank: int, shape: Shape) -> list[Action]:
         count = shape.microbatches
-        ahead = min(count, shape.ranks - rank) if self.ahead is None else count
-        found = [("F", m) for m in range(ahead)]
+        warmup = min(count, shape.ranks - rank) if self.warmup is None else count
+        actions = [Action("F", rank, m) for m in range(warmup)]
         for m in range(count):
-            found.append(("B", m))
-            if m + ahead < count:
-                found.append(("F", m + ahead))
-        return [SimpleNamespace(kind=kind, stage=rank, microbatch=m) for kind, m in found]
+            actions.append(Action("B", rank, m))
+            if m + warmup < count:
+                actions.append(Action("F", rank, m + warmup))
+        return actions
 
 
-class OneForwardOneBackward(Schedule):
+class OneForwardOneBackward(InOrder):
     name = "1f1b"
 
 
-class GPipe(Schedule):
-    name, ahead = "gpipe", 1
+class GPipe(InOrder):
+    name, warmup = "gpipe", 1
 
 
-class Split(Schedule):
-    """Backwards in halves, one right behind the other."""
+class Split(InOrder):
+    """Backwards in halves, one directly after the other."""
 
     name = "split"
 
-    def actions(self, rank: int, shape: Any) -> list[Any]:
-        found = super().actions(rank, shape)
-        halves = [[one] if one.kind == "F" else [one, SimpleNamespace(**vars(one))] for one in found]
-        for pair in halves:
-            for kind, half in zip("IW", pair if len(pair) == 2 else ()):
-                half.kind = kind
-        return [action for pair in halves for action in pair]
+    def actions(self, rank: int, shape: Shape) -> list[Action]:
+        kinds: dict[str, tuple[Kind, ...]] = {"F": ("F",), "B": ("I", "W")}
+        return [
+            action._replace(kind=k) for action in super().actions(rank, shape) for k in kinds[action.kind]
+        ]
 
 
 HOST = PluginHost(

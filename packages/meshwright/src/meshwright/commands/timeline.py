@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from meshwright_pipeline.schedule.schedule import DURATION, Timetable
+from meshwright_dtensor.schedule.timetable import DURATION, Timetable
 
 _COLOURS: Mapping[str, str] = MappingProxyType(
     {"F": "tab:blue", "B": "tab:green", "I": "tab:olive", "W": "tab:green"}

@@ -14,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.model.stage_info import StageInfo, describe_stages
 from meshwright_dtensor.plan.plan import PipelineRule, Prediction
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import Schedule, Shape
+from meshwright_dtensor.schedule.timetable import Timetable, timetable
 from meshwright_dtensor.strategy.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.install.optimizer_guard import watch_steps
@@ -23,8 +26,6 @@ from meshwright_pipeline.runtime.call import PipelinedCall
 from meshwright_pipeline.runtime.schedule_warning import Surprise
 from meshwright_pipeline.runtime.step_end import Place
 from meshwright_pipeline.runtime.tied_grads import TiedSum, ties
-from meshwright_pipeline.schedule.registry import schedule_named
-from meshwright_pipeline.schedule.schedule import Schedule, Shape, Timetable, timetable
 from meshwright_pipeline.trace.meta_model import skeleton
 
 _ATTRIBUTE = "_meshwright_pipeline"

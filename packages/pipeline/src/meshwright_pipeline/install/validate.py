@@ -7,10 +7,10 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_pipeline.install.division import checked_timetable
 from meshwright_pipeline.partition.units import normalising, ownership
-from meshwright_pipeline.schedule.registry import schedule_named
-from meshwright_pipeline.schedule.schedule import Shape
 
 
 def check_division(model: nn.Module, plan: ParallelPlan) -> None:

@@ -14,12 +14,12 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.schedule.schedule import ForwardsFirst, Schedule, Shape
 from meshwright_dtensor.strategy.cost import TIED
 from meshwright_dtensor.strategy.strategy import CollectiveUse, Link, Peak, SearchRequest, StrategyCost
 from meshwright_pipeline.analysis.loss_preview import Foreseen
 from meshwright_pipeline.planning.activation_memory import Fullest
 from meshwright_pipeline.planning.full_batch_loss import (
-    Behind,
     returned_by,
     tail_of,
     taken_by,
@@ -32,7 +32,6 @@ from meshwright_pipeline.planning.simulate import Prediction, StageCosts, early_
 from meshwright_pipeline.planning.stage_costs import Divided, divided, even_cuts
 from meshwright_pipeline.planning.survey import Surveyed, surveyed
 from meshwright_pipeline.planning.unit_costs import Read, Run
-from meshwright_pipeline.schedule.schedule import Schedule, Shape
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 AGREEING_CALLS = 400
@@ -107,7 +106,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         foreseen = _foreseen(request, known, degree, shape)
     late = foreseen is not None and not foreseen.adds
     if late:  # what runs then, see behind
-        schedule, found, tail, now = Behind(schedule), without_tail(found), tail_of(found), None
+        schedule, found, tail, now = ForwardsFirst(schedule), without_tail(found), tail_of(found), None
         case = _Case(request, link, found, known, schedule, shape, tail)
     parts = case.even()
     now = now or case.run(parts, not request.recompute)

@@ -5,38 +5,11 @@ The code behind the last unit then runs once, on the whole batch, between the fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshwright_pipeline.planning.activation_memory import Fullest
 from meshwright_pipeline.planning.simulate import Prediction
 from meshwright_pipeline.planning.unit_costs import NOTHING, Read, Run
-from meshwright_pipeline.schedule.schedule import Action, Schedule, Shape
-
-
-@dataclass(frozen=True)
-class Behind(Schedule):
-    """A schedule as it runs then: all its forwards in their order, then all its backwards in theirs."""
-
-    inner: Schedule
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """That of the schedule."""
-        return self.inner.name
-
-    def refusal(self, shape: Shape) -> str | None:
-        """See Schedule."""
-        return self.inner.refusal(shape)
-
-    def owner(self, stage: int, shape: Shape) -> int:
-        """See Schedule."""
-        return self.inner.owner(stage, shape)
-
-    def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
-        """See Schedule."""
-        every = self.inner.actions(rank, shape)
-        return [*(a for a in every if a.kind == "F"), *(a for a in every if a.kind != "F")]
 
 
 def without_tail(found: Read) -> Read:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_pipeline.planning.activation_memory import KINDS
 from meshwright_pipeline.planning.simulate import steps_of, walks
-from meshwright_pipeline.schedule.schedule import Schedule, Shape
 
 MOST = 512
 """Choices of a row of units that are gone on with; of more, which only units that all differ have, an even part is."""

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest
 from meshwright_pipeline.planning.recompute import Choice, Choices, Moment, Way, cheapest, moments
 from meshwright_pipeline.planning.stage_costs import Divided, divided, held_by
 from meshwright_pipeline.planning.survey import Surveyed
 from meshwright_pipeline.planning.unit_costs import Read, Run, Shared, in_runs, shared_bytes
-from meshwright_pipeline.schedule.schedule import Schedule, Shape
 
 RANGES = 256
 """Stages (from one run to another) that are costed to find better cuts, about."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from meshwright_dtensor.errors import PlanError, PluginError, UsageError
 from meshwright_dtensor.plugins import ScheduleSpec, discover
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_dtensor.strategy.strategy import SearchRequest, divisors
 from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.analysis.row_mixing import Rowless
 from meshwright_pipeline.planning.survey import surveyed
-from meshwright_pipeline.schedule.registry import schedule_named
-from meshwright_pipeline.schedule.schedule import Shape
 
 PER_STAGE = 4
 """Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""

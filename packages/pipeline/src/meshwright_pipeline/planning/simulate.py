@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.schedule.schedule import Schedule, Shape
+from meshwright_dtensor.schedule.timetable import check_accepts, ordered
 from meshwright_pipeline.planning.activation_memory import KINDS, Actions, Bytes, Fullest
-from meshwright_pipeline.schedule.schedule import Schedule, Shape, ordered, require
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def predict(
     """
     if company and (len(company) != shape.ranks or min(company) <= 0):
         raise UsageError(f"company={company}: it takes a positive number for each of the {shape.ranks} ranks")
-    require(schedule, shape)  # of a long step, others are walked through
+    check_accepts(schedule, shape)  # of a long step, others are walked through
     walked = walks(shape)
     if len(walked) == 1:
         return _walk(schedule, shape, costs, company)
@@ -308,12 +309,12 @@ def steps_of(schedule: Schedule, shape: Shape) -> Steps:
     ranks = tuple(tuple([first[kind] + stage for kind, stage, _ in own]) for own in found.ranks)
     offsets = [0, *itertools.accumulate(map(len, ranks))]
     order: list[int] = []  # places among the actions of all ranks, one rank behind the other
-    for rank, begin, end in found.runs:
+    for rank, begin, end in found.segments:
         order += range(offsets[rank] + begin, offsets[rank] + end)
     there = np.array(order, dtype=np.int64)
     numbers, slots, waits = (
         np.fromiter(itertools.chain.from_iterable(every), dtype=np.int64, count=offsets[-1])[there]
-        for every in (ranks, found.slots, found.waits)
+        for every in (ranks, found.numbers, found.waits)
     )
     doers = np.repeat(np.arange(shape.ranks), np.diff(offsets))[there]
     places = np.zeros(3 * shape.stages * shape.microbatches + 1, dtype=np.int64)

@@ -11,13 +11,13 @@ from torch import nn
 
 from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import Schedule
 from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_pipeline.analysis.loss_preview import Foreseen, Lookout
 from meshwright_pipeline.analysis.row_mixing import Rowless, look
 from meshwright_pipeline.partition.units import called_in_parts, find_units, normalising
 from meshwright_pipeline.planning.unit_costs import Read, read
-from meshwright_pipeline.schedule.registry import schedule_named
-from meshwright_pipeline.schedule.schedule import Schedule
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 TRIED = 1 << 30

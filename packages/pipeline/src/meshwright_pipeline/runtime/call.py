@@ -14,6 +14,8 @@ from torch import nn
 
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
 from meshwright_dtensor.random import drawn_whole
+from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
+from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
 from meshwright_pipeline.analysis.loss_additivity import ASKED, BESIDE, Adding
@@ -31,7 +33,6 @@ from meshwright_pipeline.runtime.prepare import Prepared, Preparing
 from meshwright_pipeline.runtime.schedule_warning import Surprise
 from meshwright_pipeline.runtime.step_end import Ending, Place
 from meshwright_pipeline.runtime.tied_grads import TiedSum
-from meshwright_pipeline.schedule.schedule import Action, Schedule, Shape, Timetable
 from meshwright_pipeline.trace.loss import loss_of, need_loss, with_loss
 from meshwright_pipeline.trace.loss_denominators import Numbers, of_batch
 from meshwright_pipeline.trace.microbatch import Call, described, microbatches

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.mesh.mesh import group_over
-from meshwright_pipeline.schedule.schedule import Action
+from meshwright_dtensor.schedule.schedule import Action
 
 Tensor = torch.Tensor
 _TAG = (1 << 30) + (1 << 22)

@@ -16,12 +16,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
+from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline.runtime.p2p import Crossing, Transport, Wire
 from meshwright_pipeline.runtime.p2p_step import Failure, Letter, Mail
 from meshwright_pipeline.runtime.split_backward import Halves
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.schedule.schedule import Action, Schedule, Shape, Timetable
 from meshwright_pipeline.trace.forward_hooks import Label
 from meshwright_pipeline.trace.loss_denominators import Numbers, Weighted
 from meshwright_pipeline.trace.microbatch import Call

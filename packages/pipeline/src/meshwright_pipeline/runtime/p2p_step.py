@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright_dtensor.errors import UsageError
+from meshwright_dtensor.schedule.schedule import Action
 from meshwright_pipeline.runtime.p2p import Arriving, Broken, Wire
-from meshwright_pipeline.schedule.schedule import Action
 
 if TYPE_CHECKING:
     from meshwright_pipeline.runtime.executor import Runtime

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.schedule.schedule import Schedule, Shape
+from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.analysis.loss_additivity import NO_LOSS, Adding, Unproven, Why, of_one, prove
@@ -21,7 +23,6 @@ from meshwright_pipeline.runtime.executor import Runtime
 from meshwright_pipeline.runtime.full_batch_tail import Tail, joints_of
 from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.schedule.schedule import Schedule, Shape, Timetable
 from meshwright_pipeline.trace.loss import Sameness, loss_of
 from meshwright_pipeline.trace.microbatch import Call, outline, signature
 from meshwright_pipeline.trace.profiler import Profile, Profiler

@@ -6,9 +6,10 @@ import warnings
 from dataclasses import dataclass, field
 
 from meshwright_dtensor.plan.plan import PipelineRule, Prediction
+from meshwright_dtensor.schedule.schedule import Shape
+from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_pipeline.analysis.loss_additivity import ASKED, NO_LOSS, Why
-from meshwright_pipeline.schedule.schedule import Shape, Timetable
 
 
 @dataclass

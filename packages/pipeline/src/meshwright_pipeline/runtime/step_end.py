@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import StageError, UnsupportedError
+from meshwright_dtensor.schedule.schedule import NAMES, Action, Schedule, Shape
+from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.runtime.broadcast import Lost, Spread
 from meshwright_pipeline.runtime.consensus import Agreement, Report
 from meshwright_pipeline.runtime.p2p_step import Failure
-from meshwright_pipeline.schedule.schedule import NAMES, Action, Schedule, Shape, Timetable
 from meshwright_pipeline.trace.loss import plain_or_none
 
 Tensor = torch.Tensor

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
-from meshwright_pipeline.schedule.schedule import Action, Kind, Shape
+from meshwright_dtensor.schedule.schedule import Action, Kind, Shape
 from meshwright_pipeline.schedule.zbv import VShaped
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from meshwright_pipeline.schedule.schedule import Action, Schedule, Shape
+from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
 
 
 class GPipe(Schedule):

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
-from meshwright_pipeline.schedule.schedule import Action, Schedule, Shape
+from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
 
 
 class Interleaved(Schedule):

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
+from meshwright_dtensor.schedule.schedule import Action, Shape
 from meshwright_pipeline.schedule.interleaved import Interleaved
-from meshwright_pipeline.schedule.schedule import Action, Shape
 
 
 class ZeroBubble(Interleaved):

@@ -1,44 +1,22 @@
-"""The order in which each rank of a pipeline runs its forwards and backwards, from the schedule that the plan names."""
+"""The order in which each rank of a pipeline runs its forwards and backwards, and the messages between stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.schedule.registry import schedule_named
+from meshwright_dtensor.schedule.schedule import Action, ForwardsFirst, Schedule, Shape
 
 PARTS: Mapping[str, float] = MappingProxyType({"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5})
-"""Kind of action -> part of the forward or backward pass that it is: "I" makes gradients of inputs, "W" of weights."""
+"""Kind of action -> its part of a whole forward or backward pass."""
 
-WHOLE: Mapping[str, float] = MappingProxyType({**PARTS, "I": 1.0, "W": 0.0})
-"""The same where modules run again: the first half of a backward does all of it."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The size of a pipeline, as schedules ask for it."""
-
-    ranks: int
-    stages: int
-    microbatches: int
-
-    @property
-    def each(self) -> int:
-        """Stages of one rank."""
-        return self.stages // self.ranks
-
-
-class _Action(Protocol):
-    @property
-    def kind(self) -> str: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def microbatch(self) -> int: ...
+PARTS_RECOMPUTED: Mapping[str, float] = MappingProxyType({**PARTS, "I": 1.0, "W": 0.0})
+"""The same with recomputation: the first half of a backward then does all of it."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +25,10 @@ class Step:
 
     Args:
         kind: "F", "B", "I" or "W".
-        stage, microbatch: of what.
-        part: of the pass of the stage.
-        needs: (kind, stage, microbatch) of the message it waits for.
-        gives: of the message it sends.
+        stage, microbatch: see Action.
+        part: its part of a whole forward or backward pass of the stage.
+        needs: (kind, stage, microbatch) of the message that it waits for.
+        gives: the same of the message that it sends.
         local: that message stays on the rank.
     """
 
@@ -64,7 +42,7 @@ class Step:
 
     @property
     def needs_what(self) -> str:
-        """What it waits for, for people."""
+        """The message that it waits for, in words."""
         return f"{'activations' if self.kind == 'F' else 'gradients'} for stage {self.stage}"
 
     def __str__(self) -> str:
@@ -72,48 +50,45 @@ class Step:
 
 
 def steps_of(plan: ParallelPlan, host: PluginHost | None = None) -> list[list[Step]]:
-    """Per rank along pp, what it does in one step; one forward and one backward without a pipeline.
+    """The actions of each rank along pp in one step; without a pipeline, one forward and one backward.
 
     Raises:
         PluginError: no installed schedule has the plan's name.
-        UsageError: the schedule does what a replay does not know.
+        UsageError: the schedule is no Schedule, or has actions of an unknown kind.
     """
     rule = plan.pipeline
     if rule is None:
         return [[Step("F", 0, 0), Step("B", 0, 0)]]
-    found: Any = (host or discover()).get(ScheduleSpec, rule.schedule).load()
-    schedule = found() if isinstance(found, type) else found
+    schedule = schedule_named(rule.schedule, host)
+    if rule.loss == "batch":
+        schedule = ForwardsFirst(schedule)
     shape = Shape(plan.degree("pp"), len(rule.stages), rule.microbatches)
-    parts = WHOLE if plan.recompute else PARTS
-    ranks = [
-        [_step(action, schedule, shape, parts) for action in schedule.actions(r, shape)]
-        for r in range(shape.ranks)
+    parts = PARTS_RECOMPUTED if plan.recompute else PARTS
+    return [
+        [_step(action, schedule, shape, parts) for action in schedule.actions(rank, shape)]
+        for rank in range(shape.ranks)
     ]
-    if rule.loss == "batch":  # backwards follow when the loss has been made, behind all forwards
-        return [sorted(own, key=lambda step: step.kind != "F") for own in ranks]
-    return ranks
 
 
-def _step(action: _Action, schedule: Any, shape: Shape, parts: Mapping[str, float]) -> Step:
-    kind, stage, microbatch = action.kind, action.stage, action.microbatch
+def _step(action: Action, schedule: Schedule, shape: Shape, parts: Mapping[str, float]) -> Step:
+    kind, stage, microbatch = action
     if kind not in PARTS:
         raise UsageError(
-            f"schedule {schedule.name!r} has actions of kind {kind!r}, which a replay does not know "
-            f"(it knows {', '.join(PARTS)})"
+            f"schedule {schedule.name!r} has actions of kind {kind!r}; the kinds of actions are {', '.join(PARTS)}"
         )
     if kind == "W":
         return Step(kind, stage, microbatch, parts[kind])
     forward = kind == "F"
-    toward = stage + 1 if forward else stage - 1
-    letter = "F" if forward else "B"
-    inner = stage > 0 if forward else stage < shape.stages - 1
-    handed = 0 <= toward < shape.stages
+    next_stage = stage + 1 if forward else stage - 1
+    message = "F" if forward else "B"
+    receives = stage > 0 if forward else stage < shape.stages - 1
+    sends = 0 <= next_stage < shape.stages
     return Step(
         kind,
         stage,
         microbatch,
         parts[kind],
-        needs=(letter, stage, microbatch) if inner else None,
-        gives=(letter, toward, microbatch) if handed else None,
-        local=handed and schedule.owner(toward, shape) == schedule.owner(stage, shape),
+        needs=(message, stage, microbatch) if receives else None,
+        gives=(message, next_stage, microbatch) if sends else None,
+        local=sends and schedule.owner(next_stage, shape) == schedule.owner(stage, shape),
     )
