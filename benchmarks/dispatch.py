@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_dtensor.testing.rank_pool import fake_group
@@ -168,7 +168,7 @@ def main() -> None:
             return run
 
         times = rounds({name: step(name) for name in places}, options.repeats, options.steps)
-        tiers = Space.of(mesh).report.tiers
+        tiers = MeshContext.of(mesh).report.tiers
     medians = {name: statistics.median(t) for name, t in times.items()}
     # neighbours in time share what else the machine does: the ratio is taken in each round
     ratio = statistics.median(a / b for a, b in zip(times["meshwright"], times["plain"], strict=True))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules import shardable
 from meshwright_dtensor.sharding.boxes import take
 from meshwright_dtensor.sharding.intervals import runs
@@ -32,13 +32,13 @@ def convertible(a, b):
 
 def parts(value, mesh, states):
     """Any local tensors that make up ``value`` in ``states``; partial sums are random."""
-    space = Space.of(mesh)
-    layout = space.layout(states, value.shape, value.dtype)
+    context = MeshContext.of(mesh)
+    layout = context.layout(states, value.shape, value.dtype)
     local = take(value, layout.region).clone()
     for axis, state in enumerate(states):
         if state != "P":
             continue
-        n, rank = space.sizes[axis], space.coords[axis]
+        n, rank = context.sizes[axis], context.coords[axis]
         if n == 1:
             continue
         shares = torch.randn((n - 1, *local.shape), dtype=value.dtype)
@@ -48,7 +48,7 @@ def parts(value, mesh, states):
 
 
 def one(mesh, shape, source, target):
-    space = Space.of(mesh)
+    context = MeshContext.of(mesh)
     torch.manual_seed(1)
     value = torch.randn(shape, dtype=torch.float64)
     seed = torch.randn(shape, dtype=torch.float64)
@@ -57,9 +57,9 @@ def one(mesh, shape, source, target):
     local.requires_grad_()
     x = wrap(local, layout)
     out = local_in(x, target)
-    there = space.layout(target, value.shape, value.dtype)
+    there = context.layout(target, value.shape, value.dtype)
     assert tuple(out.shape) == tuple(there.local_shape)
-    torch.testing.assert_close(local_in(wrap(out.detach(), there), space.replicated), value)
+    torch.testing.assert_close(local_in(wrap(out.detach(), there), context.replicated), value)
     # the gradient that arrives lies as the target's gradient kind says; what leaves, as the source's
     torch.manual_seed(3)
     kinds = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in there.states)
@@ -67,8 +67,8 @@ def one(mesh, shape, source, target):
     if out.requires_grad:
         out.backward(arriving)
     back = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in layout.states)
-    found = wrap(local.grad, space.layout(back, value.shape, value.dtype))
-    torch.testing.assert_close(local_in(found, space.replicated), seed)
+    found = wrap(local.grad, context.layout(back, value.shape, value.dtype))
+    torch.testing.assert_close(local_in(found, context.replicated), seed)
 
 
 def run_many(rank, world, sizes, cases):

@@ -58,7 +58,7 @@ def mark_sharding(tensor: torch.Tensor, placements: Mapping[str, Placement | Sta
     layout = tensor.global_layout
     states = [
         state if wanted.get(axis, state) == state or (state == "X" and wanted[axis] == "I") else wanted[axis]
-        for axis, state in zip(layout.space.axes, layout.states, strict=True)
+        for axis, state in zip(layout.context.axes, layout.states, strict=True)
     ]
     return tensor.redistribute(states)
 

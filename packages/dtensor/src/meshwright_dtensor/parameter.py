@@ -28,7 +28,7 @@ from meshwright_dtensor._torch.core import (
 from meshwright_dtensor.comm.collectives import NOWHERE, Site
 from meshwright_dtensor.dispatch.tensor_methods import is_in_place
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import take
@@ -198,13 +198,13 @@ class MeshParameter(DTensor):
             )
         if self._copy is not None and not (torch.is_grad_enabled() and self.requires_grad):
             return self._whole_stored()
-        whole = parameter_local(self, self._layout.space.replicated)
+        whole = parameter_local(self, self._layout.context.replicated)
         return whole.view_as(whole) if whole.dtype == self._layout.dtype else whole.to(self._layout.dtype)
 
     def _whole_stored(self) -> Tensor:
         """The whole value as it is stored, in its own precision."""
         layout, local = self._layout, dtensor_local(self).detach()
-        conversion = layout.space.conversion(layout.states, layout.space.replicated, layout.shape)
+        conversion = layout.context.conversion(layout.states, layout.context.replicated, layout.shape)
         return local.view_as(local) if conversion is None else conversion.apply(local)
 
     @property
@@ -340,7 +340,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
     Raises:
         UnsupportedError: the states contradict the placements.
     """
-    space = Space.of(dtensor.device_mesh)
+    context = MeshContext.of(dtensor.device_mesh)
     expected = tuple(stored_placement(s) for s in states)
     if tuple(dtensor.placements) != expected or "P" in states:
         raise UnsupportedError(
@@ -354,7 +354,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
     # nn.Parameter went through a cached op of torch, which may have put an equal mesh of an earlier run in its place
     set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
     parameter.__class__ = MeshParameter
-    parameter._layout = space.layout(states, dtensor.shape, dtensor.dtype)
+    parameter._layout = context.layout(states, dtensor.shape, dtensor.dtype)
     parameter._order = states if in_runs(states) else None
     parameter.compute_with(None)
     return parameter  # type: ignore[no-any-return]
@@ -384,8 +384,10 @@ def layout_of_dtensor(dtensor: DTensor) -> Layout:
         return dtensor.compute_layout
     if isinstance(dtensor, PermutedDTensor):
         return dtensor._layout
-    space = Space.of(dtensor.device_mesh)
-    return space.layout(states_of(dtensor.placements, dtensor.ndim, space.ndim), dtensor.shape, dtensor.dtype)
+    context = MeshContext.of(dtensor.device_mesh)
+    return context.layout(
+        states_of(dtensor.placements, dtensor.ndim, context.ndim), dtensor.shape, dtensor.dtype
+    )
 
 
 def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
@@ -397,5 +399,5 @@ def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
         local = p.to_local()
     if states == layout.states:
         return local
-    conversion = layout.space.conversion(layout.states, states, layout.shape)
+    conversion = layout.context.conversion(layout.states, states, layout.shape)
     return local if conversion is None else conversion.apply(local, site)

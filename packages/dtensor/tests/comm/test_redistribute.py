@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.comm import log as log_module
 from meshwright_dtensor.comm.redistribute import route
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.sharding.states import is_shard
 from meshwright_dtensor.tensor.global_tensor import distribute, local_in, wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -106,8 +106,8 @@ def test_collectives_are_those_of_the_gradient_rule_and_shared(rank_pool: RankPo
 def partial_once(rank, world):
     """A Partial that both a replicated and a partial-gradient consumer read is reduced once."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    space = Space.of(mesh)
-    x = wrap(torch.randn(3, 4).requires_grad_(), space.layout(("P",), (3, 4), torch.float32))
+    context = MeshContext.of(mesh)
+    x = wrap(torch.randn(3, 4).requires_grad_(), context.layout(("P",), (3, 4), torch.float32))
     with log_module.communication() as log:
         local_in(x, ("I",))
         local_in(x, ("X",))

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.comm.log import communication
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules import shardable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -72,13 +72,13 @@ def count(rank, world, shape, names):
     for name, states in itertools.product(names, itertools.product(each, repeat=len(sizes))):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
         function = (ON_SHARDS | GATHERED)[name]
-        space = Space.of(mesh)
-        before = len(space.report.entries)
+        context = MeshContext.of(mesh)
+        before = len(context.report.entries)
         expected, found = leaves(function(values)), leaves(function(distribute(values, mesh, states)))
         for a, b in zip(expected, found, strict=True):
             if a.dtype != b.dtype or not torch.equal(a, full(b)):
                 failures.append((name, states, a, full(b)))
-        for entry in space.report.entries[before:]:
+        for entry in context.report.entries[before:]:
             if entry.function in ("histc", "histogram", "count_nonzero"):
                 otherwise.add(name)
     return failures, otherwise

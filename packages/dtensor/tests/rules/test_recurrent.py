@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.comm.log import communication
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules import NodeView, RuleBook
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -93,7 +93,7 @@ def compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
         shared = {key: distribute(p.detach(), mesh, ["X"]) for key, p in model.named_parameters()}
         for p in shared.values():
             p.requires_grad_()
-        before = len(Space.of(mesh).report.entries)
+        before = len(MeshContext.of(mesh).report.entries)
         with communication() as log:
             out = torch.func.functional_call(model, shared, (distribute(x, mesh, [dim]),))
             (out**2).sum().backward()
@@ -103,7 +103,7 @@ def compare(rank: int, world: int, names: list[str]) -> dict[str, Any]:
             total = p.grad.full_tensor()
             agree.append(torch.allclose(total, gradients[key], rtol=1.3e-6, atol=1e-5))
         moved = [(e.kind, e.function) for e in log.events if e.function not in ("", "sum")]
-        others = [e.function for e in Space.of(mesh).report.entries[before:]]
+        others = [e.function for e in MeshContext.of(mesh).report.entries[before:]]
         found[name] = all(agree), moved, tuple(out.to_local().shape), others
     return found
 

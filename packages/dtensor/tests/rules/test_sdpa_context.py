@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.attention_sharing import FORMS, share_attention
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules.composites import sdpa_blocks
 from meshwright_dtensor.rules.composites.sdpa_blocks import attended, blocks
 from meshwright_dtensor.tensor.global_tensor import distribute
@@ -84,7 +84,7 @@ def run_case(
     with communication() as log:
         found = F.scaled_dot_product_attention(*given, **options)
         assert torch.equal(torch.get_rng_state(), state)
-        assert not Space.of(mesh).report.entries, Space.of(mesh).report.entries
+        assert not MeshContext.of(mesh).report.entries, MeshContext.of(mesh).report.entries
         assert found.global_layout.states[list(sizes).index("cp")] == 2, found.global_layout
         found.backward(distribute(gradient, mesh, found.global_layout.states))
     pairs = [(found.full_tensor(), expected)]

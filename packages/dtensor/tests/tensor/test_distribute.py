@@ -28,7 +28,7 @@ def forms(rank: int, world_size: int) -> None:
         assert torch.equal(one.to_local(), expected.to_local()) and torch.equal(one.full_tensor(), x)
     assert list(replicas.to_local().shape) == [7, 3]
     whole = distribute(x, [Shard(0)])  # no mesh around: all ranks are one axis
-    assert whole.global_layout.space.sizes == (4,) and len(whole.to_local()) == (1 if rank == 3 else 2)
+    assert whole.global_layout.context.sizes == (4,) and len(whole.to_local()) == (1 if rank == 3 else 2)
     assert torch.equal(distribute(x, {"tp": Replicate()}).to_local(), x)
 
 
@@ -54,13 +54,13 @@ def inside(rank: int, world_size: int) -> None:
     for states in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
         t = distribute(x, mesh, states)
         layout = t.global_layout.inside([1])
-        assert layout.space is t.global_layout.space.inner(("tp",)) and layout.space.axes == ("tp",)
+        assert layout.context is t.global_layout.context.inner(("tp",)) and layout.context.axes == ("tp",)
         part = wrap(t.to_local(), layout)
         own = x.chunk(2)[rank // 2]
         assert part.shape == own.shape and torch.equal(part.full_tensor(), own)
         assert torch.equal(part.sort(0).values.full_tensor(), own.sort(0).values)
         torch.testing.assert_close(F.linear(part, weight).full_tensor(), F.linear(own, weight))
-    assert layout.space.report is t.global_layout.space.report
+    assert layout.context.report is t.global_layout.context.report
 
 
 def test_inside(rank_pool: RankPool) -> None:

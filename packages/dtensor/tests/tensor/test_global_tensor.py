@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
 from meshwright_dtensor.testing.rank_pool import RankPool
 
@@ -81,15 +81,19 @@ def run_cases(rank, world, sizes, names):
                 ["I", *range(len(shape))] if len(shapes) == 1 or len(sizes) == 1 else ["I", 0, len(shape) - 1]
             )
             options.append([s for s in itertools.product(each, repeat=len(sizes)) if _legal(shape, s, sizes)])
-        space = Space.of(mesh)
-        before = dict(space.report.tiers)
+        context = MeshContext.of(mesh)
+        before = dict(context.report.tiers)
         for combination in itertools.product(*options):
             try:
                 compare(name, mesh, combination)
             except Exception as e:
                 failures.append((name, combination, repr(e)[:300], traceback.format_exc()[-1500:]))
-        tiers[name] = {t: space.report.tiers[t] - before[t] for t in (1, 2, 3)}
-    return failures, tiers, [(e.function, e.tier, e.layouts, e.reason) for e in Space.of(mesh).report.entries]
+        tiers[name] = {t: context.report.tiers[t] - before[t] for t in (1, 2, 3)}
+    return (
+        failures,
+        tiers,
+        [(e.function, e.tier, e.layouts, e.reason) for e in MeshContext.of(mesh).report.entries],
+    )
 
 
 def _legal(shape, states, sizes):

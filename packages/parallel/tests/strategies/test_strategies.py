@@ -151,7 +151,7 @@ def test_what_no_dim_divides_is_shared_all_the_same(shape: tuple[int, int], rank
 def test_nothing_here_imports_torch() -> None:
     code = (
         "import sys, meshwright_parallel, meshwright_parallel.plugin, meshwright_parallel.strategies.data, "
-        "meshwright_parallel.strategies.context, meshwright_parallel.strategies.tensor, "
+        "meshwright_parallel.strategies.local_context, meshwright_parallel.strategies.tensor, "
         "meshwright_parallel.strategies.zero; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,7 +20,7 @@ from meshwright_dtensor.sharding.intervals import Intervals, Runs, intervals_of
 from meshwright_dtensor.sharding.states import State, format_state
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,7 @@ class Step:
     ``dim -> other dim`` it is the pair of both.
     """
 
-    space: Space
+    context: MeshContext
     axis: int
     source: State
     target: State
@@ -69,7 +69,7 @@ class Step:
         if isinstance(kind, Runs):
             return kind.even
         total = self.total_target if kind == self.target and isinstance(self.target, int) else self.total
-        return total % self.space.sizes[self.axis] == 0
+        return total % self.context.sizes[self.axis] == 0
 
     def function(self, phase: str) -> Callable[[Tensor, Site], Tensor] | None:
         """The step as a function of (local tensor, site); None when nothing has to be done."""
@@ -77,7 +77,7 @@ class Step:
         name = self.collective
         if run is None or name is None:
             return None if run is None else (lambda t, site: run(t))
-        axis = self.space.axes[self.axis]
+        axis = self.context.axes[self.axis]
         why = f"{format_state(self.source)}->{format_state(self.target)}"
         dim = int(self.source) if isinstance(self.source, int) else None
 
@@ -95,12 +95,12 @@ class Step:
 
     def _own(self, kind: State, total: int) -> tuple[Intervals, ...]:
         assert isinstance(kind, int)
-        return intervals_of(kind, total, self.space.sizes[self.axis])
+        return intervals_of(kind, total, self.context.sizes[self.axis])
 
     def _runs(self) -> Callable[[Tensor], Tensor]:
         """A step from or to runs."""
         a, b = self.source, self.target
-        group, rank = self.space.group(self.axis), self.space.coords[self.axis]
+        group, rank = self.context.group(self.axis), self.context.coords[self.axis]
         if isinstance(a, int) and isinstance(b, int):
             have, want = self._own(a, self.total), self._own(b, self.total_target)
             return exchanger((int(a), have), (int(b), want), rank, group)
@@ -115,12 +115,12 @@ class Step:
         return cut if a == "R" else (lambda t: cut(_all_reduce(t, group)))
 
     def _local(self) -> Callable[[Tensor], Tensor] | None:
-        a, b, n = self.source, self.target, self.space.sizes[self.axis]
+        a, b, n = self.source, self.target, self.context.sizes[self.axis]
         if a == b or n == 1:
             return None
         if isinstance(a, Runs) or isinstance(b, Runs):
             return self._runs()
-        group, rank = self.space.group(self.axis), self.space.coords[self.axis]
+        group, rank = self.context.group(self.axis), self.context.coords[self.axis]
         if a == "R" and isinstance(b, int):
             return _slicer(b, *_chunk(self.total_target, n, rank))
         if a == "R" and b == "P":

@@ -25,7 +25,7 @@ from meshwright_dtensor.sharding.states import (
 )
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
 StepFunction = Callable[[Tensor, Site], Tensor]
@@ -66,10 +66,10 @@ def _dims(*states: State) -> set[int]:
 class Conversion:
     """What brings a local tensor from ``source`` to ``target`` states, and its gradient back."""
 
-    __slots__ = ("space", "source", "target", "shape", "_forward", "_backward", "keep", "moves")
+    __slots__ = ("context", "source", "target", "shape", "_forward", "_backward", "keep", "moves")
 
-    def __init__(self, space: Space, source: States, target: States, shape: torch.Size) -> None:
-        self.space, self.source, self.target, self.shape = space, source, target, shape
+    def __init__(self, context: MeshContext, source: States, target: States, shape: torch.Size) -> None:
+        self.context, self.source, self.target, self.shape = context, source, target, shape
         forward: list[StepFunction] = []
         backward: list[StepFunction] = []
         self.moves = False
@@ -78,10 +78,10 @@ class Conversion:
             steps = []
             for kind_a, kind_b in ((forward_kind(a), forward_kind(b)), (gradient_kind(b), gradient_kind(a))):
                 bare = tuple("I" if i == axis else s for i, s in enumerate(current))
-                sizes = local_shape_of(tuple(shape), space.sizes, space.coords, bare)
+                sizes = local_shape_of(tuple(shape), context.sizes, context.coords, bare)
                 total = sizes[kind_a] if isinstance(kind_a, int) else 0
                 total_target = sizes[kind_b] if isinstance(kind_b, int) else 0
-                steps.append(Step(space, axis, kind_a, kind_b, total, total_target))
+                steps.append(Step(context, axis, kind_a, kind_b, total, total_target))
             current[axis] = b
             ahead, back = steps[0].function("forward"), steps[1].function("backward")
             self.moves |= steps[0].collective is not None
@@ -115,7 +115,7 @@ class Conversion:
     def dual(self) -> Conversion:
         """The conversion that the gradient makes on its way back, itself with a gradient."""
         source, target = (tuple(_DUAL.get(s, s) for s in states) for states in (self.target, self.source))
-        conversion = self.space.conversion(source, target, self.shape)
+        conversion = self.context.conversion(source, target, self.shape)
         assert conversion is not None  # states that differ have duals that differ
         return conversion
 

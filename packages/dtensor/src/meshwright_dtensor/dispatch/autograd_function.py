@@ -34,7 +34,7 @@ def runs_on_shards(cls: Any, args: Sequence[Any], kwargs: Any) -> bool:
     if not all(isinstance(a, (Tensor, *_PLAIN)) for a in args):
         return False
     key = (cls, layout, tuple(type(a) if isinstance(a, Tensor) else (type(a), a) for a in args))
-    known = layout.space.functions
+    known = layout.context.functions
     if key not in known:
         known[key] = _is_elementwise(cls, args, layout)
     return known[key]

@@ -32,7 +32,7 @@ from meshwright_dtensor.tensor.global_tensor import DetachedView
 from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
     from meshwright_dtensor.mesh.layout import Layout
 
 Tensor = torch.Tensor
@@ -98,7 +98,7 @@ _ATTENTION_FLAGS = threading.RLock()
 
 
 def trace(
-    space: Space,
+    context: MeshContext,
     func: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -113,14 +113,14 @@ def trace(
         return swap.get(id(x), x) if isinstance(x, Tensor) else x
 
     fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-    recorder = Recorder(space.rulebook.composites, fakes)
+    recorder = Recorder(context.rulebook.composites, fakes)
     with _ATTENTION_FLAGS, quiet_fakes(), torch.no_grad(), mode, sdpa_kernel(SDPBackend.MATH), recorder:
         out = func(*fake_args, **fake_kwargs)
     return Traced(recorder.nodes, recorder.values, recorder.references(out), recorder.detaches)
 
 
 def derive(
-    space: Space,
+    context: MeshContext,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -148,7 +148,7 @@ def derive(
     fakes = [fake_like(m.shape, t, mode) for m, t in zip(layouts, locals_, strict=True)]
     try:
         with without_modes():
-            traced = trace(space, func, args, kwargs, tensors, fakes, mode)
+            traced = trace(context, func, args, kwargs, tensors, fakes, mode)
     except MeshwrightError:
         raise
     except Exception as e:
@@ -160,7 +160,7 @@ def derive(
     given = dict(enumerate(start))
     plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
     with without_modes():
-        chooser = Chooser(space, space.rulebook, traced.nodes, traced.values, plain)
+        chooser = Chooser(context, context.rulebook, traced.nodes, traced.values, plain)
         choice = chosen(chooser, given, {i for i, w in enumerate(weights) if w}, goal)
     results = refs_in(traced.out)
     produced, wanted, hoisted = hoist(traced.nodes, results, choice, given)
@@ -169,7 +169,7 @@ def derive(
     lying = {i: m.states for i, m in enumerate(layouts)}
     gathered_view = check_mutations(traced.nodes, results, choice, lying, copies)
     out = pytree.tree_map(
-        lambda x: _layout_of(space, traced, produced, x) if isinstance(x, Ref) else x,
+        lambda x: _layout_of(context, traced, produced, x) if isinstance(x, Ref) else x,
         traced.out,
         is_leaf=is_ref,
     )
@@ -182,9 +182,11 @@ def derive(
     elif hoisted:
         base.first = first
         if len(traced.nodes) == 1 and traced.nodes[0].op is None and _is_output(traced):
-            base.tier, base.composite = 1, context(space, traced.nodes[0], traced.values, choice, 0)
+            base.tier, base.composite = 1, local_context(context, traced.nodes[0], traced.values, choice, 0)
             return base
-        proof = _prove(space, func, args, kwargs, tensors, locals_, layouts, traced, choice, first, out, mode)
+        proof = _prove(
+            context, func, args, kwargs, tensors, locals_, layouts, traced, choice, first, out, mode
+        )
         if isinstance(proof, str):
             base.reason = proof
         else:
@@ -206,9 +208,9 @@ def _is_output(traced: Traced) -> bool:
     return refs_in(traced.out) == node.outs and (isinstance(traced.out, Ref) or len(node.outs) > 1)
 
 
-def _layout_of(space: Space, traced: Traced, states: dict[int, States], ref: Ref) -> Layout:
+def _layout_of(context: MeshContext, traced: Traced, states: dict[int, States], ref: Ref) -> Layout:
     value = traced.values[ref.i]
-    return space.layout(states.get(ref.i, space.replicated), value.shape, value.dtype)
+    return context.layout(states.get(ref.i, context.replicated), value.shape, value.dtype)
 
 
 @dataclass(slots=True)
@@ -217,7 +219,7 @@ class _Proof:
 
 
 def coordinates(
-    space: Space, states: Sequence[States], shapes: Sequence[Sequence[int]]
+    context: MeshContext, states: Sequence[States], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
     """Mesh coordinates whose local shapes cover all that occur: one where all divides, else first and last ranks.
 
@@ -230,11 +232,11 @@ def coordinates(
         else (0, n - 1)
         if n > 1
         else (0,)
-        for axis, n in enumerate(space.sizes)
+        for axis, n in enumerate(context.sizes)
     ]
     for coords in itertools.product(*ranks):
         local = tuple(
-            local_shape_of(tuple(shape), space.sizes, coords, s)
+            local_shape_of(tuple(shape), context.sizes, coords, s)
             for s, shape in zip(states, shapes, strict=True)
         )
         found.setdefault(local, coords)
@@ -242,14 +244,14 @@ def coordinates(
 
 
 def local_shape(
-    space: Space, shape: Sequence[int], states: States, coords: tuple[int, ...] | None = None
+    context: MeshContext, shape: Sequence[int], states: States, coords: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
     """Shape of the part of a value that the rank at ``coords`` (this rank by default) holds."""
-    return local_shape_of(tuple(shape), space.sizes, coords or space.coords, states)
+    return local_shape_of(tuple(shape), context.sizes, coords or context.coords, states)
 
 
 def _prove(
-    space: Space,
+    context: MeshContext,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -265,26 +267,26 @@ def _prove(
     """The arguments with which ``func`` runs on the locals as it is, or why it does not."""
     for k, node in enumerate(traced.nodes):
         if node.op is None:
-            ctx = context(space, node, traced.values, choice, k)
-            if not space.rulebook.composite(node.name).plain(ctx):
+            ctx = local_context(context, node, traced.values, choice, k)
+            if not context.rulebook.composite(node.name).plain(ctx):
                 return f"contains {node.name}, which needs its own local form"
     layout = out if hasattr(out, "local_shape") else None
     reason = ""
     for sized in (True, False) if func in _SIZED and layout is not None else (False,):
         reason = ""
-        for coords in coordinates(space, first, [m.shape for m in layouts]):
-            shapes = [local_shape(space, m.shape, s, coords) for m, s in zip(layouts, first, strict=True)]
+        for coords in coordinates(context, first, [m.shape for m in layouts]):
+            shapes = [local_shape(context, m.shape, s, coords) for m, s in zip(layouts, first, strict=True)]
             fakes = [fake_like(shape, t, mode) for shape, t in zip(shapes, locals_, strict=True)]
             call_args: tuple[Any, ...] = (
                 (args[0], *layout.local_shape_at(coords)) if sized and layout else args
             )
             try:
                 with without_modes():
-                    local = trace(space, func, call_args, {} if sized else kwargs, tensors, fakes, mode)
+                    local = trace(context, func, call_args, {} if sized else kwargs, tensors, fakes, mode)
             except Exception as e:
                 reason = f"does not run on local shapes: {_first_line(e)}"
                 break
-            reason = _differs(space, traced, local, choice, coords)
+            reason = _differs(context, traced, local, choice, coords)
             if reason:
                 break
         if not reason:
@@ -292,7 +294,9 @@ def _prove(
     return reason
 
 
-def _differs(space: Space, whole: Traced, local: Traced, choice: Choice, coords: tuple[int, ...]) -> str:
+def _differs(
+    context: MeshContext, whole: Traced, local: Traced, choice: Choice, coords: tuple[int, ...]
+) -> str:
     """Why the local trace is not the localised global one; empty when it is."""
     if len(local.nodes) != len(whole.nodes):
         return f"records {len(local.nodes)} ops on local shapes, {len(whole.nodes)} on global ones"
@@ -300,13 +304,13 @@ def _differs(space: Space, whole: Traced, local: Traced, choice: Choice, coords:
         if g.outs != loc.outs or g.name != loc.name:
             return f"{g.name} became {loc.name} on local shapes"
         for ref, states in zip(g.outs, choice.outs[k], strict=True):
-            if local.values[ref.i].shape != local_shape(space, whole.values[ref.i].shape, states, coords):
+            if local.values[ref.i].shape != local_shape(context, whole.values[ref.i].shape, states, coords):
                 return f"{g.name} gives another local shape than its layout says"
         if g.op is None:
             if not _same(g.args, loc.args) or not _same(g.kwargs, loc.kwargs):
                 return f"{g.name} has other arguments on local shapes"
             continue
-        if not _same_op(space, whole, local, choice, k, coords):
+        if not _same_op(context, whole, local, choice, k, coords):
             return f"{g.name} has other arguments on local shapes"
     if whole.out != local.out and not _same(whole.out, local.out):
         return "returns something else on local shapes"
@@ -314,25 +318,25 @@ def _differs(space: Space, whole: Traced, local: Traced, choice: Choice, coords:
 
 
 def _same_op(
-    space: Space, whole: Traced, local: Traced, choice: Choice, k: int, coords: tuple[int, ...]
+    context: MeshContext, whole: Traced, local: Traced, choice: Choice, k: int, coords: tuple[int, ...]
 ) -> bool:
     g, loc = whole.nodes[k], local.nodes[k]
     ins = [
-        local_shape(space, whole.values[r.i].shape, s, coords)
+        local_shape(context, whole.values[r.i].shape, s, coords)
         for r, s in zip(g.ins, choice.ins[k], strict=True)
     ]
     outs = [
-        local_shape(space, whole.values[r.i].shape, s, coords)
+        local_shape(context, whole.values[r.i].shape, s, coords)
         for r, s in zip(g.outs, choice.outs[k], strict=True)
     ]
-    held = held_by(space, whole.values, g, choice, k, coords)
+    held = held_by(context, whole.values, g, choice, k, coords)
     wanted = localise(NodeView.of(g, whole.values, 1), outs, ins, held)
     here = localise(NodeView.of(loc, local.values, 1), outs, [local.values[r.i].shape for r in loc.ins])
     return wanted[0] == here[0] and _same(wanted[1], here[1]) and _same(wanted[2], here[2])
 
 
 def held_by(
-    space: Space,
+    context: MeshContext,
     values: Sequence[Value],
     node: Node,
     choice: Choice,
@@ -342,26 +346,30 @@ def held_by(
     """What the rank at ``coords`` (this rank by default) holds of the first input of node ``k``."""
     if not node.ins:
         return None
-    return region_of(values[node.ins[0].i].shape, space.sizes, coords or space.coords, choice.ins[k][0])
+    return region_of(values[node.ins[0].i].shape, context.sizes, coords or context.coords, choice.ins[k][0])
 
 
 def _same(a: Any, b: Any) -> bool:
     return pytree.tree_leaves(a, is_leaf=is_ref) == pytree.tree_leaves(b, is_leaf=is_ref)
 
 
-def context(space: Space, node: Node, values: Sequence[Value], choice: Choice, k: int) -> LocalContext:
+def local_context(
+    context: MeshContext, node: Node, values: Sequence[Value], choice: Choice, k: int
+) -> LocalContext:
     """What a composite needs to know to run on the locals."""
     return LocalContext(
-        mesh=space.mesh,
+        mesh=context.mesh,
         node=node,
         ins=tuple(choice.ins[k]),
         outs=tuple(choice.outs[k]),
         in_shapes=tuple(values[r.i].shape for r in node.ins),
         out_shapes=tuple(values[r.i].shape for r in node.outs),
-        # an inner space (see Space.inner) shares what is said of all axes and has some of them
-        attention={i: space.attention[name] for i, name in enumerate(space.axes) if name in space.attention},
+        # an inner context (MeshContext.inner) has some of the axes and the attention settings of all
+        attention={
+            i: context.attention[name] for i, name in enumerate(context.axes) if name in context.attention
+        },
         record=lambda kind, axis, nbytes, phase: record(
-            kind, space.axes[axis], nbytes, phase, here(node.name).module, node.name, f"inside {node.name}"
+            kind, context.axes[axis], nbytes, phase, here(node.name).module, node.name, f"inside {node.name}"
         ),
     )
 

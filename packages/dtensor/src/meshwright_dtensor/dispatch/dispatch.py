@@ -23,7 +23,7 @@ from meshwright_dtensor.dispatch.guard import install_guard
 from meshwright_dtensor.dispatch.planned_calls import FRAMES, Target
 from meshwright_dtensor.dispatch.program import Program, build
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.propagate.choose import Underivable
@@ -85,12 +85,12 @@ def dispatch(
     """``__torch_function__`` of global tensors: run a torch function that has one, or a mesh parameter, among its arguments."""
     tensors: list[Any] = []
     key: list[Any] = [func]
-    space: Space | None = None
+    context: MeshContext | None = None
     for a in args:
         kind = type(a)
         if kind is GlobalTensor:
             layout = a._layout
-            space = layout.space
+            context = layout.context
             tensors.append(a)
             key.append(layout)
         elif kind is int:
@@ -117,10 +117,10 @@ def dispatch(
         target = stack[-1].target(func)
         if target is not None:
             key.append(target)
-    if space is None:
-        space = _space_of(tensors)
+    if context is None:
+        context = _context_of(tensors)
     frozen = tuple(key)
-    program = space.programs.get(frozen)
+    program = context.programs.get(frozen)
     if program is None:
         handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(
             func, getattr(func, "__name__", "")
@@ -133,9 +133,9 @@ def dispatch(
             return fallback.run_with_out(
                 func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k)
             )
-        space = _space_of(tensors)
-        program = _make(space, func, args, kwargs, tensors, target)
-        space.remember(frozen, program)
+        context = _context_of(tensors)
+        program = _make(context, func, args, kwargs, tensors, target)
+        context.remember(frozen, program)
     site = NOWHERE
     if CommLog._active:
         site = Site(stack[-1].where if stack else "", function_name(func))
@@ -212,31 +212,36 @@ def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Te
         return parameter_local(t, states or layout_of_dtensor(t).states, site)
     if states is None:
         return t  # type: ignore[no-any-return]
-    space: Space = program.space
-    conversion = space.conversion(space.replicated, states, t.shape)
+    context: MeshContext = program.context
+    conversion = context.conversion(context.replicated, states, t.shape)
     return t if conversion is None else conversion.apply(t, site)
 
 
-def _space_of(tensors: Sequence[Any]) -> Space:
-    space: Space | None = None
+def _context_of(tensors: Sequence[Any]) -> MeshContext:
+    context: MeshContext | None = None
     for t in tensors:
-        here = t._layout.space if isinstance(t, (GlobalTensor, MeshParameter)) else None
+        here = t._layout.context if isinstance(t, (GlobalTensor, MeshParameter)) else None
         if here is None and isinstance(t, DTensor):
-            here = layout_of_dtensor(t).space
-        if here is None or here is space:
+            here = layout_of_dtensor(t).context
+        if here is None or here is context:
             continue
-        if space is not None and here.mesh != space.mesh:
+        if context is not None and here.mesh != context.mesh:
             raise UnsupportedError(
-                f"a call mixes tensors over two meshes, {space.mesh} and {here.mesh}; move one with .full_tensor() first"
+                f"a call mixes tensors over two meshes, {context.mesh} and {here.mesh}; move one with .full_tensor() first"
             )
-        space = here if space is None else space
-    if space is None:
+        context = here if context is None else context
+    if context is None:
         raise UnsupportedError("no tensor of this call lies over a mesh")
-    return space
+    return context
 
 
 def _make(
-    space: Space, func: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Any], target: Target | None
+    context: MeshContext,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    tensors: list[Any],
+    target: Target | None,
 ) -> Program | fallback.Replicated:
     layouts, locals_ = [], []
     for t in tensors:
@@ -248,7 +253,7 @@ def _make(
             own = isinstance(t, MeshParameter) and t._copy is not None
             locals_.append(parameter_local(t, layouts[-1].states) if own else dtensor_local(t))
         else:
-            layouts.append(space.layout(space.replicated, t.shape, t.dtype))
+            layouts.append(context.layout(context.replicated, t.shape, t.dtype))
             locals_.append(t)
     name, described = describe(func, layouts)
     in_place = tensor_methods.is_in_place(name) or kwargs.get("inplace") is True
@@ -258,12 +263,12 @@ def _make(
             "the base itself (x[index] = value works on sharded tensors) or use the out-of-place form"
         )
     if name in tensor_methods.DATA_DEPENDENT:
-        space.note(name, 3, described, "depends on the data")
-        return fallback.Replicated(space, func, in_place)
+        context.note(name, 3, described, "depends on the data")
+        return fallback.Replicated(context, func, in_place)
     forced: list[States | None] = [None] * len(tensors)
     goal: tuple[Any, ...] = ()
     if target is not None:
-        forced, goal = target.states(space, layouts)
+        forced, goal = target.states(context, layouts)
         if in_place and forced:
             # what is written stays as it lies: a write to a copy reaches it, or its gradient, never
             forced[0] = None
@@ -271,7 +276,7 @@ def _make(
         once = sorted(set(_repeats(tensors)))
         weights = [isinstance(tensors[i], MeshParameter) for i in once]
         d = derive(
-            space,
+            context,
             func,
             args,
             kwargs,
@@ -284,12 +289,12 @@ def _make(
         )
         bare = all(type(t) is GlobalTensor for t in tensors)
         places = [once.index(i) for i in _repeats(tensors)]
-        program = build(space, func, args, kwargs, layouts, places, d, bare)
+        program = build(context, func, args, kwargs, layouts, places, d, bare)
         program.writes = in_place
     except Underivable as e:
-        space.note(name, 3, described, str(e))
-        return fallback.Replicated(space, func, in_place)
-    space.note(name, d.tier, described, d.reason)
+        context.note(name, 3, described, str(e))
+        return fallback.Replicated(context, func, in_place)
+    context.note(name, d.tier, described, d.reason)
     return program
 
 

@@ -25,7 +25,7 @@ from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, 
 from meshwright_dtensor.trace.graph import function_name
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
 
@@ -35,18 +35,18 @@ def whole(x: Any, site: Site = NOWHERE) -> Any:
     if isinstance(x, GlobalTensor):
         if isinstance(x, DetachedView):
             x.check_fresh()
-        return local_in(x, x._layout.space.replicated, site)
+        return local_in(x, x._layout.context.replicated, site)
     if isinstance(x, DTensor):
-        return parameter_local(x, layout_of_dtensor(x).space.replicated, site)
+        return parameter_local(x, layout_of_dtensor(x).context.replicated, site)
     return x
 
 
-def label(space: Space, tree: Any) -> Any:
+def label(context: MeshContext, tree: Any) -> Any:
     """``tree`` with every plain tensor labelled as a global tensor that every rank holds whole."""
 
     def one(x: Any) -> Any:
         if isinstance(x, Tensor) and not isinstance(x, (GlobalTensor, DTensor)):
-            return wrap(x, space.layout(space.replicated, x.shape, x.dtype))
+            return wrap(x, context.layout(context.replicated, x.shape, x.dtype))
         return x
 
     if isinstance(tree, tuple) and hasattr(tree, "n_fields"):  # structseq: a pytree leaf
@@ -57,17 +57,17 @@ def label(space: Space, tree: Any) -> Any:
 class Replicated:
     """The program of a call without a local form: gather the inputs, run, label the outputs replicated."""
 
-    __slots__ = ("space", "func", "in_place")
+    __slots__ = ("context", "func", "in_place")
 
-    def __init__(self, space: Space, func: Callable[..., Any], in_place: bool) -> None:
-        self.space, self.func, self.in_place = space, func, in_place
+    def __init__(self, context: MeshContext, func: Callable[..., Any], in_place: bool) -> None:
+        self.context, self.func, self.in_place = context, func, in_place
 
     def run(self, args: Any, kwargs: Any, site: Site) -> Any:
         """Run on whole values; a write goes back into the shards it belongs to."""
         if self.in_place:
             return self._write(args, kwargs, site)
         full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
-        out = label(self.space, self.func(*full_args, **full_kwargs))
+        out = label(self.context, self.func(*full_args, **full_kwargs))
         if function_name(self.func) in VIEWS:
             base = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GlobalTensor)), None)
             if base is not None and (isinstance(base, DetachedView) or not base._layout.replicated):
@@ -94,7 +94,7 @@ class Replicated:
             return target if result is not None else None
         changed = changed.clone()
         result = self.func(changed, *rest, **full_kwargs)
-        source = layout.space.layout(layout.space.replicated, layout.shape, layout.dtype)
+        source = layout.context.layout(layout.context.replicated, layout.shape, layout.dtype)
         if tuple(changed.shape) != tuple(layout.shape):
             raise UnsupportedError(
                 f"{function_name(self.func)} would change the shape of a sharded tensor from {list(layout.shape)} to "
@@ -145,7 +145,7 @@ def run_with_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ru
         if isinstance(o, GlobalTensor):
             refuse_write_to_copy(o._local)
             if not isinstance(r, GlobalTensor):
-                r = label(o._layout.space, r)
+                r = label(o._layout.context, r)
             o._local.copy_(r.redistribute(o._layout.states)._local)
         else:
             o.copy_(whole(r))
@@ -166,13 +166,13 @@ def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return wrap(cls.apply(*[a._local if isinstance(a, GlobalTensor) else a for a in args]), layout)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (GlobalTensor, DTensor))]
     first = tensors[0]
-    space = first._layout.space if isinstance(first, GlobalTensor) else layout_of_dtensor(first).space
+    context = first._layout.context if isinstance(first, GlobalTensor) else layout_of_dtensor(first).context
     site = here(getattr(cls, "__name__", "Function"))
     full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
     # a Function may save its input by identity or write to it: never hand it storage that others hold
     aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}
     full_args = tuple(x.view_as(x) if isinstance(x, Tensor) and id(x) in aliased else x for x in full_args)
-    return label(space, _leaving_whole(cls).apply(*full_args, **full_kwargs))
+    return label(context, _leaving_whole(cls).apply(*full_args, **full_kwargs))
 
 
 @cache

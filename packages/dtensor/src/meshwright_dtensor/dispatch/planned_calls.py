@@ -29,7 +29,7 @@ from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.utils.names import did_you_mean
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
     from meshwright_dtensor.mesh.layout import Layout
     from meshwright_dtensor.plan.plan import ActivationRule, ParallelPlan
 
@@ -44,7 +44,7 @@ class Target:
     output: AxisStates | None = None
 
     def states(
-        self, space: Space, layouts: Sequence[Layout]
+        self, context: MeshContext, layouts: Sequence[Layout]
     ) -> tuple[list[States | None], tuple[State | None, ...]]:
         """(states for every input or None, wanted state of the output per mesh axis).
 
@@ -54,17 +54,17 @@ class Target:
         for position, layout in enumerate(layouts):
             want = dict(self.inputs[position] or ()) if position < len(self.inputs) else {}
             changed: States = ()
-            for axis, own, n in zip(space.axes, layout.states, space.sizes, strict=True):
+            for axis, own, n in zip(context.axes, layout.states, context.sizes, strict=True):
                 wanted = want.get(axis, own)
                 if isinstance(wanted, Runs) and wanted != own:
                     outer = len(changed)
-                    left = local_shape_of(tuple(layout.shape), space.sizes[:outer], (0,) * outer, changed)
+                    left = local_shape_of(tuple(layout.shape), context.sizes[:outer], (0,) * outer, changed)
                     fit = fitted(wanted, left, n)
                     wanted = own if fit is None else fit
                 changed = (*changed, wanted)
             forced.append(changed if changed != layout.states else None)
         goal = dict(self.output or ())
-        return forced, tuple(goal.get(a) for a in space.axes)
+        return forced, tuple(goal.get(a) for a in context.axes)
 
 
 class Frame:

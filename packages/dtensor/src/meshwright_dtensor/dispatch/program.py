@@ -13,7 +13,7 @@ import torch
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.collectives import Site
-from meshwright_dtensor.dispatch.derive import Derivation, context, held_by, local_shape
+from meshwright_dtensor.dispatch.derive import Derivation, held_by, local_context, local_shape
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.random import Part, is_drawn_alike, run_random
 from meshwright_dtensor.rules import NodeView, is_random, localise
@@ -22,7 +22,7 @@ from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.trace.graph import Ref, is_ref
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
 
@@ -41,7 +41,7 @@ class Program:
     """
 
     __slots__ = (
-        "space",
+        "context",
         "targets",
         "out",
         "gathered_view",
@@ -54,21 +54,21 @@ class Program:
 
     def __init__(
         self,
-        space: Space,
+        context: MeshContext,
         targets: tuple[States | None, ...],
         d: Derivation,
         local: Callable[..., Any],
         takes_arguments: bool,
         unchanged: bool,
     ) -> None:
-        self.space, self.targets, self.out, self.gathered_view = space, targets, d.out, d.gathered_view
+        self.context, self.targets, self.out, self.gathered_view = context, targets, d.out, d.gathered_view
         self.returns_input = d.returns_input
         self.writes = False
         self.local, self.takes_arguments, self.unchanged = local, takes_arguments, unchanged
 
 
 def build(
-    space: Space,
+    context: MeshContext,
     func: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -90,13 +90,13 @@ def build(
     unchanged = bare and all(t is None for t in targets)
     inputs = [places.index(i) for i in range(len(d.first))]
     if d.tier == 1 and d.composite is not None:
-        composite = space.rulebook.composite(d.composite.node.name)
+        composite = context.rulebook.composite(d.composite.node.name)
         run = _located(composite.local(d.composite), composite.located)
         order = [inputs[r.i] for r in d.composite.node.ins]
-        return Program(space, targets, d, _composite_runner(run, order, len(layouts)), False, unchanged)
+        return Program(context, targets, d, _composite_runner(run, order, len(layouts)), False, unchanged)
     if d.tier == 1:
-        return Program(space, targets, d, _direct_runner(func, args, kwargs, d.direct), True, unchanged)
-    return Program(space, targets, d, _Steps(space, d, inputs), False, unchanged)
+        return Program(context, targets, d, _direct_runner(func, args, kwargs, d.direct), True, unchanged)
+    return Program(context, targets, d, _Steps(context, d, inputs), False, unchanged)
 
 
 def _located(run: Callable[..., Any], located: bool) -> Callable[[list[Tensor], Site], Any]:
@@ -155,8 +155,8 @@ def _direct_runner(
 class _Steps:
     """Tier 2: the recorded ops one by one on the locals, with conversions between them."""
 
-    def __init__(self, space: Space, d: Derivation, inputs: Sequence[int]) -> None:
-        self.space, self.out_tree = space, d.traced.out
+    def __init__(self, context: MeshContext, d: Derivation, inputs: Sequence[int]) -> None:
+        self.context, self.out_tree = context, d.traced.out
         self.inputs = inputs
         traced, choice = d.traced, d.choice
         states: dict[int, States] = dict(enumerate(d.first))
@@ -165,25 +165,28 @@ class _Steps:
             reads = []
             for ref, want in zip(node.ins, choice.ins[k], strict=True):
                 shape = torch.Size(traced.values[ref.i].shape)
-                reads.append((ref.i, space.conversion(states.get(ref.i, space.replicated), want, shape)))
+                reads.append((ref.i, context.conversion(states.get(ref.i, context.replicated), want, shape)))
             for ref, made in zip(node.outs, choice.outs[k], strict=True):
                 states[ref.i] = made
             self.steps.append((self._local(d, k), reads, [r.i for r in node.outs]))
 
     def _local(self, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
-        node, values, space = d.traced.nodes[k], d.traced.values, self.space
+        node, values, context = d.traced.nodes[k], d.traced.values, self.context
         if node.op is None:
-            return space.rulebook.composite(node.name).local(context(space, node, values, d.choice, k))
+            return context.rulebook.composite(node.name).local(
+                local_context(context, node, values, d.choice, k)
+            )
         if is_random(node):
-            return _random_step(space, d, k)
+            return _random_step(context, d, k)
         shapes = [
-            local_shape(space, values[r.i].shape, s) for r, s in zip(node.outs, d.choice.outs[k], strict=True)
+            local_shape(context, values[r.i].shape, s)
+            for r, s in zip(node.outs, d.choice.outs[k], strict=True)
         ]
         ins = [
-            local_shape(space, values[r.i].shape, s) for r, s in zip(node.ins, d.choice.ins[k], strict=True)
+            local_shape(context, values[r.i].shape, s) for r, s in zip(node.ins, d.choice.ins[k], strict=True)
         ]
         op, op_args, op_kwargs = localise(
-            NodeView.of(node, values, 1), shapes, ins, held_by(space, values, node, d.choice, k)
+            NodeView.of(node, values, 1), shapes, ins, held_by(context, values, node, d.choice, k)
         )
         leaves, spec = pytree.tree_flatten((op_args, op_kwargs), is_leaf=is_ref)
         order = {r.i: j for j, r in enumerate(node.ins)}
@@ -215,14 +218,14 @@ class _Steps:
         return pytree.tree_map(lambda x: env[x.i] if isinstance(x, Ref) else x, self.out_tree, is_leaf=is_ref)
 
 
-def _random_step(space: Space, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
+def _random_step(context: MeshContext, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
     node, values = d.traced.nodes[k], d.traced.values
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs), is_leaf=is_ref)
     order = {r.i: j for j, r in enumerate(node.ins)}
     if not node.ins:
         return lambda locals_: node.op(*node.args, **node.kwargs)
     pairs = zip(node.ins, d.choice.ins[k], strict=True)
-    layouts = [space.layout(s, values[r.i].shape, values[r.i].dtype) for r, s in pairs]
+    layouts = [context.layout(s, values[r.i].shape, values[r.i].dtype) for r, s in pairs]
 
     alike, shape_only = is_drawn_alike(node.op), "_like." in node.name
 

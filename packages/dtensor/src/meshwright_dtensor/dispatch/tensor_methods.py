@@ -72,7 +72,7 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     local = local_in(x, states)
     if gradient is not None:
         if not isinstance(gradient, GlobalTensor):
-            plain = layout.space.layout(layout.space.replicated, gradient.shape, gradient.dtype)
+            plain = layout.context.layout(layout.context.replicated, gradient.shape, gradient.dtype)
             gradient = wrap(gradient, plain)
         given["gradient"] = local_in(gradient, states)
     inputs = given.pop("inputs", None)
@@ -110,14 +110,14 @@ def _gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if g is None:
         return None
     states = _gradient_states(x)
-    return wrap(g, x._layout.space.layout(states, x._layout.shape, g.dtype))
+    return wrap(g, x._layout.context.layout(states, x._layout.shape, g.dtype))
 
 
 def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, g = args
     if g is not None:
         if not isinstance(g, GlobalTensor):
-            g = wrap(g, x._layout.space.layout(x._layout.space.replicated, g.shape, g.dtype))
+            g = wrap(g, x._layout.context.layout(x._layout.context.replicated, g.shape, g.dtype))
         g = local_in(g, _gradient_states(x))
     x._local.grad = g
 
@@ -128,14 +128,14 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if isinstance(x, DTensor):
         with stock_call():
             return func(*args, **kwargs)
-    space, states = x._layout.space, _gradient_states(x)
+    context, states = x._layout.context, _gradient_states(x)
 
     def run(g: Tensor) -> Tensor | None:
-        new = hook(wrap(g, space.layout(states, x._layout.shape, g.dtype)))
+        new = hook(wrap(g, context.layout(states, x._layout.shape, g.dtype)))
         if new is None:
             return None
         if not isinstance(new, GlobalTensor):
-            new = wrap(new, space.layout(space.replicated, new.shape, new.dtype))
+            new = wrap(new, context.layout(context.replicated, new.shape, new.dtype))
         return local_in(new, states)
 
     return x._local.register_hook(run)
@@ -166,11 +166,13 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         states = tuple("I" if s in ("P", "X") else s for s in out._layout.states)
         locals_.append(local_in(out, states))
         if seed is not None and not isinstance(seed, GlobalTensor):
-            seed = wrap(seed, out._layout.space.layout(out._layout.space.replicated, seed.shape, seed.dtype))
+            seed = wrap(
+                seed, out._layout.context.layout(out._layout.context.replicated, seed.shape, seed.dtype)
+            )
         local_seeds.append(None if seed is None else local_in(seed, states))
     found = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
     return tuple(
-        wrap(g, t._layout.space.layout(_gradient_states(t), t._layout.shape, g.dtype))
+        wrap(g, t._layout.context.layout(_gradient_states(t), t._layout.shape, g.dtype))
         if isinstance(t, GlobalTensor) and g is not None
         else _gradient_of(t, g)
         if isinstance(t, DTensor) and g is not None

@@ -7,7 +7,7 @@ from typing import Final, Literal
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.utils.names import listing, suggestion
 
 AttentionForm = Literal["all_gather", "ring", "all_to_all"]
@@ -26,9 +26,9 @@ def share_attention(mesh: DeviceMesh, axis: str, form: str) -> None:
     Raises:
         UsageError: no such axis, or no such form.
     """
-    space = Space.of(mesh)
-    if axis not in space.axes:
-        raise UsageError(f"mesh axis {axis!r} does not exist; the axes are {listing(space.axes)}")
+    context = MeshContext.of(mesh)
+    if axis not in context.axes:
+        raise UsageError(f"mesh axis {axis!r} does not exist; the axes are {listing(context.axes)}")
     if form not in FORMS:
         raise UsageError(f"attention form {form!r} is none of {listing(FORMS)}{suggestion(form, FORMS)}")
-    space.attention[axis] = form
+    context.attention[axis] = form

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor.mesh.attention_sharing import AttentionForm
     from meshwright_dtensor.rules import RuleBook
 
-_ATTRIBUTE = "_meshwright_space"
+_ATTRIBUTE = "_meshwright_context"
 MAX_PROGRAMS = 16384
 
 
@@ -48,10 +48,10 @@ class Report:
 
 
 def _nothing() -> None:
-    """What a pickled space becomes."""
+    """Value of an unpickled MeshContext."""
 
 
-class Space:
+class MeshContext:
     """Caches and collectives of one :class:`DeviceMesh` (axis names required)."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -73,20 +73,20 @@ class Space:
         self.programs: OrderedDict[Any, Program | Replicated] = OrderedDict()
         self.functions: dict[Any, bool] = {}
         self._rulebook: RuleBook | None = None
-        self._inner: dict[tuple[str, ...], Space] = {}
+        self._inner: dict[tuple[str, ...], MeshContext] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A mesh that is copied or pickled (inside a DTensor, say) goes without its caches."""
         return (_nothing, ())
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> Space:
+    def of(mesh: DeviceMesh) -> MeshContext:
         """The space of ``mesh``, made on first use."""
-        space = mesh.__dict__.get(_ATTRIBUTE)
-        if space is None:
-            space = Space(mesh)
-            setattr(mesh, _ATTRIBUTE, space)
-        return space
+        context = mesh.__dict__.get(_ATTRIBUTE)
+        if context is None:
+            context = MeshContext(mesh)
+            setattr(mesh, _ATTRIBUTE, context)
+        return context
 
     @property
     def rulebook(self) -> RuleBook:
@@ -97,17 +97,17 @@ class Space:
             self._rulebook = RuleBook.default()
         return self._rulebook
 
-    def inner(self, axes: tuple[str, ...]) -> Space:
+    def inner(self, axes: tuple[str, ...]) -> MeshContext:
         """The space of the ranks that differ from this one in their places on `axes` only; it reports to this one.
 
         `axes`: some of this space's, in their order. No communication; the first call for a combination makes the space.
         """
-        space = self._inner.get(axes)
-        if space is None:
-            space = self._inner[axes] = Space.of(self.mesh[axes])
-            space.report, space.attention = self.report, self.attention
-        space.strict = self.strict
-        return space
+        context = self._inner.get(axes)
+        if context is None:
+            context = self._inner[axes] = MeshContext.of(self.mesh[axes])
+            context.report, context.attention = self.report, self.attention
+        context.strict = self.strict
+        return context
 
     def group(self, axis: int) -> dist.ProcessGroup:
         """Process group of mesh axis ``axis``."""

@@ -25,14 +25,14 @@ from meshwright_dtensor.sharding.states import State, States, format_state
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
 
 
 class Layout:
-    """Mesh, one state per mesh axis, global shape and dtype.  Interned: made by :meth:`Space.layout` only.
+    """Mesh, one state per mesh axis, global shape and dtype.  Interned: made by :meth:`MeshContext.layout` only.
 
     Attributes:
-        space: caches and collectives of the mesh.
+        context: caches and collectives of the mesh.
         states: one state per mesh axis, outermost first.
         shape: global shape.
         dtype: element type.
@@ -43,7 +43,7 @@ class Layout:
     """
 
     __slots__ = (
-        "space",
+        "context",
         "states",
         "shape",
         "dtype",
@@ -54,21 +54,21 @@ class Layout:
         "region",
     )
 
-    def __init__(self, space: Space, states: States, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.space = space
+    def __init__(self, context: MeshContext, states: States, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.context = context
         self.states = states
         self.shape = shape
         self.dtype = dtype
         self.ndim = len(shape)
         self.replicated = all(s == "I" or s == "X" for s in states)
-        self.region: Region = region_of(tuple(shape), space.sizes, space.coords, states)
+        self.region: Region = region_of(tuple(shape), context.sizes, context.coords, states)
         self.local_shape = torch.Size(region_shape(self.region))
         self.template = torch.empty(shape, dtype=dtype, device="meta")
 
     @property
     def mesh(self) -> DeviceMesh:
         """The device mesh."""
-        return self.space.mesh
+        return self.context.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -91,7 +91,7 @@ class Layout:
 
     def local_shape_at(self, coords: Sequence[int]) -> tuple[int, ...]:
         """Shape of the part of the rank at mesh coordinates ``coords``."""
-        return local_shape_of(tuple(self.shape), self.space.sizes, tuple(coords), self.states)
+        return local_shape_of(tuple(self.shape), self.context.sizes, tuple(coords), self.states)
 
     def inside(self, axes: Sequence[int]) -> Layout:
         """The same part of this rank as one of the value that the ranks along `axes` (numbers, in order) hold together.
@@ -99,14 +99,16 @@ class Layout:
         What this rank's place on all other axes leaves is that value: its shape is global there. On a dim that axes of
         both kinds shard, the others must be the outer ones.
         """
-        space = self.space
+        context = self.context
         others = tuple("I" if axis in axes else s for axis, s in enumerate(self.states))
-        shape = local_shape_of(tuple(self.shape), space.sizes, space.coords, others)
-        inner = space.inner(tuple(space.axes[axis] for axis in axes))
+        shape = local_shape_of(tuple(self.shape), context.sizes, context.coords, others)
+        inner = context.inner(tuple(context.axes[axis] for axis in axes))
         return inner.layout(tuple(self.states[axis] for axis in axes), shape, self.dtype)
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{a}={format_state(s)}" for a, s in zip(self.space.axes, self.states, strict=True))
+        axes = ", ".join(
+            f"{a}={format_state(s)}" for a, s in zip(self.context.axes, self.states, strict=True)
+        )
         return f"Layout({list(self.shape)} {str(self.dtype).removeprefix('torch.')} {axes})"
 
     @property

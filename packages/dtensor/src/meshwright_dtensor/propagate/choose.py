@@ -28,7 +28,7 @@ _STEP = 1e-6
 
 
 class Axes(Protocol):
-    """What a choice depends on of a mesh: a :class:`~meshwright_dtensor.mesh.context.Space`, or a mesh that there is not yet."""
+    """Mesh axes that a choice depends on: a MeshContext, or the axes of a mesh that does not exist yet."""
 
     @property
     def attention(self) -> Mapping[str, AttentionForm]:
@@ -91,14 +91,20 @@ class Chooser:
 
     def __init__(
         self,
-        space: Axes,
+        context: Axes,
         book: RuleBook,
         nodes: Sequence[Node],
         values: Sequence[Value],
         constants: frozenset[int] = frozenset(),
     ) -> None:
         """``constants``: indices of values that never need a gradient, so that I and X are the same for them."""
-        self.space, self.book, self.nodes, self.values, self.constants = space, book, nodes, values, constants
+        self.context, self.book, self.nodes, self.values, self.constants = (
+            context,
+            book,
+            nodes,
+            values,
+            constants,
+        )
 
     def run(
         self, inputs: Mapping[int, States], weights: Collection[int], outputs: Sequence[State | None] = ()
@@ -112,9 +118,9 @@ class Chooser:
         """
         count = len(self.nodes)
         per_axis: list[list[Strategy]] = []
-        for axis in range(self.space.ndim):
+        for axis in range(self.context.ndim):
             goal = outputs[axis] if axis < len(outputs) else None
-            if self.space.sizes[axis] == 1:
+            if self.context.sizes[axis] == 1:
                 per_axis.append(self._axis_of_one())
             else:
                 per_axis.append(self._axis(axis, inputs, weights, per_axis, goal))
@@ -140,9 +146,9 @@ class Chooser:
         earlier: list[list[Strategy]],
         goal: State | None,
     ) -> list[Strategy]:
-        n = self.space.sizes[axis]
+        n = self.context.sizes[axis]
         env: dict[int, State] = {i: states[axis] for i, states in inputs.items()}
-        attention = self.space.attention.get(self.space.axes[axis])
+        attention = self.context.attention.get(self.context.axes[axis])
         chosen: list[Strategy] = []
         for k, node in enumerate(self.nodes):
             shapes, frozen = self._local_shapes(k, node, earlier)
@@ -160,7 +166,7 @@ class Chooser:
                 if key is not None and (best_key is None or (*key, order) < best_key):
                     best, best_key = row, (*key, order)
             if best is None:
-                raise Underivable(f"no legal row for {node.name} on mesh axis {self.space.axes[axis]!r}")
+                raise Underivable(f"no legal row for {node.name} on mesh axis {self.context.axes[axis]!r}")
             chosen.append(best)
             for ref, state in zip(node.outs, best.outs, strict=True):
                 env[ref.i] = state
@@ -238,7 +244,7 @@ class Chooser:
         """Shapes local to the earlier axes (on their first rank), and (value, dim) cut unevenly there."""
         shapes: dict[int, tuple[int, ...]] = {}
         uneven: set[tuple[int, int]] = set()
-        sizes = self.space.sizes[: len(earlier)]
+        sizes = self.context.sizes[: len(earlier)]
         for refs, pick in ((node.ins, "ins"), (node.outs, "outs")):
             for j, ref in enumerate(refs):
                 states = tuple(getattr(rows[k], pick)[j] for rows in earlier)

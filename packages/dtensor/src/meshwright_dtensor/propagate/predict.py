@@ -37,7 +37,7 @@ from meshwright_dtensor.strategy.cost import Phase
 from meshwright_dtensor.trace.graph import Call, Node, Ref, Value, is_ref
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
 
 
 def follow(
@@ -296,7 +296,7 @@ class _Follower:
             for phase, old, new in ways:
                 if old != new and grid.sizes[axis] > 1:
                     sizes = [shape[int(s)] if isinstance(s, int) else 0 for s in (old, new)]
-                    kind = Step(cast("Space", grid), axis, old, new, *sizes).collective
+                    kind = Step(cast("MeshContext", grid), axis, old, new, *sizes).collective
                     yield axis, phase, cast("CollectiveKind | None", kind), (old, new, nbytes)
             current[axis] = b
 

@@ -21,7 +21,7 @@ class Grid:
 
     Attributes:
         axes: names, outermost first; ``sizes``: ranks along each.
-        attention: as that of a Space.
+        attention: as of a MeshContext.
     """
 
     axes: tuple[str, ...]

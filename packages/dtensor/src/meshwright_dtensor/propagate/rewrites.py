@@ -62,7 +62,7 @@ def _cuts(
     """The inputs with all that can be cut for nothing cut, where a dim is as long as one that another input is sharded on."""
     values, written = chooser.values, _written(chooser)
     ways: list[list[tuple[int, int, int]]] = []  # per input and axis: (input, axis, dim)
-    for axis in range(chooser.space.ndim):
+    for axis in range(chooser.context.ndim):
         spread = [(i, s[axis]) for i, s in inputs.items() if i not in weights and isinstance(s[axis], int)]
         lengths = {values[i].shape[int(dim)] for i, dim in spread}
         for i, states in inputs.items():
@@ -97,7 +97,7 @@ def _written(chooser: Chooser) -> set[int]:
 def _moved(chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weights: Collection[int]) -> float:
     """Bytes on the wire, forward and backward, of all conversions of a choice; each is made once."""
     states: dict[int, States] = dict(inputs)
-    whole = (I,) * chooser.space.ndim
+    whole = (I,) * chooser.context.ndim
     seen: set[tuple[int, States]] = set()
     total = 0.0
     for node, ins, outs in zip(chooser.nodes, choice.ins, choice.outs, strict=True):
@@ -108,7 +108,7 @@ def _moved(chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weigh
             heavy = ref.i in weights
             value = chooser.values[ref.i]
             grad = value.differentiable and ref.i not in chooser.constants
-            for a, b, n in zip(states.get(ref.i, whole), wanted, chooser.space.sizes, strict=True):
+            for a, b, n in zip(states.get(ref.i, whole), wanted, chooser.context.sizes, strict=True):
                 cost = 0.0 if n == 1 else conversion_cost(a, b, value.nbytes, n, heavy, grad)
                 total += float("inf") if cost is None else cost
         states.update((ref.i, made) for ref, made in zip(node.outs, outs, strict=True))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor._torch.core import dtensor_local, dtensor_spec, pytree
 from meshwright_dtensor.comm.collectives import Site
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
@@ -32,14 +32,16 @@ def stored_layout(x: DTensor) -> Layout:
     if isinstance(layout, Layout):
         return layout
     spec = dtensor_spec(x)
-    space = Space.of(spec.mesh)
-    return space.layout(states_of(spec.placements, x.ndim, space.ndim), spec.shape, spec.tensor_meta.dtype)
+    context = MeshContext.of(spec.mesh)
+    return context.layout(
+        states_of(spec.placements, x.ndim, context.ndim), spec.shape, spec.tensor_meta.dtype
+    )
 
 
 def gathered(x: DTensor) -> Tensor:
     """The whole stored value, outside of autograd; the local tensor itself where every rank holds all (a collective call)."""
     layout, local = stored_layout(x), dtensor_local(x).detach()
-    conversion = layout.space.conversion(layout.states, layout.space.replicated, layout.shape)
+    conversion = layout.context.conversion(layout.states, layout.context.replicated, layout.shape)
     return local if conversion is None else conversion.forward(local, _SITE)
 
 
@@ -92,7 +94,7 @@ def as_stored(x: Any) -> Any:
         shape=layout.shape,
         stride=dense_strides(layout.shape, dim_order_of(local)),
     )
-    return tagged(mesh_value(stored), layout.space.layout(states, layout.shape, layout.dtype))
+    return tagged(mesh_value(stored), layout.context.layout(states, layout.shape, layout.dtype))
 
 
 def by_global_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

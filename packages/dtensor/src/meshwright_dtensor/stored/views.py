@@ -106,7 +106,7 @@ class Origin:
             found = DTensor.from_local(
                 part,
                 layout.mesh,
-                [Replicate()] * layout.space.ndim,
+                [Replicate()] * layout.context.ndim,
                 run_check=False,
                 shape=part.shape,
                 stride=part.stride(),
@@ -137,7 +137,7 @@ class Origin:
 
 def _is_even(x: DTensor) -> bool:
     layout = stored_layout(x)
-    return not uneven_dims(layout.shape, layout.space.sizes, layout.states)
+    return not uneven_dims(layout.shape, layout.context.sizes, layout.states)
 
 
 def _is_basic(index: Any) -> bool:

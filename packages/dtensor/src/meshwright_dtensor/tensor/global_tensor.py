@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 from meshwright_dtensor._torch.core import dtensor_local, make_subclass
 from meshwright_dtensor.comm.collectives import NOWHERE, Site
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of
 from meshwright_dtensor.mesh.mesh import Placements, meant
 from meshwright_dtensor.sharding.intervals import Runs
@@ -123,7 +123,7 @@ class GlobalTensor(torch.Tensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The device mesh."""
-        return self._layout.space.mesh
+        return self._layout.context.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -136,14 +136,14 @@ class GlobalTensor(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """The global value as a plain tensor on every rank (a collective call), connected to autograd."""
-        return local_in(self, self._layout.space.replicated).view(self._layout.shape)
+        return local_in(self, self._layout.context.replicated).view(self._layout.shape)
 
     def redistribute(self, placements: Sequence[Placement | State]) -> GlobalTensor:
         """The same value in another layout: torch placements or states, one per mesh axis."""
         layout = self._layout
-        states = states_of(placements, layout.ndim, layout.space.ndim)
-        check_shardable(layout.space, layout.shape, states)
-        target = layout.space.layout(states, layout.shape, layout.dtype)
+        states = states_of(placements, layout.ndim, layout.context.ndim)
+        check_shardable(layout.context, layout.shape, states)
+        target = layout.context.layout(states, layout.shape, layout.dtype)
         return self if target is layout else wrap(local_in(self, target.states), target)
 
     # ---- representation and copies
@@ -272,7 +272,7 @@ def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
     between = _reduced_first(layout.states, states)
     if between is not None:
         return local_in(_through(t, between, site), states, site)
-    conversion = layout.space.conversion(layout.states, states, layout.shape)
+    conversion = layout.context.conversion(layout.states, states, layout.shape)
     local = t._local
     if conversion is None:
         return local
@@ -297,7 +297,7 @@ def _through(t: GlobalTensor, states: States, site: Site) -> GlobalTensor:
     layout = t._layout
     kept: Any = t.__dict__.get("_middle")
     if kept is None or kept._local is not local or kept._layout.states != states:
-        kept = wrap(local, layout.space.layout(states, layout.shape, layout.dtype))
+        kept = wrap(local, layout.context.layout(states, layout.shape, layout.dtype))
         t.__dict__["_middle"] = kept
     return kept  # type: ignore[no-any-return]
 
@@ -309,7 +309,7 @@ def _reduced_first(source: States, target: States) -> States | None:
     return tuple("I" if a == "P" and b == "X" else a for a, b in zip(source, target, strict=True))
 
 
-def check_shardable(space: Space, shape: Sequence[int], states: States) -> None:
+def check_shardable(context: MeshContext, shape: Sequence[int], states: States) -> None:
     """Refuse shards that would leave a rank empty.
 
     Raises:
@@ -319,14 +319,14 @@ def check_shardable(space: Space, shape: Sequence[int], states: States) -> None:
 
     sizes = list(shape)
     for axis, state in enumerate(states):
-        n = space.sizes[axis]
+        n = context.sizes[axis]
         if not isinstance(state, int) or n == 1:
             continue
         if isinstance(state, Runs):
             if state.total != sizes[state] or len(state.intervals) != n:
                 raise UnsupportedError(
                     f"runs {state!r} of {state.total} elements on {len(state.intervals)} ranks do not fit dim {int(state)} of "
-                    f"size {sizes[state]} on the {n} ranks of mesh axis {space.axes[axis]!r}; make them for that size"
+                    f"size {sizes[state]} on the {n} ranks of mesh axis {context.axes[axis]!r}; make them for that size"
                 )
             if int(state) in list(map(_dim, states[axis + 1 :])) and not state.even:
                 raise UnsupportedError(
@@ -338,7 +338,7 @@ def check_shardable(space: Space, shape: Sequence[int], states: States) -> None:
         if not shardable(sizes[state], n):
             raise UnsupportedError(
                 f"tensor dim {state} of size {shape[state]} cannot be sharded over the {n} ranks of mesh axis "
-                f"{space.axes[axis]!r}: a rank would be empty; use at most {sizes[state]} ranks or replicate it"
+                f"{context.axes[axis]!r}: a rank would be empty; use at most {sizes[state]} ranks or replicate it"
             )
         sizes[state] = -(-sizes[state] // n)
 
@@ -366,17 +366,17 @@ def distribute(
         UsageError: no placements, no mesh where it takes one, or no such axis.
         UnsupportedError: a dim that is too short to be sharded, or is not there.
     """
-    known = tensor.global_layout.space.mesh if isinstance(tensor, GlobalTensor) else None
+    known = tensor.global_layout.context.mesh if isinstance(tensor, GlobalTensor) else None
     mesh, placements = meant(mesh, placements, known)
     if isinstance(tensor, GlobalTensor):
         return tensor.redistribute(placements)
-    space = Space.of(mesh)
-    states = states_of(placements, tensor.ndim, space.ndim)
-    check_shardable(space, tensor.shape, states)
-    source = space.layout(space.replicated, tensor.shape, tensor.dtype)
-    target = space.layout(states, tensor.shape, tensor.dtype)
+    context = MeshContext.of(mesh)
+    states = states_of(placements, tensor.ndim, context.ndim)
+    check_shardable(context, tensor.shape, states)
+    source = context.layout(context.replicated, tensor.shape, tensor.dtype)
+    target = context.layout(states, tensor.shape, tensor.dtype)
     _guard()
-    conversion = space.conversion(source.states, target.states, target.shape)
+    conversion = context.conversion(source.states, target.states, target.shape)
     if conversion is None:
         return wrap(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach(), target)
     return wrap(conversion.apply(tensor), target)
@@ -390,10 +390,10 @@ def from_local(
     Raises:
         UnsupportedError: ``local`` has not the shape that ``placements`` give this rank.
     """
-    space = Space.of(mesh)
-    states = states_of(placements, len(shape), space.ndim)
-    check_shardable(space, shape, states)
-    layout = space.layout(states, tuple(shape), local.dtype)
+    context = MeshContext.of(mesh)
+    states = states_of(placements, len(shape), context.ndim)
+    check_shardable(context, shape, states)
+    layout = context.layout(states, tuple(shape), local.dtype)
     if tuple(local.shape) != tuple(layout.local_shape):
         raise UnsupportedError(
             f"local tensor of shape {list(local.shape)} is not this rank's part of {layout!r}, "

@@ -103,7 +103,7 @@ def show(facts: dict[str, Any]) -> None:
 def programs(chosen: ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     """One step of the model on the ranks of this job: programs by tier, and each of tier 2 and 3 with its reason."""
     import meshwright as mw
-    from meshwright_dtensor.mesh.context import Space
+    from meshwright_dtensor.mesh.context import MeshContext
 
     mw.init()
     source = chosen.source()
@@ -115,7 +115,7 @@ def programs(chosen: ModelChoice, pins: dict[str, int]) -> dict[str, Any]:
     if loss.ndim == 0 and loss.requires_grad:
         loss.backward()
     parameter: Any = next(instance.parameters())
-    report = Space.of(parameter.device_mesh).report
+    report = MeshContext.of(parameter.device_mesh).report
     return {
         "model": type(instance).__name__,
         "mesh": " x ".join(f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1) or "one rank",

@@ -49,17 +49,17 @@ def install_copies(
 def _copy(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -> Copy | None:
     stored = parameter.compute_layout
     states: list[State] = list(stored.states)
-    cut = states[stored.space.axes.index(axis)] if axis else "I"
+    cut = states[stored.context.axes.index(axis)] if axis else "I"
     cast_to = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
     if not isinstance(cut, int) and cast_to == stored.dtype:
         return None
     if not isinstance(cut, int):
-        return Copy(parameter, stored.space.layout(stored.states, stored.shape, cast_to), "", None)
-    place = stored.space.axes.index(axis)
+        return Copy(parameter, stored.context.layout(stored.states, stored.shape, cast_to), "", None)
+    place = stored.context.axes.index(axis)
     states[place] = "X"
-    layout = stored.space.layout(tuple(states), stored.shape, cast_to)
+    layout = stored.context.layout(tuple(states), stored.shape, cast_to)
     stride = parameter.stride()
     # of the global value: ranks must agree on it, whatever the lengths of their shards
     order = tuple(sorted(range(parameter.dim()), key=lambda d: (-stride[d], stored.shape[d] == 1)))
-    shape, count, rank = tuple(layout.local_shape), stored.space.sizes[place], stored.space.coords[place]
+    shape, count, rank = tuple(layout.local_shape), stored.context.sizes[place], stored.context.coords[place]
     return Copy(parameter, layout, axis, Shards(shape, int(cut), count, rank, order))

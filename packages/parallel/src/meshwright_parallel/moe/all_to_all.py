@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.comm.log import CommLog, record
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
 
@@ -65,7 +65,7 @@ class Route:
             record("all_to_all", self.axis, nbytes, phase, self.module, "experts", why)
 
 
-def named_anywhere(counts: Tensor, space: Space, axes: Iterable[int], module: str) -> Tensor:
+def named_anywhere(counts: Tensor, context: MeshContext, axes: Iterable[int], module: str) -> Tensor:
     """Rows per expert [E] of this rank, added up over the ranks of these axes.
 
     Ranks must agree on which experts of a container have a gradient, although each has its own tokens: gradients are summed,
@@ -75,9 +75,9 @@ def named_anywhere(counts: Tensor, space: Space, axes: Iterable[int], module: st
         counts = counts.clone(memory_format=torch.contiguous_format)
         nbytes = counts.numel() * counts.element_size()
         record(
-            "all_reduce", space.axes[axis], nbytes, "forward", module, "experts", "which experts have rows"
+            "all_reduce", context.axes[axis], nbytes, "forward", module, "experts", "which experts have rows"
         )
-        dist.all_reduce(counts, group=space.group(axis))
+        dist.all_reduce(counts, group=context.group(axis))
     return counts
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import layout_of_dtensor
 from meshwright_dtensor.plan.plan import ExpertsRule
@@ -70,49 +70,49 @@ class Dispatch:
                 f"experts {self.name!r} were called without tensors for {', '.join(self._names)}; under expert parallelism "
                 "they take tokens, the experts of each token and their weights, as when they were planned"
             )
-        space = layout_of_dtensor(next(self.module.parameters())).space  # type: ignore[arg-type]
-        tokens, assignment, weights = (_global(t, space) for t in given)
+        context = layout_of_dtensor(next(self.module.parameters())).context  # type: ignore[arg-type]
+        tokens, assignment, weights = (_global(t, context) for t in given)
         flat: Any = tokens if tokens.ndim == 2 else tokens.reshape(-1, tokens.shape[-1])
-        out: Any = self._run(space, flat, assignment, weights, bound, tokens.ndim)
+        out: Any = self._run(context, flat, assignment, weights, bound, tokens.ndim)
         return out if tokens.ndim == 2 else out.reshape(tokens.shape)  # type: ignore[no-any-return]
 
     def _run(
         self,
-        space: Space,
+        context: MeshContext,
         tokens: GlobalTensor,
         assignment: GlobalTensor,
         weights: GlobalTensor,
         bound: inspect.BoundArguments,
         ndim: int,
     ) -> GlobalTensor:
-        own = space.axes.index(self.axis)
-        states = self._row_states(space, tokens._layout, own)
+        own = context.axes.index(self.axis)
+        states = self._row_states(context, tokens._layout, own)
         x, chosen, weight = (local_in(t, states) for t in (tokens, assignment, weights))
         whole = length = x.shape[0]
         start = 0
         if states[own] == "X":  # every rank has all the rows: each speaks for its part of them
-            step = -(-length // space.sizes[own])
-            start = min(space.coords[own] * step, length)
+            step = -(-length // context.sizes[own])
+            start = min(context.coords[own] * step, length)
             length = min(step, length - start)
             x, chosen, weight = (t.narrow(0, start, length) for t in (x, chosen, weight))
         rows = chosen_rows(chosen, weight, self.rule, self.name)
-        out = self._through(space, x, rows, states, _Call(bound, chosen, weight.ndim, ndim))
+        out = self._through(context, x, rows, states, _Call(bound, chosen, weight.ndim, ndim))
         if states[own] == "X":
             out = nn.functional.pad(out, (0, 0, start, whole - start - length))
         left: States = tuple(s if is_shard(s) else "P" if s == "X" else "I" for s in states)
-        return wrap(out, space.layout(left, tokens.shape, out.dtype))
+        return wrap(out, context.layout(left, tokens.shape, out.dtype))
 
     def _through(
         self,
-        space: Space,
+        context: MeshContext,
         x: Tensor,
         rows: Rows,
         states: States,
         call: _Call,
     ) -> Tensor:
         """Rows [N, H] of this rank to their experts and back: [N, H]."""
-        own = space.axes.index(self.axis)
-        route, rank = Route(space.group(own), self.axis, self.name), space.coords[own]
+        own = context.axes.index(self.axis)
+        route, rank = Route(context.group(own), self.axis, self.name), context.coords[own]
         each = self.rule.count // route.size
         idle: list[int] = []
         sent = rows.counts.view(route.size, each)
@@ -121,7 +121,7 @@ class Dispatch:
         ):  # every rank must know which experts are idle: their gradients are None
             everything = route.counts(rows.counts.expand(route.size, -1))
             divided = [axis for axis, state in enumerate(states) if axis != own and is_shard(state)]
-            total = named_anywhere(everything.sum(0), space, divided, self.name)
+            total = named_anywhere(everything.sum(0), context, divided, self.name)
             received = everything[:, rank * each : (rank + 1) * each]
             called = {rank * each + e for e in received.sum(0).nonzero().flatten().tolist()}
             idle = [e for e in total.nonzero().flatten().tolist() if e not in called]
@@ -179,7 +179,7 @@ class Dispatch:
             )
         return result.reshape(x.shape)
 
-    def _row_states(self, space: Space, layout: Layout, own: int) -> States:
+    def _row_states(self, context: MeshContext, layout: Layout, own: int) -> States:
         """Rows stay divided where parameters expect it; every rank of the other axes has all of its rows.
 
         X on an axis other than that of the experts says that its ranks compute with parts of every expert.
@@ -196,5 +196,7 @@ class Dispatch:
         return tuple(states)
 
 
-def _global(tensor: Any, space: Space) -> GlobalTensor:
-    return tensor if isinstance(tensor, GlobalTensor) else distribute(tensor, space.mesh, space.replicated)
+def _global(tensor: Any, context: MeshContext) -> GlobalTensor:
+    return (
+        tensor if isinstance(tensor, GlobalTensor) else distribute(tensor, context.mesh, context.replicated)
+    )

@@ -115,7 +115,7 @@ class LocalExperts:
         """
         layout = layout_of_dtensor(parameter)
         states: list[State] = []
-        for axis, state, row in zip(layout.space.axes, layout.states, self.rows, strict=True):
+        for axis, state, row in zip(layout.context.axes, layout.states, self.rows, strict=True):
             if axis == self.axis or is_shard(state):
                 states.append(state)
             elif row == "X":

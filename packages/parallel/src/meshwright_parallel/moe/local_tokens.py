@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright_dtensor.dispatch.planned_calls import FRAMES, Frame
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.plan.plan import ExpertsRule
@@ -70,12 +70,12 @@ class Apart:
             return self.inner(*args, **kwargs)
         states: States = flat._layout.states
         rows = tuple(s if i in axes else "I" for i, s in enumerate(states))
-        kept = [i for i, n in enumerate(flat._layout.space.sizes) if i not in axes and n > 1]
+        kept = [i for i, n in enumerate(flat._layout.context.sizes) if i not in axes and n > 1]
         values = [self._rows(t, flat._layout, rows, kept) for t in (flat, *tensors[1:])]
         length, width = values[0].shape
         values[0] = _shaped(values[0], (*(1,) * (tokens.ndim - 2), length, width))
         bound.arguments.update(zip(self._names, values, strict=True))
-        out = self._run(bound, self._idle(values[1], flat._layout.space, axes), kept)
+        out = self._run(bound, self._idle(values[1], flat._layout.context, axes), kept)
         if not isinstance(out, Tensor) or out.numel() != length * width:
             what = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise UnsupportedError(
@@ -86,7 +86,7 @@ class Apart:
         local, left = (out._local, out._layout.states) if isinstance(out, GlobalTensor) else (out, ())
         inside = dict(zip(kept, left, strict=False))
         whole = tuple(s if i in axes else inside.get(i, "I") for i, s in enumerate(states))
-        return _shaped(wrap(local, flat._layout.space.layout(whole, flat.shape, local.dtype)), tokens.shape)
+        return _shaped(wrap(local, flat._layout.context.layout(whole, flat.shape, local.dtype)), tokens.shape)
 
     def _dividing(self, layout: Layout) -> frozenset[int]:
         """The axes that divide the rows, and on which the gradients of all parameters are summed later."""
@@ -97,28 +97,32 @@ class Apart:
         for axis, state in enumerate(layout.states):
             if not isinstance(state, int) or int(state) != 0:
                 continue
-            if any(own is None or own.space is not layout.space or own.states[axis] != "X" for own in stored):
+            if any(
+                own is None or own.context is not layout.context or own.states[axis] != "X" for own in stored
+            ):
                 break  # what axes further in make of rows that stay together is theirs
             found.add(axis)
         return frozenset(found)
 
     def _rows(self, t: Tensor, like: Layout, rows: States, kept: Sequence[int]) -> Tensor:
         """This rank's rows of `t`, divided as those of `like`: plain, or a global value on the `kept` axes."""
-        tensor = t if isinstance(t, GlobalTensor) else distribute(t, like.space.mesh, like.space.replicated)
+        tensor = (
+            t if isinstance(t, GlobalTensor) else distribute(t, like.context.mesh, like.context.replicated)
+        )
         own = tensor._layout.states
         states = tuple(own[axis] if axis in kept else row for axis, row in enumerate(rows))
         local = local_in(tensor, states)
         if not kept:
             return local
-        return wrap(local, like.space.layout(states, tensor.shape, tensor.dtype).inside(kept))
+        return wrap(local, like.context.layout(states, tensor.shape, tensor.dtype).inside(kept))
 
-    def _idle(self, assignment: Tensor, space: Space, axes: Collection[int]) -> list[nn.Module]:
+    def _idle(self, assignment: Tensor, context: MeshContext, axes: Collection[int]) -> list[nn.Module]:
         """The experts of a container that work on other ranks only, which must have a gradient here as they have there."""
         if self.rule.kind != "container" or not torch.is_grad_enabled():
             return []
         own = assignment.full_tensor() if isinstance(assignment, GlobalTensor) else assignment
         here = named_experts(own, self.rule)
-        anywhere = named_anywhere(here, space, sorted(axes), self.name)
+        anywhere = named_anywhere(here, context, sorted(axes), self.name)
         numbers = ((anywhere > 0) & (here == 0)).nonzero().flatten().tolist()
         return [self.module.get_submodule(self.rule.children[number]) for number in numbers]
 

@@ -185,7 +185,7 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
 
 def _shared(parameter: Any, axis: str) -> bool:
     layout = layout_of_dtensor(parameter)
-    return is_shard(layout.states[layout.space.axes.index(axis)])
+    return is_shard(layout.states[layout.context.axes.index(axis)])
 
 
 def _pattern(name: str) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
 
@@ -52,8 +52,8 @@ class Crossing:
         """The value of which `local` is this rank's part."""
         if self.states is None or mesh is None:
             return local
-        space = Space.of(mesh)
-        return wrap(local, space.layout(self.states, self.shape, self.dtype))
+        context = MeshContext.of(mesh)
+        return wrap(local, context.layout(self.states, self.shape, self.dtype))
 
 
 Wire = tuple[Crossing, ...]

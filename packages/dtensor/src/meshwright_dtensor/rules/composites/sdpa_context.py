@@ -10,7 +10,7 @@ import torch
 
 from meshwright_dtensor.comm.collectives import NOWHERE, Site, Step
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import Space
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.random import draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_
@@ -94,7 +94,7 @@ def _ranks(ctx: LocalContext, axes: list[int], ring: bool) -> Ranks:
     axis = axes[0]
     return Ranks(
         group=ctx.group(axis),
-        axis=Space.of(ctx.mesh).axes[axis],
+        axis=MeshContext.of(ctx.mesh).axes[axis],
         rank=ctx.rank(axis),
         queries=queries,
         keys=ctx.intervals_along(1, dim, axis),
@@ -110,7 +110,7 @@ def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
     k, v = ctx.in_shapes[1:3]
     states: States = ctx.ins[1]
     whole: States = tuple(X if axis in axes else s for axis, s in enumerate(states))
-    there = Space.of(ctx.mesh).conversion(states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
+    there = MeshContext.of(ctx.mesh).conversion(states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
     assert there is not None
     back = there.dual()  # whose backward pass is this forward pass, logged as backward
     return (
@@ -159,7 +159,7 @@ class _Exchange(torch.autograd.Function):
 def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
     """All-to-all to whole sequences of a part of the heads, plain attention, all-to-all back."""
     mask, p, causal, scale, grouped = ctx.node.args[3:]
-    n, rank, name = ctx.size(axis), ctx.rank(axis), Space.of(ctx.mesh).axes[axis]
+    n, rank, name = ctx.size(axis), ctx.rank(axis), MeshContext.of(ctx.mesh).axes[axis]
     dim = len(ctx.in_shapes[0]) - 2
     bare = tuple(R if a == axis else s for a, s in enumerate(ctx.ins[0]))
     region = ctx.region(ctx.in_shapes[0], bare)
@@ -178,7 +178,7 @@ def _by_heads(ctx: LocalContext, axis: int) -> LocalFunction:
 
     def exchange(t: Tensor, source: int, target: int, site: Site) -> Tensor:
         sizes = [t.shape[d] * (n if d == source else 1) for d in (source, target)]
-        space = Space.of(ctx.mesh)
+        space = MeshContext.of(ctx.mesh)
         there = Step(space, axis, source, target, *sizes).function("forward")
         back = Step(space, axis, target, source, *reversed(sizes)).function("backward")
         out = _Exchange.apply(t, there, back, site)
