@@ -76,23 +76,23 @@ def _has_tensors(tree: Any) -> bool:
     )
 
 
-def held_in(leaf: Any) -> list[torch.Tensor]:
+def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
     """The tensors in the attributes of an object of any other class (a cache, say)."""
     if issubclass(type(leaf), (torch.Tensor, torch.nn.Module, type)):
         return []
     return tensors_of(dict(getattr(leaf, "__dict__", {})))
 
 
-def unlike_dims(one: torch.Tensor, other: torch.Tensor) -> list[int]:
+def differing_dims(one: torch.Tensor, other: torch.Tensor) -> list[int]:
     """The dims of which two tensors with as many have different sizes."""
     return [dim for dim, size in enumerate(one.shape) if other.shape[dim] != size]
 
 
-def repeats(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of `nothing` do: it cannot be written to."""
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of `expanded_zeros` do: it cannot be written to."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def nothing(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def expanded_zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of zeros of that shape and dtype that takes no memory."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)

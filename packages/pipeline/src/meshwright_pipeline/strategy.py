@@ -38,21 +38,21 @@ class Pipeline(Strategy):
 
     def degrees(self, request: SearchRequest) -> list[int]:
         """Every degree for which there are ranks, rows and modules enough, ascending."""
-        from meshwright_pipeline.planning.search_space import possible
+        from meshwright_pipeline.planning.search_space import possible_degrees
 
-        return possible(request)
+        return possible_degrees(request)
 
     def refusal(self, request: SearchRequest, degree: int) -> str | None:
         """Too few modules that could be given to stages, or too few rows."""
-        from meshwright_pipeline.planning.search_space import refusal
+        from meshwright_pipeline.planning.search_space import degree_refusal
 
-        return refusal(request, degree)
+        return degree_refusal(request, degree)
 
     def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
         """Every installed schedule, with numbers of microbatches that are worth a look."""
-        from meshwright_pipeline.planning.search_space import ways
+        from meshwright_pipeline.planning.search_space import pipeline_choices
 
-        return ways(request, degree) if degree > 1 else ({},)
+        return pipeline_choices(request, degree) if degree > 1 else ({},)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         """A step of the schedule in thought, with the stages that cutting at even costs leaves."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
-from meshwright_pipeline.analysis.loss_preview import Lookout
+from meshwright_pipeline.analysis.loss_preview import LossChecker
 from meshwright_pipeline.partition.units import find_units
 
 
@@ -84,7 +84,7 @@ NAMED = {
 @pytest.mark.parametrize("kind", [*NAMED, "tensors"])
 def test_planning_names_the_hook(kind: str) -> None:
     model = hooked(kind)
-    why = Lookout(model, find_units(model).names).look(((), judged_batch(0))).why
+    why = LossChecker(model, find_units(model).names).look(((), judged_batch(0))).why
     assert f"(forward {NAMED[kind]} reads values)" in why if kind in NAMED else not why
 
 
@@ -97,7 +97,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("kind", OTHERWISE)
 def test_hooks_are_not_said_to_read_where_they_do_otherwise(kind: str) -> None:
     model, batch = hooked(kind), judged_batch(0)
-    look = Lookout(model, find_units(model).names).look(((), batch))
+    look = LossChecker(model, find_units(model).names).look(((), batch))
     assert OTHERWISE[kind] in look.why and "reads values" not in look.why
 
 

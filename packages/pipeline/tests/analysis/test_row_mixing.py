@@ -27,8 +27,8 @@ from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline.analysis import row_mixing
-from meshwright_pipeline.analysis.row_mixing import Rowless, look
-from meshwright_pipeline.analysis.stub_weights import Still
+from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
+from meshwright_pipeline.analysis.stub_weights import StubMode
 from meshwright_pipeline.partition.units import find_units
 from meshwright_pipeline.strategy import Pipeline
 
@@ -36,8 +36,8 @@ LINK = Link("test", 1e-6, 1e9)
 LIMIT = 1e-5
 
 
-def found(model: nn.Module, given: dict[str, Tensor] | None = None) -> Rowless | None:
-    return look(model, find_units(model).names, ((), batch() if given is None else given))
+def found(model: nn.Module, given: dict[str, Tensor] | None = None) -> CannotSplit | None:
+    return find_row_mixing(model, find_units(model).names, ((), batch() if given is None else given))
 
 
 # ---- what is found
@@ -163,7 +163,7 @@ def test_random_numbers_have_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(row_mixing, "Still", Moving)
+    monkeypatch.setattr(row_mixing, "StubMode", Moving)
     assert found(Chain(dropout=0.5), chain_batch()) is not None
 
 
@@ -254,7 +254,7 @@ def test_of_a_wide_convolution_every_channel_takes_part(
     x = torch.randn(2, channels[0], *[7] * dims)
     with torch.no_grad():
         real = layer(x)
-        with Still():
+        with StubMode():
             made, other = layer(x), layer(x.index_fill(1, torch.tensor(channels[0] - 1), 0.0))
             alone = layer(x[:1])
     assert made.shape == real.shape and not torch.equal(made, other)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
-from meshwright_pipeline.analysis.row_mixing import Rowless, look
+from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.units import find_units
 
 
-def found(model: nn.Module, given: dict[str, Tensor] | None = None) -> Rowless | None:
-    return look(model, find_units(model).names, ((), batch() if given is None else given))
+def found(model: nn.Module, given: dict[str, Tensor] | None = None) -> CannotSplit | None:
+    return find_row_mixing(model, find_units(model).names, ((), batch() if given is None else given))
 
 
 @pytest.mark.parametrize("left", [0.0, -1e9, torch.finfo(torch.float32).min, float("-inf"), float("nan")])

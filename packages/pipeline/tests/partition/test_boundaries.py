@@ -20,8 +20,8 @@ from meshwright_pipeline import pipeline
 from meshwright_pipeline.install.validate import check_division
 from meshwright_pipeline.partition.boundaries import cut
 from meshwright_pipeline.partition.units import find_units, ownership
-from meshwright_pipeline.planning.stage_costs import balanced
-from meshwright_pipeline.planning.unit_costs import NOTHING, joined
+from meshwright_pipeline.planning.stage_costs import linear_partition
+from meshwright_pipeline.planning.unit_costs import NO_WORK, sum_work
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.trace.meta_model import skeleton
 from meshwright_pipeline.trace.profiler import Profiler
@@ -178,7 +178,7 @@ def test_the_cut_is_the_best_there_is(seed: int) -> None:
         return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
 
     best = min(slowest(c) for c in itertools.combinations(range(1, len(costs)), count - 1))
-    assert slowest(tuple(balanced(costs, count))) == pytest.approx(best)
+    assert slowest(tuple(linear_partition(costs, count))) == pytest.approx(best)
 
 
 def plan_of(**rule: object) -> ParallelPlan:
@@ -254,9 +254,9 @@ def test_work_joined_at_once_is_work_joined_part_by_part() -> None:
 
     for _ in range(50):
         parts = [part() for _ in range(6)]
-        one_by_one = NOTHING
+        one_by_one = NO_WORK
         for each in parts:
-            one_by_one = one_by_one.then(joined("", [each]))
-        assert joined("", parts) == one_by_one == joined("", parts[2:], joined("", parts[:2]))
+            one_by_one = one_by_one.then(sum_work("", [each]))
+        assert sum_work("", parts) == one_by_one == sum_work("", parts[2:], sum_work("", parts[:2]))
         # bytes are alive beside what was kept by then, not beside what comes later
         assert one_by_one.over >= parts[-1].beside

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright_pipeline.analysis.loss_preview import Lookout
-from meshwright_pipeline.partition.repeated_units import Copies
+from meshwright_pipeline.analysis.loss_preview import LossChecker
+from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
 from meshwright_pipeline.partition.units import find_units
 from meshwright_pipeline.trace.meta_model import skeleton
 
@@ -83,7 +83,7 @@ class Net(nn.Module):
 def looked(model: nn.Module) -> tuple[str, int]:
     """Why the loss is not taken to add up, and how many blocks were run for that."""
     Runs.count = 0
-    return Lookout(model, find_units(model).names).look(((), {"x": torch.ones(8, 8)})).why, Runs.count
+    return LossChecker(model, find_units(model).names).look(((), {"x": torch.ones(8, 8)})).why, Runs.count
 
 
 def test_blocks_that_only_count_themselves_are_copies() -> None:
@@ -158,7 +158,7 @@ class Read(nn.Module):
 def test_sizes_are_known_before_runs_fill_them() -> None:
     model = Read()
     names = find_units(model).names
-    profile = Copies(skeleton(model, names), names).run((torch.ones(4, 5),), {})
+    profile = RepeatedUnitProfiler(skeleton(model, names), names).run((torch.ones(4, 5),), {})
     assert profile.read and [tuple(profile.results[name, 0].output.shape) for name in names] == [
         (4, 2),
         (4, 3),
@@ -181,7 +181,7 @@ def test_training_and_what_is_missing_tell_blocks_apart() -> None:
     model[1].eval()
     model[2][0].register_buffer("other", None)
     names = find_units(model).names
-    built = Copies(skeleton(model, names), names)._built
+    built = RepeatedUnitProfiler(skeleton(model, names), names)._built
     assert len(set(built.values())) == 3
 
 
@@ -194,7 +194,7 @@ def test_caches_may_ask_layers_for_their_number() -> None:
     names = find_units(model).names
     runs: list[Any] = []
 
-    class Spied(Copies):
+    class Spied(RepeatedUnitProfiler):
         def _tried(self, unit: str, *rest: Any) -> Any:
             runs.append(unit)
             return super()._tried(unit, *rest)
@@ -224,7 +224,7 @@ def test_what_needs_numbers_is_asked_for_once() -> None:
     Looking.tries = ()
     model = nn.Sequential(*(Looking() for _ in range(3)))
     names = find_units(model).names
-    copies = Copies(skeleton(model, names), names)
+    copies = RepeatedUnitProfiler(skeleton(model, names), names)
     for rows in (4, 2, 6):
         profile = copies.run((torch.ones(rows, 5),), {})
         assert [one.output.shape for one in profile.results.values()] == [(rows, 5)] * 3

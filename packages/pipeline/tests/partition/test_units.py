@@ -10,7 +10,7 @@ from meshwright_dtensor.plan.plan import PipelineRule
 from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest
 from meshwright_pipeline.partition.units import called_in_parts, find_units, ownership
 from meshwright_pipeline.planning.dataflow import flow_of
-from meshwright_pipeline.planning.survey import surveyed
+from meshwright_pipeline.planning.survey import survey_of
 from meshwright_pipeline.strategy import Pipeline
 
 
@@ -81,7 +81,7 @@ def test_modules_that_are_called_in_parts_are_opened() -> None:
     calls = frozenset({("", "layers.0"), ("", "layers.1.a"), ("", "head"), ("head", "head.a")})
     assert called_in_parts(find_units(model).names, calls) == {"layers.1"}
     request = SearchRequest(world_size=2, batch_size=2, survey=Pipeline().survey(model), calls=calls)
-    known = surveyed(request)
+    known = survey_of(request)
     assert known is not None
     assert known.units == ("layers.0", "layers.1.a", "layers.1.b", "layers.1.drop", "head")
     assert known.inside[""] == {"layers.1.scale"} and known.unit("layers.1.a") == "layers.1.a"

@@ -14,32 +14,32 @@ from meshwright_pipeline.planning.activation_memory import (
     FORWARD,
     LATE,
     WHOLE,
-    Actions,
-    Bytes,
-    Fullest,
+    MemoryPeak,
+    RankActions,
+    StageBytes,
 )
-from meshwright_pipeline.planning.unit_costs import joined
+from meshwright_pipeline.planning.unit_costs import sum_work
 
 
-def one_by_one(own: list[int], stages: int, sizes: Bytes) -> tuple[float, Fullest]:
+def one_by_one(own: list[int], stages: int, sizes: StageBytes) -> tuple[float, MemoryPeak]:
     """The same of one rank, from action to action."""
     left = list(sizes.gradients)
     now = most = made = 0.0
-    moments: list[Fullest] = [Fullest()]
+    moments: list[MemoryPeak] = [MemoryPeak()]
     for kind, stage in (divmod(number, stages) for number in own):
         if kind == FORWARD:
             now += sizes.saved[stage]
             most = max(most, now)
-            moments.append(Fullest(now, 0.0, made))
+            moments.append(MemoryPeak(now, 0.0, made))
             continue
         if kind != LATE:
             over = sizes.first if kind == FIRST and sizes.split else sizes.over
-            moments.append(Fullest(now, over[stage], made))
+            moments.append(MemoryPeak(now, over[stage], made))
         if kind == WHOLE or (kind == FIRST and not sizes.split):
             now -= sizes.saved[stage]
         elif kind == FIRST:
             now += sizes.waiting[stage]
-            moments.append(Fullest(now, 0.0, made))
+            moments.append(MemoryPeak(now, 0.0, made))
         elif sizes.split:
             now -= sizes.saved[stage] + sizes.waiting[stage]
         if kind == WHOLE or (kind == (LATE if sizes.split else FIRST)):
@@ -48,7 +48,7 @@ def one_by_one(own: list[int], stages: int, sizes: Bytes) -> tuple[float, Fulles
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, Bytes]:
+def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, StageBytes]:
     """Ranks of different lengths with stages of their own; whole and split backwards; sizes that floats hold exactly."""
     ranks, each = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     stages = ranks * each
@@ -65,14 +65,14 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, Bytes]:
         every.append([FORWARD * stages + stage for _, stage in open_] + done)
     size = st.integers(0, 1000).map(float)
     saved, over, waiting, gradients, first = (draw(st.tuples(*[size] * stages)) for _ in range(5))
-    return every, stages, Bytes(saved, over, waiting, gradients, draw(st.booleans()), first)
+    return every, stages, StageBytes(saved, over, waiting, gradients, draw(st.booleans()), first)
 
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_all_at_once_is_one_by_one(case: tuple[list[list[int]], int, Bytes]) -> None:
+def test_all_at_once_is_one_by_one(case: tuple[list[list[int]], int, StageBytes]) -> None:
     ranks, stages, sizes = case
-    held, fullest = Actions(ranks, stages).held(sizes)
+    held, fullest = RankActions(ranks, stages).held(sizes)
     for own, most, full in zip(ranks, held, fullest, strict=True):
         expected, moment = one_by_one(own, stages, sizes)
         assert most == expected
@@ -80,18 +80,18 @@ def test_all_at_once_is_one_by_one(case: tuple[list[list[int]], int, Bytes]) -> 
 
 
 def test_gradients_stay_once_their_first_backward_is_over() -> None:
-    sizes = Bytes((4.0,), (1.0,), (0.0,), (10.0,), False, (1.0,))
+    sizes = StageBytes((4.0,), (1.0,), (0.0,), (10.0,), False, (1.0,))
     numbers = [FORWARD, WHOLE, FORWARD, WHOLE]
-    ((most,), (full,)) = Actions([numbers], 1).held(sizes)
+    ((most,), (full,)) = RankActions([numbers], 1).held(sizes)
     assert most == 4.0
-    assert full == Fullest(4.0, 1.0, 10.0)  # the second backward runs beside the gradients of the first
+    assert full == MemoryPeak(4.0, 1.0, 10.0)  # the second backward runs beside the gradients of the first
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_rank_without_actions_holds_nothing(split: bool) -> None:
-    sizes = Bytes(*([(1.0, 1.0)] * 4), split, (1.0, 1.0))
-    held, fullest = Actions([[FORWARD * 2, WHOLE * 2], []], 2).held(sizes)
-    assert list(itertools.chain(held[1:], fullest[1:])) == [0.0, Fullest()]
+    sizes = StageBytes(*([(1.0, 1.0)] * 4), split, (1.0, 1.0))
+    held, fullest = RankActions([[FORWARD * 2, WHOLE * 2], []], 2).held(sizes)
+    assert list(itertools.chain(held[1:], fullest[1:])) == [0.0, MemoryPeak()]
 
 
 def test_in_a_first_half_what_waits_is_there_already() -> None:
@@ -100,10 +100,10 @@ def test_in_a_first_half_what_waits_is_there_already() -> None:
         ModuleWork("m", 1.0, 100.0, beside=beside, waiting=waiting)
         for beside, waiting in ((5, 1), (9, 7), (2, 4))
     ]
-    run = joined("m", parts)
+    run = sum_work("m", parts)
     assert run.first == max(5 + 7 + 4, 9 + 4, 2)
     assert run.over == 2  # whole backwards free 100 bytes with each module
-    assert joined("m", parts[:1]).then(joined("m", parts[1:])).first == run.first
-    sizes = Bytes((300.0,), (run.over,), (run.waiting,), (0.0,), True, (run.first,))
-    (_,), (full,) = Actions([[FORWARD, FIRST, LATE]], 1).held(sizes)
-    assert full == Fullest(300.0, run.first, 0.0)
+    assert sum_work("m", parts[:1]).then(sum_work("m", parts[1:])).first == run.first
+    sizes = StageBytes((300.0,), (run.over,), (run.waiting,), (0.0,), True, (run.first,))
+    (_,), (full,) = RankActions([[FORWARD, FIRST, LATE]], 1).held(sizes)
+    assert full == MemoryPeak(300.0, run.first, 0.0)

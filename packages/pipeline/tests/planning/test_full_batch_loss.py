@@ -19,12 +19,12 @@ from meshwright_dtensor.schedule.schedule import ForwardsFirst
 from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
-from meshwright_pipeline.analysis.loss_preview import Lookout
+from meshwright_pipeline.analysis.loss_preview import LossChecker
 from meshwright_pipeline.partition.units import find_units
-from meshwright_pipeline.planning.activation_memory import Fullest
+from meshwright_pipeline.planning.activation_memory import MemoryPeak
 from meshwright_pipeline.planning.full_batch_loss import with_tail
 from meshwright_pipeline.planning.simulate import Prediction as Steps
-from meshwright_pipeline.planning.unit_costs import NOTHING
+from meshwright_pipeline.planning.unit_costs import NO_WORK
 from meshwright_pipeline.strategy import Pipeline
 from meshwright_pipeline.timeline import planned
 
@@ -33,7 +33,7 @@ NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "du
 
 
 def why(model: nn.Module, batch: dict[str, Tensor], single: bool = False) -> str:
-    return Lookout(model, find_units(model).names).look(((), batch), single).why
+    return LossChecker(model, find_units(model).names).look(((), batch), single).why
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -200,8 +200,8 @@ def test_an_estimate_takes_what_is_known_of_other_microbatches() -> None:
 
 def test_an_estimate_that_is_out_of_the_question_looks_at_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[bool] = []
-    look = Lookout.look
-    monkeypatch.setattr(Lookout, "look", lambda *given: looks.append(given[2]) or look(*given))
+    look = LossChecker.look
+    monkeypatch.setattr(LossChecker, "look", lambda *given: looks.append(given[2]) or look(*given))
     options = {"schedule": "1f1b", "microbatches": 4}
     request = replace(asked_for(judged(WHOLE["products"]), judged_batch(0), "1f1b"), options=options)
 
@@ -228,10 +228,10 @@ def test_what_lies_behind_the_units_runs_once_between() -> None:
 
 def test_gradients_of_what_it_takes_lie_beside_backwards() -> None:
     """4 x 128 bytes on the last rank, whose backwards have much beside."""
-    tail = replace(NOTHING, entering=frozenset({(7, "head", 128)}))
-    step = Steps(1.0, (1.0, 1.0), (100.0, 100.0), (Fullest(100, 5000, 0), Fullest(100, 5000, 0)))
+    tail = replace(NO_WORK, entering=frozenset({(7, "head", 128)}))
+    step = Steps(1.0, (1.0, 1.0), (100.0, 100.0), (MemoryPeak(100, 5000, 0), MemoryPeak(100, 5000, 0)))
     first, last = with_tail(step, tail, 1, 4).fullest
-    assert first == Fullest(100, 5000, 0) and last == Fullest(100, 5000 + 4 * 128, 0)
+    assert first == MemoryPeak(100, 5000, 0) and last == MemoryPeak(100, 5000 + 4 * 128, 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

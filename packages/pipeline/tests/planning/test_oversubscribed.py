@@ -10,7 +10,13 @@ import pytest
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_pipeline import Shape
-from meshwright_pipeline.planning.simulate import WALKED, StageCosts, Timed, elapsed, predict
+from meshwright_pipeline.planning.simulate import (
+    MOST_ACTIONS,
+    StageCosts,
+    TimedAction,
+    predict,
+    shared_core_time,
+)
 
 NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 CASES = [(name, ranks, count) for name in NAMES for ranks, count in ((2, 4), (4, 8))]
@@ -57,17 +63,17 @@ def test_two_cores_for_four_ranks_lie_between_one_and_four(name: str) -> None:
 
 def test_two_ranks_on_one_core_by_hand() -> None:
     # what takes 2 seconds beside each other takes 1 alone
-    first = [Timed(1, 2.0, 0, 0.0), Timed(2, 2.0, 0, 0.0)]
-    second = [Timed(3, 2.0, 1, 0.25)]
-    seconds, busy = elapsed([first, second], (0.5, 1.0))
+    first = [TimedAction(1, 2.0, 0, 0.0), TimedAction(2, 2.0, 0, 0.0)]
+    second = [TimedAction(3, 2.0, 1, 0.25)]
+    seconds, busy = shared_core_time([first, second], (0.5, 1.0))
     # 0 to 1: first alone; to 1.25: its next one alone, half a second of it; then both for 1.5; the rest of the other alone
     assert busy == pytest.approx([1 + 0.25 + 1.5, 1.5 + 0.25]) and seconds == pytest.approx(3.0)
 
 
 def test_actions_that_wait_for_each_other_are_told() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
-        elapsed([[Timed(1, 1.0, 2, 0.0)], [Timed(2, 1.0, 1, 0.0)]], (1.0, 1.0))
-    assert elapsed([[], []], (1.0, 1.0)) == (0.0, [0.0, 0.0])
+        shared_core_time([[TimedAction(1, 1.0, 2, 0.0)], [TimedAction(2, 1.0, 1, 0.0)]], (1.0, 1.0))
+    assert shared_core_time([[], []], (1.0, 1.0)) == (0.0, [0.0, 0.0])
 
 
 @pytest.mark.parametrize("company", [(0.5, 0.5, 0.75, 1.0), (0.25, 0.5, 0.75, 1.0)])
@@ -77,9 +83,9 @@ def test_long_steps_are_drawn_out(
 ) -> None:
     schedule = schedule_named(name)
     shape, costs = unequal(name, 4, 2048 // schedule.stages_each)
-    assert 2 * shape.stages * shape.microbatches > WALKED
+    assert 2 * shape.stages * shape.microbatches > MOST_ACTIONS
     drawn = predict(schedule, shape, costs, company)
-    monkeypatch.setattr("meshwright_pipeline.planning.simulate.WALKED", 1 << 40)
+    monkeypatch.setattr("meshwright_pipeline.planning.simulate.MOST_ACTIONS", 1 << 40)
     walked = predict(schedule, shape, costs, company)
     assert drawn.seconds == pytest.approx(walked.seconds, rel=0.01)
     assert drawn.silent == pytest.approx(walked.silent, rel=0.01)
@@ -104,4 +110,4 @@ def test_company_is_checked(company: tuple[float, ...]) -> None:
 
 def test_times_are_finite() -> None:
     with pytest.raises(ValueError, match="finite"):
-        elapsed([[Timed(1, math.nan, 0, 0.0)]], (1.0,))
+        shared_core_time([[TimedAction(1, math.nan, 0, 0.0)]], (1.0,))

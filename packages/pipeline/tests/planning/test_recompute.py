@@ -16,11 +16,11 @@ from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest
 from meshwright_pipeline import Schedule, Shape
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.full_batch_loss import tail_of, without_tail
-from meshwright_pipeline.planning.recompute import MOST, Choices, Way, cheapest, moments
+from meshwright_pipeline.planning.recompute import MOST_CHOICES, Choices, UnitOption, cheapest, moments
 from meshwright_pipeline.planning.simulate import StageCosts, predict
-from meshwright_pipeline.planning.stage_costs import divided
-from meshwright_pipeline.planning.survey import Surveyed
-from meshwright_pipeline.planning.unit_costs import Read, Run
+from meshwright_pipeline.planning.stage_costs import divide
+from meshwright_pipeline.planning.survey import ModelSurvey
+from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork
 from meshwright_pipeline.schedule.one_f_one_b import OneForwardOneBackward
 from meshwright_pipeline.strategy import Pipeline
 
@@ -29,18 +29,20 @@ NAMES = ["embed", *(f"layers.{i}" for i in range(4)), "norm", "head"]
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 
 
-def some_ways(draw: random.Random) -> list[Way]:
+def some_ways(draw: random.Random) -> list[UnitOption]:
     """Nothing again first; then slower ways that keep less, and may have more alive at once."""
     kept = draw.randrange(20, 90)
-    ways = [Way(draw.uniform(1, 3), kept, draw.randrange(30))]
+    ways = [UnitOption(draw.uniform(1, 3), kept, draw.randrange(30))]
     for _ in range(draw.randrange(3)):
         ways.append(
-            Way(ways[0].seconds + draw.uniform(0.1, 1), draw.randrange(5, kept), draw.randrange(30 + kept))
+            UnitOption(
+                ways[0].seconds + draw.uniform(0.1, 1), draw.randrange(5, kept), draw.randrange(30 + kept)
+            )
         )
     return ways
 
 
-def bytes_of(ways: Sequence[Way], count: int, running: bool) -> int:
+def bytes_of(ways: Sequence[UnitOption], count: int, running: bool) -> int:
     """By definition: what is kept, and the most that is alive beside it while units run backward one after the other."""
     kept = sum(way.kept for way in ways)
     over = max(way.over - sum(later.kept for later in ways[n + 1 :]) for n, way in enumerate(ways))
@@ -58,7 +60,7 @@ def test_the_choice_is_the_best_that_enumeration_finds(seed: int) -> None:
         (tuple(draw.randint(1, 4) for _ in rows), draw.randrange(-1, len(rows))) for _ in range(1 + seed % 3)
     ]
 
-    def taken(stage: int, ways: Sequence[Way]) -> list[int]:
+    def taken(stage: int, ways: Sequence[UnitOption]) -> list[int]:
         return [bytes_of(ways, counts[stage], running == stage) for counts, running in when]
 
     every = [list(itertools.product(*(kinds[kind] for kind in row))) for row in rows]
@@ -70,9 +72,9 @@ def test_the_choice_is_the_best_that_enumeration_finds(seed: int) -> None:
         best = min(seconds for seconds, need in needs if need <= room)
         choices = Choices(kinds)
         stages = [choices.of(row) for row in rows]
-        assert all(len(found) < MOST for found in stages)
+        assert all(len(found) < MOST_CHOICES for found in stages)
 
-        def ways_of(stage: int, places: Sequence[int]) -> list[Way]:
+        def ways_of(stage: int, places: Sequence[int]) -> list[UnitOption]:
             return [kinds[kind][place] for kind, place in zip(rows[stage], places, strict=True)]
 
         found = cheapest(stages, lambda n, c: taken(n, ways_of(n, c.ways)), [room] * len(when))
@@ -160,15 +162,15 @@ def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost
         gradient_bytes=400,
     )
     assert request.survey is not None
-    known: Surveyed = request.survey.details
+    known: ModelSurvey = request.survey.details
     plan = known.schedule(schedule)
     shape = Shape(degree, degree * plan.stages_each, 8)
     return request, cost_module._Case(request, LINK, known.read(request.work), known, plan, shape)
 
 
-def every_choice(request: SearchRequest, found: Read, known: Surveyed) -> Iterator[Read]:
+def every_choice(request: SearchRequest, found: ModelCosts, known: ModelSurvey) -> Iterator[ModelCosts]:
     """The model with each of its layers run in each way."""
-    ways: list[list[Run]] = [[run] for run in found.runs]
+    ways: list[list[UnitWork]] = [[run] for run in found.runs]
     for work in request.again.values():
         for place, run in enumerate(known.read(work).runs):
             if run.kept < found.runs[place].kept:
@@ -177,7 +179,7 @@ def every_choice(request: SearchRequest, found: Read, known: Surveyed) -> Iterat
         yield replace(found, runs=list(runs))
 
 
-def slowest(cost: StrategyCost, found: Read) -> float:
+def slowest(cost: StrategyCost, found: ModelCosts) -> float:
     return max(cost.stages) * found.whole
 
 
@@ -187,12 +189,12 @@ def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) 
     """Every cut with every choice: none that leaves as much room has a faster slowest stage."""
     request, how = case(seed, schedule)
     free = Pipeline().cost(request, 2, LINK)
-    even = divided(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
+    even = divide(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
     most = how.run(even, True).fullest.total(request)[0]
     every = []
     for runs in every_choice(request, how.found, how.known):
         for cut in range(1, len(NAMES)):
-            outcome = how.run(divided(runs, how.known, [cut]), runs.runs == how.found.runs)
+            outcome = how.run(divide(runs, how.known, [cut]), runs.runs == how.found.runs)
             every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
     least = min(need for _, need in every)
     for part in (0.1, 0.4, 0.7, 1.0):
@@ -210,9 +212,9 @@ def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) 
 def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
     request, how = case(1, schedule)
     cuts = cost_module.even_cuts(how.found, how.known, 2, 4)
-    most = how.run(divided(how.found, how.known, cuts), True).fullest.total(request)[0]
+    most = how.run(divide(how.found, how.known, cuts), True).fullest.total(request)[0]
     outcomes = [
-        how.run(divided(runs, how.known, cuts), False) for runs in every_choice(request, how.found, how.known)
+        how.run(divide(runs, how.known, cuts), False) for runs in every_choice(request, how.found, how.known)
     ]
     for relief in (100, 300, 500):
         found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
@@ -237,12 +239,12 @@ def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
     whole = how.known.read(request.work)
     tail = tail_of(whole)
     how = replace(how, found=without_tail(whole), schedule=ForwardsFirst(how.schedule), tail=tail)
-    even = divided(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
+    even = divide(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
     most = how.run(even, True).fullest.total(request)[0]
     every = []
     for runs in every_choice(request, how.found, how.known):
         for cut in range(1, len(NAMES)):
-            outcome = how.run(divided(runs, how.known, [cut]), False)
+            outcome = how.run(divide(runs, how.known, [cut]), False)
             every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
     least = min(need for _, need in every)
     for part in (0.02, 0.1, 0.4, 0.7, 1.0):

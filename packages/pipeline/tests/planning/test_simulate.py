@@ -19,8 +19,14 @@ from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest
 from meshwright_pipeline import Action, Schedule, Shape, timetable
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.cost import MESSAGE_CALLS, STEP_CALLS
-from meshwright_pipeline.planning.simulate import WALKED, StageCosts, early_part, late_by, predict
-from meshwright_pipeline.planning.survey import Surveyed
+from meshwright_pipeline.planning.simulate import (
+    MOST_ACTIONS,
+    StageCosts,
+    input_gradient_share,
+    predict,
+    straggler_delay,
+)
+from meshwright_pipeline.planning.survey import ModelSurvey
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)
@@ -52,11 +58,11 @@ def test_the_slowest_stage_and_messages_set_the_pace() -> None:
 def test_long_steps_are_drawn_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = schedule_named(name)
     shape = Shape(4, 4 * schedule.stages_each, 4096 // schedule.stages_each)
-    assert 2 * shape.stages * shape.microbatches > WALKED
+    assert 2 * shape.stages * shape.microbatches > MOST_ACTIONS
     forward = tuple(1.0 + 0.3 * (stage % 3) for stage in range(shape.stages))
     costs = StageCosts(forward, tuple(2 * f for f in forward), forward, (0.1,) * (shape.stages - 1))
     drawn = predict(schedule, shape, costs)
-    monkeypatch.setattr("meshwright_pipeline.planning.simulate.WALKED", 1 << 40)
+    monkeypatch.setattr("meshwright_pipeline.planning.simulate.MOST_ACTIONS", 1 << 40)
     walked = predict(schedule, shape, costs)
     assert drawn.seconds == pytest.approx(walked.seconds, rel=1e-6)
     assert drawn.busy == pytest.approx(walked.busy) and drawn.held == pytest.approx(walked.held)
@@ -163,7 +169,7 @@ def test_what_a_way_costs() -> None:
 )
 def test_layers_are_cut_equally_where_some_number_of_stages_does(layers: int, ranks: int, each: int) -> None:
     units = ("embed", *(f"layers.{n}" for n in range(layers)), "norm", "head")
-    known = Surveyed(units, {}, {})
+    known = ModelSurvey(units, {}, {})
     for name in ("interleaved", "looped-bfs"):
         assert known.stages_each(schedule_named(name), ranks) == each
     for name in ("1f1b", "zbv"):  # those take one number
@@ -277,7 +283,7 @@ def test_a_way_that_cannot_be_is_named() -> None:
 
 def test_a_long_step_is_refused_as_a_short_one() -> None:
     """Those that would be walked through in its place, of 16 and 24 microbatches, are whole groups."""
-    schedule, shape = schedule_named("interleaved"), Shape(4, 8, WALKED + 1)
+    schedule, shape = schedule_named("interleaved"), Shape(4, 8, MOST_ACTIONS + 1)
     with pytest.raises(UsageError, match="groups of 4"):
         predict(schedule, shape, StageCosts((1.0,) * 8, (2.0,) * 8, (1.0,) * 8))
 
@@ -345,7 +351,7 @@ def test_stages_that_follow_each_other_on_one_rank_send_nothing(
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
 def test_what_a_longer_microbatch_has_ranks_wait(name: str, each: int, ranks: int, microbatches: int) -> None:
     """The first forward, a second longer on every stage, goes from stage to stage; every pass longer stretches the bubble too."""
-    first, every = late_by(schedule_named(name), Shape(ranks, each * ranks, microbatches))
+    first, every = straggler_delay(schedule_named(name), Shape(ranks, each * ranks, microbatches))
     assert first == pytest.approx(ranks - 1)
     if each == 1:  # m + p - 1 forwards and backwards in place of m
         assert every == pytest.approx((ranks - 1) / microbatches)
@@ -353,10 +359,10 @@ def test_what_a_longer_microbatch_has_ranks_wait(name: str, each: int, ranks: in
 
 def test_a_single_microbatch_is_waited_for_by_all() -> None:
     for name, each in (("1f1b", 1), ("zbv", 2)):
-        assert late_by(schedule_named(name), Shape(4, 4 * each, 1)) == pytest.approx((3.0, 3.0))
+        assert straggler_delay(schedule_named(name), Shape(4, 4 * each, 1)) == pytest.approx((3.0, 3.0))
 
 
 def test_the_early_part_of_a_backward() -> None:
-    assert early_part(schedule_named("1f1b"), Shape(4, 4, 8)) == 1.0
-    assert early_part(schedule_named("zero-bubble"), Shape(4, 8, 8)) == 0.5
-    assert 0.5 < early_part(schedule_named("dualpipev"), Shape(4, 8, 16)) < 1.0
+    assert input_gradient_share(schedule_named("1f1b"), Shape(4, 4, 8)) == 1.0
+    assert input_gradient_share(schedule_named("zero-bubble"), Shape(4, 8, 8)) == 0.5
+    assert 0.5 < input_gradient_share(schedule_named("dualpipev"), Shape(4, 8, 16)) < 1.0

@@ -32,13 +32,13 @@ from meshwright_pipeline.trace.profiler import Profiler
 LIMIT = 1e-5
 
 
-def verdict(judge: Judge, count: int = 4) -> loss_additivity.Adding | None:
+def verdict(judge: Judge, count: int = 4) -> loss_additivity.Additivity | None:
     model = judged(judge)
     units = find_units(model).names
     profiler, call = Profiler(skeleton(model, units), units), ((), judged_batch(0))
     try:
-        return loss_additivity.prove(profiler, profiler.run(*call), call, count)
-    except loss_additivity.Unproven:
+        return loss_additivity.prove_additive(profiler, profiler.run(*call), call, count)
+    except loss_additivity.NotAdditive:
         return None
 
 
@@ -151,7 +151,7 @@ def test_numbers_anywhere_are_those_of_one_device(rank_pool: RankPool, schedule:
 def wrong(rank: int, size: int, name: str) -> float:
     """How far off a plain mean over microbatches is."""
     many = pipeline(judged(ADDING[name]), judged_plan("1f1b"))
-    call_of(many).preparing.adding = lambda prepared, whole: loss_additivity.Adding(
+    call_of(many).preparing.adding = lambda prepared, whole: loss_additivity.Additivity(
         loss_additivity.Leaf(power=0), ()
     )
     return far(loss_of(many(**judged_batch(0))), loss_of(judged(ADDING[name])(**judged_batch(0))))

@@ -12,16 +12,16 @@ from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.strategy.strategy import Link, SearchRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline.planning.cost import AGREEING_CALLS, tied_sums
-from meshwright_pipeline.planning.survey import Surveyed
+from meshwright_pipeline.planning.survey import ModelSurvey
 from meshwright_pipeline.runtime.tied_grads import Tie, TiedSum
 
 LINK = Link("wire", latency_s=1e-5, bandwidth_Bps=1e9)
 REQUEST = SearchRequest(world_size=4, batch_size=8, gradient_bytes=1000, call_seconds=1e-6)
 
 
-def known(model: nn.Module | None = None) -> Surveyed:
+def known(model: nn.Module | None = None) -> ModelSurvey:
     sizes = {"a": 400, "b": 400, "c": 200}
-    return Surveyed(("a", "b", "c"), {name: (name,) for name in sizes}, sizes, model)
+    return ModelSurvey(("a", "b", "c"), {name: (name,) for name in sizes}, sizes, model)
 
 
 def test_what_nobody_shares_costs_nothing() -> None:

@@ -14,8 +14,8 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
-from meshwright_pipeline.analysis.loss_preview import Lookout
-from meshwright_pipeline.analysis.row_mixing import look
+from meshwright_pipeline.analysis.loss_preview import LossChecker
+from meshwright_pipeline.analysis.row_mixing import find_row_mixing
 from meshwright_pipeline.partition.units import find_units
 from meshwright_pipeline.trace.meta_model import skeleton
 from meshwright_pipeline.trace.profiler import Profiler
@@ -165,8 +165,8 @@ def test_planning_runs_them(way: str, device: str) -> None:
     with torch.device(device):
         model = built(way)
     units = find_units(model).names
-    assert "could not be looked at" not in Lookout(model, units).look(((), chain_batch())).why
-    found = look(model, units, ((), chain_batch()))
+    assert "could not be looked at" not in LossChecker(model, units).look(((), chain_batch())).why
+    found = find_row_mixing(model, units, ((), chain_batch()))
     assert (
         (found is None) if way == "added" else (found is not None and "'load' in every forward" in found.why)
     )

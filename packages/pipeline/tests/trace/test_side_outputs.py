@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_pipeline.trace.side_outputs import attributes, left
+from meshwright_pipeline.trace.side_outputs import attribute_leaves, new_side_outputs
 
 
 class Leaves(nn.Module):
@@ -54,15 +54,15 @@ def nested() -> list[Any]:
 def test_what_is_left_anew_is_seen_where_memory_is_used_again(device: str) -> None:
     unit, x = Leaves(), torch.ones(4, 4, device=device)
     for _ in range(8):
-        before = attributes(unit)
+        before = attribute_leaves(unit)
         unit(x)
-        assert set(left(before, unit)[0]) == {":losses"}
+        assert set(new_side_outputs(before, unit)[0]) == {":losses"}
 
 
 def test_what_was_there_is_not_kept_alive() -> None:
     unit = Leaves()
     unit(torch.ones(2, requires_grad=True))
-    before = attributes(unit)
+    before = attribute_leaves(unit)
     unit.losses.clear()
     gc.collect()
     assert [leaf() for leaf in before[":losses"][1]] == [None]
@@ -71,6 +71,6 @@ def test_what_was_there_is_not_kept_alive() -> None:
 @pytest.mark.parametrize("other", [Unset, linked, nested])
 def test_fields_that_are_not_set_and_objects_that_hold_themselves_are_no_obstacle(other: Any) -> None:
     unit = Leaves(other())
-    before = attributes(unit)
+    before = attribute_leaves(unit)
     unit(torch.ones(2))
-    assert set(left(before, unit)[0]) == {":losses"}
+    assert set(new_side_outputs(before, unit)[0]) == {":losses"}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from meshwright_pipeline.pytrees import leaves_of, unlike_dims
-from meshwright_pipeline.trace.state_writes import Place, State, Values
+from meshwright_pipeline.pytrees import differing_dims, leaves_of
+from meshwright_pipeline.trace.state_writes import Place, State, TensorValues
 
 Tensor = torch.Tensor
 
@@ -18,7 +18,7 @@ HUGE = 1e4
 """How many times as large as usual values those of a mask are at least."""
 
 
-def part_of(whole: Tensor, shape: Sequence[int], half: int) -> Tensor | None:
+def half_of(whole: Tensor, shape: Sequence[int], half: int) -> Tensor | None:
     """The half of a value that has this shape; None where it has none such."""
     if whole.dim() != len(shape):
         return None
@@ -30,7 +30,7 @@ def part_of(whole: Tensor, shape: Sequence[int], half: int) -> Tensor | None:
     return whole
 
 
-def compared(whole: Any, made: Any, half: int, numbers_too: frozenset[int] = frozenset()) -> str:
+def row_difference(whole: Any, made: Any, half: int, numbers_too: frozenset[int] = frozenset()) -> str:
     """How what was made of a half differs from what was made of all rows.
 
     "rows": in fractions that have rows, or at a place of `numbers_too`; "other": elsewhere, or it cannot be compared; else "".
@@ -44,18 +44,18 @@ def compared(whole: Any, made: Any, half: int, numbers_too: frozenset[int] = fro
             plain = isinstance(a, (bool, int, float, str)) and isinstance(b, (bool, int, float, str))
             found = "other" if type(a) is not type(b) or (plain and a != b) else found
             continue
-        own = part_of(a, b.shape, half)
+        own = half_of(a, b.shape, half)
         if own is None or own.dtype != b.dtype:
             found = "other"
-        elif far(own, b):
+        elif differs(own, b):
             fractions = b.is_floating_point() or b.is_complex()
-            if fractions and (unlike_dims(a, b) or place in numbers_too):
+            if fractions and (differing_dims(a, b) or place in numbers_too):
                 return "rows"
             found = "other"
     return found
 
 
-def far(one: Tensor, other: Tensor) -> bool:
+def differs(one: Tensor, other: Tensor) -> bool:
     if not (one.is_floating_point() or one.is_complex()):
         return not torch.equal(one, other)
     size = torch.nan_to_num(torch.view_as_real(one) if one.is_complex() else one, 0.0, 0.0, 0.0).abs()
@@ -66,12 +66,16 @@ def far(one: Tensor, other: Tensor) -> bool:
     return not torch.allclose(one, other, rtol=0.0, atol=limit, equal_nan=True)
 
 
-def by_rows_in(before: State, whole: State, half: State) -> Place | None:
+def written_from_rows(before: State, whole: State, half: State) -> Place | None:
     """A tensor that a forward overwrites with what it makes of the rows that it is given."""
     for at, old in before.items():
         one, other = whole.get(at), half.get(at)
-        if not (isinstance(old, Values) and isinstance(one, Values) and isinstance(other, Values)):
+        if not (
+            isinstance(old, TensorValues)
+            and isinstance(one, TensorValues)
+            and isinstance(other, TensorValues)
+        ):
             continue
-        if one.like(old) and other.like(old) and old != one and far(one.tensor, other.tensor):
+        if one.like(old) and other.like(old) and old != one and differs(one.tensor, other.tensor):
             return at
     return None

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from meshwright_pipeline._torch import hooks_of, pre_hooks_of
-from meshwright_pipeline.pytrees import leaves_of, unlike_dims
+from meshwright_pipeline.pytrees import differing_dims, leaves_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.loss_denominators import Place
 from meshwright_pipeline.trace.microbatch import Call, microbatches, rows_of
 from meshwright_pipeline.trace.profiler import Profile, Profiler
-from meshwright_pipeline.trace.row_provenance import along
-from meshwright_pipeline.trace.row_tracer import Looks, Unlike, Watch, sketch
+from meshwright_pipeline.trace.row_provenance import rows_without
+from meshwright_pipeline.trace.row_tracer import BatchSizeDependent, ReadsValues, RowTracer, sketch
 
 
 def hook_in(model: nn.Module, error: BaseException) -> str:
@@ -92,7 +92,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Adding:
+class Additivity:
     """A result that adds up.
 
     Attributes:
@@ -114,7 +114,7 @@ class Adding:
 
 
 @dataclass(frozen=True)
-class Why:
+class Reason:
     """Why a loss is not proven to add up.
 
     Attributes:
@@ -131,25 +131,25 @@ class Why:
         return self.text
 
 
-NO_LOSS = Why("the model returns no loss, so that it is made outside")
-ASKED = Why("a gradient of what the model is given is asked for, which is known at its end")
-BESIDE = Why('what is returned beside it, with pipeline.outputs "all", is not proven to')
+NO_LOSS = Reason("the model returns no loss, so that it is made outside")
+INPUT_GRADIENT = Reason("a gradient of what the model is given is asked for, which is known at its end")
+OUTPUTS_UNPROVEN = Reason('what is returned beside it, with pipeline.outputs "all", is not proven to')
 
 
-class Unproven(Exception):
+class NotAdditive(Exception):
     """A loss is not proven to add up."""
 
-    def __init__(self, why: Why) -> None:
+    def __init__(self, why: Reason) -> None:
         super().__init__(why.text)
         self.why = why
 
 
-def of_one(result: Any) -> Adding:
+def single_microbatch(result: Any) -> Additivity:
     """Where there is one microbatch."""
-    return Adding(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
+    return Additivity(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
 
 
-def prove(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Adding:
+def prove_additive(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Additivity:
     """How the loss of a batch follows from those of its microbatches.
 
     Args:
@@ -164,28 +164,30 @@ def prove(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Addin
     try:
         part, rows = microbatches(*whole, count)[0], rows_of(*whole)
         assert rows is not None  # else it would not have been cut
-        first = Watch(rows // count, entire)
+        first = RowTracer(rows // count, entire)
         few = profiler.run(*part, watch=first)
-        second = Watch(rows, few, first)
+        second = RowTracer(rows, few, first)
         last = profiler.run(*whole, watch=second)
     except Exception as error:  # whatever code does that meets other numbers of rows than it expects
         hook = hook_in(profiler.model, error)
-        reads = isinstance(error, Looks)
+        reads = isinstance(error, ReadsValues)
         text = "reads values" if reads else f"is in the way: {_said(error)}"
-        raise Unproven(Why(f"forward {hook} {text}", hook, reads) if hook else Why(_said(error))) from error
+        raise NotAdditive(
+            Reason(f"forward {hook} {text}", hook, reads) if hook else Reason(_said(error))
+        ) from error
     loss = loss_of(last.output)
     befores, leaves = leaves_of(few.output), leaves_of(last.output)
     calls = [[name for name in watch.calls if name not in _REPEATS] for watch in (first, second)]
     same = len(first.tape) == len(second.tape) and calls[0] == calls[1]
     if loss is None or not same or len(befores) != len(leaves):
-        raise Unproven(Why("with other numbers of rows the model does something else"))
+        raise NotAdditive(Reason("with other numbers of rows the model does something else"))
     of_loss = _leaf(loss, loss_of(few.output), second)
     if of_loss is None or of_loss.rows is not None:
-        raise Unproven(Why("it is not seen to be sums or means over rows"))
+        raise NotAdditive(Reason("it is not seen to be sums or means over rows"))
     if of_loss.power is None:  # the same in all microbatches: their mean
         of_loss = Leaf(power=0)
     found = tuple(_leaf(leaf, before, second) for leaf, before in zip(leaves, befores, strict=True))
-    return Adding(of_loss, found, second.averaging, tuple(second.fixed))
+    return Additivity(of_loss, found, second.averaging, tuple(second.fixed))
 
 
 def _said(error: Exception) -> str:
@@ -193,12 +195,12 @@ def _said(error: Exception) -> str:
     text = " ".join(str(error).split())
     return (
         text
-        if isinstance(error, Unlike)
+        if isinstance(error, BatchSizeDependent)
         else f"with its units skipped it raises {type(error).__name__}: {text[:200]}"
     )
 
 
-def _leaf(leaf: Any, before: Any, watch: Watch) -> Leaf | None:
+def _leaf(leaf: Any, before: Any, watch: RowTracer) -> Leaf | None:
     if not isinstance(leaf, Tensor) or not isinstance(before, Tensor):
         return Leaf() if type(leaf) is type(before) and sketch(leaf) == sketch(before) else None
     kind = watch.kind(leaf)
@@ -208,10 +210,10 @@ def _leaf(leaf: Any, before: Any, watch: Watch) -> Leaf | None:
         if kind.power is None or leaf.dim():
             return None
         return Leaf(power=kind.power) if kind.live else Leaf()
-    grown = unlike_dims(leaf, before)
+    grown = differing_dims(leaf, before)
     if len(grown) != 1:
         return None
     rest = [dim for dim in range(leaf.dim()) if dim != grown[0]]
-    rows = along(kind.rows, rest)
+    rows = rows_without(kind.rows, rest)
     order = torch.arange(watch.rows).repeat_interleave(leaf.shape[grown[0]] // watch.rows)
     return Leaf(rows=grown[0]) if rows is not None and torch.equal(rows.flatten().long(), order) else None

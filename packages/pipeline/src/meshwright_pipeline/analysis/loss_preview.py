@@ -16,8 +16,8 @@ from torch import nn
 from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import pytree, tensors_in
-from meshwright_pipeline.analysis.loss_additivity import ASKED, Unproven, prove
-from meshwright_pipeline.partition.repeated_units import Copies
+from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, NotAdditive, prove_additive
+from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import skeleton
@@ -33,7 +33,7 @@ TOKENS, LONGEST = 16, 4096
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class LossForecast:
     """Why a loss is taken to be made of the whole batch; "" where it adds up over microbatches."""
 
     why: str = ""
@@ -51,7 +51,7 @@ class Foreseen:
         )
 
 
-class Lookout:
+class LossChecker:
     """Looks at the loss of one model.
 
     Args:
@@ -61,9 +61,9 @@ class Lookout:
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self._model, self._units = model, units
-        self._profiler: Copies | None = None
+        self._profiler: RepeatedUnitProfiler | None = None
 
-    def look(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> Foreseen:
+    def look(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> LossForecast:
         """What is foreseen for an example batch: its positional and keyword arguments, with or without values.
 
         `single`: microbatches have one row, of which models make what they make of none other (they leave out what repeats
@@ -76,13 +76,15 @@ class Lookout:
         size = BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((args, dict(kwargs))))
         rows = 2 if single else min(ROWS, size.rows or 1) // 2 * 2
         if rows < 2 or (size.rows or 1) < 2:
-            return Foreseen("the example batch has no rows that microbatches could share")
+            return LossForecast("the example batch has no rows that microbatches could share")
         error: Exception | None = None
         long = size.tokens or 0
         for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
             try:
-                call = small((args, dict(kwargs)), size, rows, tokens)
-                profiler = self._profiler or Copies(hollow(self._model, self._units), self._units)
+                call = shrink_batch((args, dict(kwargs)), size, rows, tokens)
+                profiler = self._profiler or RepeatedUnitProfiler(
+                    skeleton_with_values(self._model, self._units), self._units
+                )
                 self._profiler = None  # another one, should this fail half-way
                 entire = profiler.run(*call)
             except CannotBeCut:  # nor will it be in a first step
@@ -93,25 +95,25 @@ class Lookout:
             self._profiler = profiler
             return _judged(profiler, entire, call)
         text = " ".join(str(error).split())[:200]
-        return Foreseen(f"the loss could not be looked at when planning ({type(error).__name__}: {text})")
+        return LossForecast(f"the loss could not be looked at when planning ({type(error).__name__}: {text})")
 
 
-def _judged(profiler: Profiler, entire: Profile, call: Call) -> Foreseen:
+def _judged(profiler: Profiler, entire: Profile, call: Call) -> LossForecast:
     if loss_of(entire.output) is None:
-        return Foreseen(
+        return LossForecast(
             "the model returns no loss for the example batch (a number that is its result, its .loss, its ['loss'] or its first "
             "element); what a loss outside of it takes, and sending it the outputs, is not predicted"
         )
     if any(tensor.requires_grad for tensor in tensors_of(call)):
-        return Foreseen(str(ASKED))
+        return LossForecast(str(INPUT_GRADIENT))
     try:
-        prove(profiler, entire, call, 2)
-    except Unproven as unproven:
-        return Foreseen(f"the loss is not proven to add up over microbatches ({unproven})")
-    return Foreseen()
+        prove_additive(profiler, entire, call, 2)
+    except NotAdditive as unproven:
+        return LossForecast(f"the loss is not proven to add up over microbatches ({unproven})")
+    return LossForecast()
 
 
-def small(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
+def shrink_batch(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
     """The first rows and tokens of a batch, on the CPU; what has no values is ones."""
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +131,7 @@ def small(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
     return found
 
 
-def hollow(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
+def skeleton_with_values(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
     """A skeleton on the CPU; parameters and buffers outside of units that have no values are zeros."""
     made = skeleton(model, units)
     for part in made.modules():

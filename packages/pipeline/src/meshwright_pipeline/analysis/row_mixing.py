@@ -24,17 +24,23 @@ from torch import nn
 
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_pipeline._torch import forget_hooks, pytree, tensors_in
-from meshwright_pipeline.analysis.half_batches import by_rows_in, compared, part_of
-from meshwright_pipeline.analysis.loss_preview import LONGEST, ROWS, TOKENS, hollow, small
-from meshwright_pipeline.analysis.stub_weights import Still, numbers
-from meshwright_pipeline.partition.repeated_units import Copies
+from meshwright_pipeline.analysis.half_batches import half_of, row_difference, written_from_rows
+from meshwright_pipeline.analysis.loss_preview import (
+    LONGEST,
+    ROWS,
+    TOKENS,
+    shrink_batch,
+    skeleton_with_values,
+)
+from meshwright_pipeline.analysis.stub_weights import StubMode, stub_tensor
+from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
 from meshwright_pipeline.pytrees import map_leaves, tensors_of
 from meshwright_pipeline.trace.forward_hooks import Calls, Key, Label
-from meshwright_pipeline.trace.meta_model import emptied
+from meshwright_pipeline.trace.meta_model import meta_tensors
 from meshwright_pipeline.trace.microbatch import Call, microbatches, signature
 from meshwright_pipeline.trace.profiler import Profile, Result, snapshot
-from meshwright_pipeline.trace.rng_replay import Draws
-from meshwright_pipeline.trace.state_writes import LARGE, Place, State, changed, state_of
+from meshwright_pipeline.trace.rng_replay import DrawRecorder
+from meshwright_pipeline.trace.state_writes import LARGE, Place, State, changed_places, module_state
 
 Tensor = torch.Tensor
 
@@ -47,7 +53,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Rowless:
+class CannotSplit:
     """What keeps a batch from being cut, and what would help."""
 
     why: str
@@ -57,9 +63,9 @@ class Rowless:
         return f"{self.why}; {self.fix}"
 
 
-def look(
+def find_row_mixing(
     model: nn.Module, units: tuple[str, ...], example: tuple[Sequence[Any], Mapping[str, Any]]
-) -> Rowless | None:
+) -> CannotSplit | None:
     """What keeps a batch from being cut, as far as it is found; None where nothing is.
 
     Args:
@@ -76,7 +82,7 @@ def look(
     for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
         try:
             with _undisturbed():
-                few = _told_apart(small(call, size, rows, tokens), rows)
+                few = _told_apart(shrink_batch(call, size, rows, tokens), rows)
                 trial = _Trial(model, units, few)
                 found = trial.verdict()
                 if (
@@ -122,7 +128,7 @@ def _told_apart(call: Call, rows: int) -> Call:
     return found
 
 
-class _Between(Copies):
+class _Between(RepeatedUnitProfiler):
     """Runs the code between units with numbers at random in the place of what units return, and takes down what they are given.
 
     Attributes:
@@ -137,7 +143,9 @@ class _Between(Copies):
         self._shapes: dict[Label, torch.Size] = {}
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2))
 
-    def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
+    def shape(
+        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
+    ) -> Result:
         """See Profiler."""
         called, own = signature(call), _own(call)  # before the run changes what it is given
         result = super().shape(unit, forward, call, device, drawn)
@@ -152,7 +160,7 @@ class _Between(Copies):
         if self.half is None:
             self._shapes[label] = like.shape
             return self._made(label, like.shape).to(like.dtype)
-        own = part_of(self._made(label, self._shapes[label]), like.shape, self.half)
+        own = half_of(self._made(label, self._shapes[label]), like.shape, self.half)
         if own is None:
             raise ValueError(f"{label[0]} returns another shape for fewer rows")
         return own.to(like.dtype, copy=True)
@@ -171,7 +179,7 @@ class _Trial:
     """Runs a model on a few rows.
 
     Args:
-        model, units: see `look`.
+        model, units: see `find_row_mixing`.
         call: the batch, of ordinary tensors on the CPU.
 
     Attributes:
@@ -180,7 +188,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, units: tuple[str, ...], call: Call) -> None:
         self.call, self.units = call, units
-        made, self.large = _furnished(hollow(model, units), units)
+        made, self.large = _furnished(skeleton_with_values(model, units), units)
         self.clean = copy.deepcopy(
             made, {id(one): one for one in self.large}
         )  # runs may leave something in units
@@ -188,15 +196,15 @@ class _Trial:
         self.tried: set[Hashable] = set()
         self.read: tuple[str, ...] = ()
 
-    def verdict(self) -> Rowless | None:
+    def verdict(self) -> CannotSplit | None:
         """What is found first."""
         before = self._kept()
         whole = self._run(self.call, None)
         self.read, given = whole.read, list(self.between.given)
         after = self._kept()
-        if changed(before, after):
+        if changed_places(before, after):
             self._run(self.call, None)
-            again = changed(after, self._kept())
+            again = changed_places(after, self._kept())
             if again:
                 return _writes("", again[0])
         parts = []
@@ -205,15 +213,15 @@ class _Trial:
             if profile.order != whole.order:
                 raise ValueError("other modules are called for fewer rows")
             parts.append(list(self.between.given))
-            by_rows = by_rows_in(before, after, self._kept())
+            by_rows = written_from_rows(before, after, self._kept())
             if by_rows is not None:
                 return _writes("", by_rows)
         taken = frozenset().union(*whole.consumes.values())
         for key, (like, entire), *others in zip(whole.order, given, *parts, strict=True):
             halves = [other[1] for other in others]
-            alike = [compared(entire, part, half) for half, part in enumerate(halves)]
+            alike = [row_difference(entire, part, half) for half, part in enumerate(halves)]
             if "rows" in alike:
-                return Rowless(
+                return CannotSplit(
                     f"the code before module {key[0]!r} makes something of several rows of the batch, and gives it that: "
                     "microbatches would change it",
                     "do it row by row, or behind the last module, or take one",
@@ -228,13 +236,13 @@ class _Trial:
 
     def _run(self, call: Call, half: int | None) -> Profile:
         self.between.half = half
-        with Still(self.large):
+        with StubMode(self.large):
             return self.between.run(*_own(call))
 
     def _kept(self) -> State:
         """What the model keeps outside of units."""
         inside = tuple(f"{unit}." for unit in self.units)
-        return state_of(
+        return module_state(
             (name, part)
             for name, part in self.between.model.named_modules()
             if name not in self.units and not name.startswith(inside)
@@ -243,7 +251,7 @@ class _Trial:
     # ---- a unit
     def _unit(
         self, key: Key, entire: Call, halves: Sequence[Call], taken: frozenset[Label]
-    ) -> Rowless | None:
+    ) -> CannotSplit | None:
         """What is found of a call."""
         unit = self.clean.get_submodule(key[0])
         if type(unit) in _BY_ROW:
@@ -251,7 +259,7 @@ class _Trial:
         try:
             filled, large = _filled(unit)
             rooms = [copy.deepcopy(filled, {id(one): one for one in large}) for _ in range(3)]
-            with Still(large):
+            with StubMode(large):
                 return self._tried(key, rooms, entire, halves, taken)
         except Exception:  # whatever a unit does with numbers at random: of it nothing is known
             return None
@@ -263,24 +271,24 @@ class _Trial:
         entire: Call,
         halves: Sequence[Call],
         taken: frozenset[Label],
-    ) -> Rowless | None:
+    ) -> CannotSplit | None:
         unit, (room, *others) = key[0], rooms
-        before = state_of(room.named_modules())
+        before = module_state(room.named_modules())
         whole = _called(room, entire)
-        after = state_of(room.named_modules())
-        if changed(before, after):
+        after = module_state(room.named_modules())
+        if changed_places(before, after):
             _called(room, entire)
-            again = changed(after, state_of(room.named_modules()))
+            again = changed_places(after, module_state(room.named_modules()))
             if again:
                 return _writes(unit, again[0])
         for half, (other, part) in enumerate(zip(others, halves, strict=True)):
             made = _called(other, part)
-            by_rows = by_rows_in(before, after, state_of(other.named_modules()))
+            by_rows = written_from_rows(before, after, module_state(other.named_modules()))
             if by_rows is not None:
                 return _writes(unit, by_rows)
             wanted = frozenset(place for *at, path, place in taken if tuple(at) == key and not path)
-            if compared(whole, made, half, wanted) == "rows":
-                return Rowless(
+            if row_difference(whole, made, half, wanted) == "rows":
+                return CannotSplit(
                     f"module {unit!r} makes another thing of a row where other rows of the batch are beside it: microbatches would "
                     "change it",
                     "do it row by row, or take one",
@@ -308,14 +316,14 @@ def _furnished(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list[
         parameters, buffers = tensors_in(part)
         for name, tensor in list(parameters.items()):
             if tensor is not None and tensor.is_floating_point():
-                made = numbers(tensor.shape, _precise(tensor.dtype), generator)
+                made = stub_tensor(tensor.shape, _precise(tensor.dtype), generator)
                 parameters[name] = nn.Parameter(made, requires_grad=False)
                 large += [parameters[name]] if made.numel() > LARGE else []
         for name, tensor in list(buffers.items()):
             if tensor is not None and tensor.is_floating_point():
                 buffers[name] = tensor.to(_precise(tensor.dtype))
     for unit in units:
-        for part, name, tensor in emptied(model.get_submodule(unit)):
+        for part, name, tensor in meta_tensors(model.get_submodule(unit)):
             part.__dict__[name] = tensor.to(_precise(tensor.dtype))
     return model, large
 
@@ -328,17 +336,17 @@ def _filled(unit: nn.Module) -> tuple[nn.Module, list[Tensor]]:
     """A copy of an emptied unit with numbers at random, and its large tensors."""
     made, large = copy.deepcopy(unit), list[Tensor]()
     generator = torch.Generator().manual_seed(1)
-    for part, name, tensor in emptied(made):
-        part.__dict__[name] = filled = numbers(tensor.shape, tensor.dtype, generator)
+    for part, name, tensor in meta_tensors(made):
+        part.__dict__[name] = filled = stub_tensor(tensor.shape, tensor.dtype, generator)
         if filled.numel() > LARGE:
             large.append(filled)
     return made, large
 
 
-def _writes(unit: str, at: Place) -> Rowless:
+def _writes(unit: str, at: Place) -> CannotSplit:
     name = ".".join(part for part in (unit, at[0]) if part)
     whose = f"module {name!r}" if name else "the model"
-    return Rowless(
+    return CannotSplit(
         f"{whose} writes to its {at[1]!r} in every forward: one device does so once for the whole batch, a pipeline for each "
         "microbatch",
         "write it outside of the forward, or take one",

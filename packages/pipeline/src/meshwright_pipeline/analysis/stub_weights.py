@@ -33,7 +33,7 @@ class TooLarge(Exception):
     """A stand-in would have to be made in full."""
 
 
-def numbers(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def stub_tensor(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """What takes the place of a weight or a buffer: fractions at random, of a size that keeps activations alike; choices; zeros."""
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
@@ -49,7 +49,7 @@ def numbers(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -
     return (torch.randn(held, generator=generator) * scale).to(dtype).as_strided(shape, strides)
 
 
-class Still(TorchDispatchMode):
+class StubMode(TorchDispatchMode):
     """Inside, what is drawn at random is the same for every row.
 
     Args:

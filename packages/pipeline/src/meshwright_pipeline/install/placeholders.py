@@ -16,7 +16,7 @@ from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline._torch import stock_call
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.forward_hooks import signature_of
-from meshwright_pipeline.trace.meta_model import empty
+from meshwright_pipeline.trace.meta_model import move_to_meta
 
 
 class Elsewhere(torch.Tensor):
@@ -76,7 +76,7 @@ def leave(model: nn.Module, unit: str, rank: int, holders: Mapping[str, tuple[in
         return Elsewhere.of(meta, f"{unit}.{name} is what {here}")
 
     holding = {path: part for path, part in module.named_modules() if _holds(part) or part is module}
-    empty(module, left)
+    move_to_meta(module, left)
     if not where:
         return
     for path, part in holding.items():

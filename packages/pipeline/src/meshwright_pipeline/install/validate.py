@@ -10,7 +10,7 @@ from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_pipeline.install.division import checked_timetable
-from meshwright_pipeline.partition.units import normalising, ownership
+from meshwright_pipeline.partition.units import batch_norm_module, ownership
 
 
 def check_division(model: nn.Module, plan: ParallelPlan) -> None:
@@ -29,7 +29,7 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     if plan.precision is not None and plan.precision.parameters == "fp16":
         text = "a step runs its backward passes before a scaler can scale the loss, and small gradients would be lost"
         raise PlanError("precision.parameters", "fp16", f"{text}; take bf16", "bf16")
-    norm = normalising(model) if rule.microbatches > 1 else None
+    norm = batch_norm_module(model) if rule.microbatches > 1 else None
     if norm is not None:
         fix = "take 1, or eval() if it keeps running statistics"
         text = f"module {norm!r} normalises by the whole batch, which microbatches would change; {fix}"

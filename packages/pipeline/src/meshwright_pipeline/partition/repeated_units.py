@@ -19,7 +19,7 @@ from meshwright_pipeline._torch import OWN_PARTS, hooks_of, pre_hooks_of, tensor
 from meshwright_pipeline.trace.forward_hooks import Calls
 from meshwright_pipeline.trace.microbatch import Call, signature
 from meshwright_pipeline.trace.profiler import Profiler, Result, snapshot
-from meshwright_pipeline.trace.rng_replay import Draws
+from meshwright_pipeline.trace.rng_replay import DrawRecorder
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types of attributes that are alike where they are equal; whatever is not known is alike where it is the same object."""
@@ -35,7 +35,7 @@ Place = tuple[str, str]
 """Of an attribute: the path of a part of a unit, and its name."""
 
 
-class Copies(Profiler):
+class RepeatedUnitProfiler(Profiler):
     """Takes units that are built alike and called alike to return alike: one of the copies of a block is run."""
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
@@ -58,7 +58,9 @@ class Copies(Profiler):
         """See Profiler."""
         return self._built[unit]
 
-    def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
+    def shape(
+        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
+    ) -> Result:
         """See Profiler."""
         called = signature(call)
         built = self._built[unit]
@@ -76,7 +78,7 @@ class Copies(Profiler):
         return self._results[like]
 
     def _tried(
-        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws
+        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
     ) -> Result | None:
         """What a call returns, and those of copies; None, and nothing has changed in the unit, where they may return otherwise.
 
@@ -105,21 +107,21 @@ class Copies(Profiler):
         return None
 
 
-def _put(entries: dict[str, Any], name: str, seen: list[str]) -> weakref.ref[Number]:
+def _put(entries: dict[str, Any], name: str, seen: list[str]) -> weakref.ref[IntProxy]:
     """Let a stand-in take the place of an integer."""
-    number = entries[name] = Number(entries[name], seen)
+    number = entries[name] = IntProxy(entries[name], seen)
     return weakref.ref(number)
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    def method(self: Number, *args: Any) -> Any:
+    def method(self: IntProxy, *args: Any) -> Any:
         self.note(name)
         return getattr(self.value, name)(*args)
 
     return method
 
 
-def _noted(kind: type[Number]) -> type[Number]:
+def _noted(kind: type[IntProxy]) -> type[IntProxy]:
     """With the operators of integers: they are looked for in the class alone."""
     for name in {*vars(int), "__str__"} - {*vars(kind), "__new__", "__getattribute__", "__getnewargs__"}:
         if name.startswith("__") and callable(getattr(int, name)):
@@ -128,7 +130,7 @@ def _noted(kind: type[Number]) -> type[Number]:
 
 
 @_noted
-class Number:
+class IntProxy:
     """Stands for an integer, and notes in `seen` whatever is done with it but handing it on."""
 
     def __init__(self, value: int, seen: list[str]) -> None:

@@ -104,7 +104,7 @@ def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def normalising(model: nn.Module) -> str | None:
+def batch_norm_module(model: nn.Module) -> str | None:
     """The first module that normalises by the statistics of the rows that it is given; None where there is none."""
     found = (name for name, m in model.named_modules() if by_the_batch(m))
     return next(found, None)

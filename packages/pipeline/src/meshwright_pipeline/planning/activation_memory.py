@@ -14,7 +14,7 @@ FORWARD, WHOLE, FIRST, LATE = range(len(KINDS))
 
 
 @dataclass(frozen=True)
-class Fullest:
+class MemoryPeak:
     """Bytes at the moment at which a rank holds most: kept, alive beside that, and of gradients."""
 
     kept: float = 0.0
@@ -28,7 +28,7 @@ class Fullest:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class StageBytes:
     """Of a microbatch on each stage, as in StageCosts: bytes, and whether the halves of a backward are halves."""
 
     saved: Sequence[float]
@@ -39,7 +39,7 @@ class Bytes:
     first: Sequence[float]
 
 
-class Actions:
+class RankActions:
     """The actions of each rank in its own order.
 
     Args:
@@ -53,7 +53,7 @@ class Actions:
         every = np.array([[*own, *[nothing] * (longest - len(own))] for own in ranks], dtype=np.int64)
         self._kinds, self._stages = np.divmod(every, stages)
 
-    def held(self, sizes: Bytes) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
+    def held(self, sizes: StageBytes) -> tuple[tuple[float, ...], tuple[MemoryPeak, ...]]:
         """Per rank, the most bytes of activations that it holds at once, and when it holds most with all there is beside."""
         kinds, stages = self._kinds, self._stages
         saved, over, waiting, gradients, first = (
@@ -83,12 +83,12 @@ class Actions:
         for rank, place in enumerate(np.argmax(totals, axis=1)):
             at, behind = divmod(int(place), 2)
             if totals[rank, place] <= 0.0:
-                fullest.append(Fullest())
+                fullest.append(MemoryPeak())
             elif behind or kinds[rank, at] == FORWARD:
-                fullest.append(Fullest(float(after[rank, at]), 0.0, float(ready[rank, at])))
+                fullest.append(MemoryPeak(float(after[rank, at]), 0.0, float(ready[rank, at])))
             else:
                 fullest.append(
-                    Fullest(float(before[rank, at]), float(over[rank, at]), float(ready[rank, at]))
+                    MemoryPeak(float(before[rank, at]), float(over[rank, at]), float(ready[rank, at]))
                 )
         return tuple(most.tolist()), tuple(fullest)
 

@@ -17,21 +17,27 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.schedule.schedule import ForwardsFirst, Schedule, Shape
 from meshwright_dtensor.strategy.cost import TIED
 from meshwright_dtensor.strategy.strategy import CollectiveUse, Link, Peak, SearchRequest, StrategyCost
-from meshwright_pipeline.analysis.loss_preview import Foreseen
-from meshwright_pipeline.planning.activation_memory import Fullest
+from meshwright_pipeline.analysis.loss_preview import LossForecast
+from meshwright_pipeline.planning.activation_memory import MemoryPeak
 from meshwright_pipeline.planning.full_batch_loss import (
-    returned_by,
+    tail_gradient_bytes,
+    tail_memory,
     tail_of,
-    taken_by,
     with_tail,
     without_tail,
 )
-from meshwright_pipeline.planning.recompute_cuts import relieve
-from meshwright_pipeline.planning.search_space import microbatches, note
-from meshwright_pipeline.planning.simulate import Prediction, StageCosts, early_part, late_by, predict
-from meshwright_pipeline.planning.stage_costs import Divided, divided, even_cuts
-from meshwright_pipeline.planning.survey import Surveyed, surveyed
-from meshwright_pipeline.planning.unit_costs import Read, Run
+from meshwright_pipeline.planning.recompute_cuts import recompute_to_fit
+from meshwright_pipeline.planning.search_space import microbatches, single_microbatch_note
+from meshwright_pipeline.planning.simulate import (
+    Prediction,
+    StageCosts,
+    input_gradient_share,
+    predict,
+    straggler_delay,
+)
+from meshwright_pipeline.planning.stage_costs import StageDivision, divide, even_cuts
+from meshwright_pipeline.planning.survey import ModelSurvey, survey_of
+from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 AGREEING_CALLS = 400
@@ -39,7 +45,7 @@ AGREEING_CALLS = 400
 
 
 def tied_sums(
-    held: Sequence[frozenset[str]], known: Surveyed, request: SearchRequest, link: Link
+    held: Sequence[frozenset[str]], known: ModelSurvey, request: SearchRequest, link: Link
 ) -> tuple[float, tuple[CollectiveUse, ...]]:
     """Seconds behind all backwards, and messages.
 
@@ -78,7 +84,7 @@ MESSAGE_CALLS, STEP_CALLS = 200, 1700
 """The same of each end of a message (looking ahead, posting, waiting), and of a step: cutting the batch, giving stand-ins to
 parameters, agreeing on the loss and handing gradients over (measured; thread time of a step less that of its actions)."""
 
-TRIES = 3
+RECOMPUTE_TRIES = 3
 """How often stages are chosen anew where they hold more than was reckoned."""
 
 
@@ -90,14 +96,14 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     Raises:
         PlanError: there are not enough modules, rows cannot be shared equally, or the schedule does not fit.
     """
-    known = surveyed(request)
+    known = survey_of(request)
     if known is None:
         rule = "a model is cut by what Pipeline.survey finds in it, and the request holds no survey; give it that"
         raise PlanError("degrees.pp", degree, rule)
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * known.stages_each(schedule, degree), microbatches(request, degree))
     found = known.read(request.work)
-    tail: Run | None = None
+    tail: UnitWork | None = None
     foreseen = now = None
     case = _Case(request, link, found, known, schedule, shape)
     if request.rough and not known.looked:  # the first look takes longer than all estimates together
@@ -116,9 +122,12 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         asked = room
         between = None
         if tail is not None:
-            between = sum(taken_by(tail, shape.microbatches)), returned_by(tail, shape.microbatches)
-        for _ in range(TRIES):  # what several units keep is only known when all is chosen
-            relieved = relieve(request, found, known, schedule, shape, parts, asked, between)
+            between = (
+                sum(tail_memory(tail, shape.microbatches)),
+                tail_gradient_bytes(tail, shape.microbatches),
+            )
+        for _ in range(RECOMPUTE_TRIES):  # what several units keep is only known when all is chosen
+            relieved = recompute_to_fit(request, found, known, schedule, shape, parts, asked, between)
             if relieved is None:
                 break
             other = case.run(relieved.parts, not relieved.policies and not request.recompute)
@@ -144,8 +153,8 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         forwards=tuple(ahead / (ahead + back) if ahead + back else 1 / 3 for ahead, back in times),
         between=0.0 if tail is None else tail.seconds * shape.microbatches / found.whole,
         operations=case.operations(now),
-        late=late_by(schedule, shape),
-        early=early_part(schedule, shape) if now.costs.split else 1.0,
+        late=straggler_delay(schedule, shape),
+        early=input_gradient_share(schedule, shape) if now.costs.split else 1.0,
         holds=fullest.holds,
         peak=fullest.moment(request, 1 if tail is None else shape.microbatches),
         recompute=policies,
@@ -162,7 +171,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     )
 
 
-def _foreseen(request: SearchRequest, known: Surveyed, degree: int, shape: Shape) -> Foreseen | None:
+def _foreseen(request: SearchRequest, known: ModelSurvey, degree: int, shape: Shape) -> LossForecast | None:
     """What there is to know of the loss; None of one microbatch, of which only that it can be cut.
 
     Raises:
@@ -177,10 +186,10 @@ def _foreseen(request: SearchRequest, known: Surveyed, degree: int, shape: Shape
     return found if several else None
 
 
-def _notes(request: SearchRequest, shape: Shape, foreseen: Foreseen | None) -> tuple[str, ...]:
+def _notes(request: SearchRequest, shape: Shape, foreseen: LossForecast | None) -> tuple[str, ...]:
     """What users should know: why there is one microbatch, or why several are all held."""
     if shape.microbatches == 1:
-        one = note(request)
+        one = single_microbatch_note(request)
         return () if one is None else (one,)
     return () if foreseen is None or foreseen.adds else (foreseen.note(shape.microbatches),)
 
@@ -189,7 +198,7 @@ def _notes(request: SearchRequest, shape: Shape, foreseen: Foreseen | None) -> t
 class _Outcome:
     """A step with these stages, and the rank that holds most in it."""
 
-    parts: Divided
+    parts: StageDivision
     costs: StageCosts
     step: Prediction
     fullest: _Rank
@@ -201,21 +210,21 @@ class _Case:
 
     request: SearchRequest
     link: Link
-    found: Read
-    known: Surveyed
+    found: ModelCosts
+    known: ModelSurvey
     schedule: Schedule
     shape: Shape
-    tail: Run | None = None
+    tail: UnitWork | None = None
 
-    def even(self) -> Divided:
+    def even(self) -> StageDivision:
         """Stages of equal time."""
         found, known, shape = self.found, self.known, self.shape
         return found.once(
-            ("divided", shape.stages),
-            lambda: divided(found, known, even_cuts(found, known, shape.ranks, shape.stages)),
+            ("divide", shape.stages),
+            lambda: divide(found, known, even_cuts(found, known, shape.ranks, shape.stages)),
         )
 
-    def run(self, parts: Divided, split: bool) -> _Outcome:
+    def run(self, parts: StageDivision, split: bool) -> _Outcome:
         """A step with these stages; `split`: split backwards are run in halves."""
         request, schedule, shape, found = self.request, self.schedule, self.shape, self.found
         costs = _stage_costs(parts, self.link, request, shape)
@@ -231,14 +240,14 @@ class _Case:
         fullest = max(_ranks(step, self.owned(parts), parts.messages), key=lambda one: one.total(request))
         return _Outcome(parts, costs, step, fullest)
 
-    def owned(self, parts: Divided) -> list[_Owned]:
+    def owned(self, parts: StageDivision) -> list[_Owned]:
         """What every rank holds, with these stages."""
         return self.found.once(
             ("owned", self.schedule.name, self.shape, parts.cuts),
             lambda: _owned(self.schedule, self.shape, parts.held, self.known),
         )
 
-    def tied(self, parts: Divided) -> tuple[float, tuple[CollectiveUse, ...]]:
+    def tied(self, parts: StageDivision) -> tuple[float, tuple[CollectiveUse, ...]]:
         """What sums of gradients take that several ranks hold, with these stages."""
         held = [names for _, names, _ in self.owned(parts)]
         return tied_sums(held, self.known, self.request, self.link)
@@ -265,7 +274,7 @@ class _Rank:
 
     holds: frozenset[str]
     share: float
-    peak: Fullest
+    peak: MemoryPeak
 
     def total(self, request: SearchRequest) -> tuple[float, float]:
         """Bytes at its peak, or when the optimizer steps, whichever is more."""
@@ -282,7 +291,9 @@ _Owned: TypeAlias = tuple[list[int], frozenset[str], float]
 """Of a rank: its stages, names of the parameters that it holds, and their part of all."""
 
 
-def _owned(schedule: Schedule, shape: Shape, held: Sequence[frozenset[str]], known: Surveyed) -> list[_Owned]:
+def _owned(
+    schedule: Schedule, shape: Shape, held: Sequence[frozenset[str]], known: ModelSurvey
+) -> list[_Owned]:
     stages: list[list[int]] = [[] for _ in range(shape.ranks)]
     for stage in range(shape.stages):
         stages[schedule.owner(stage, shape)].append(stage)
@@ -299,7 +310,7 @@ def _ranks(step: Prediction, owned: Sequence[_Owned], messages: Sequence[int]) -
         yield _Rank(holds, share, replace(peak, over=peak.over + passing))
 
 
-def _stage_costs(parts: Divided, link: Link, request: SearchRequest, shape: Shape) -> StageCosts:
+def _stage_costs(parts: StageDivision, link: Link, request: SearchRequest, shape: Shape) -> StageCosts:
     """What a microbatch costs on each stage. What a stage sends it keeps until that has gone backward."""
     loads, sent = parts.loads, parts.messages
     return StageCosts(
@@ -351,7 +362,7 @@ def _predicted(schedule: Schedule, shape: Shape, costs: StageCosts, company: tup
         raise PlanError("pipeline.schedule", schedule.name, str(error)) from None
 
 
-def _messages(parts: Divided, schedule: Schedule, shape: Shape) -> Iterator[CollectiveUse]:
+def _messages(parts: StageDivision, schedule: Schedule, shape: Shape) -> Iterator[CollectiveUse]:
     """What goes from rank to rank in a step: what is behind a cut takes results of units before it, in every microbatch."""
     for cut, (sent, returned) in enumerate(zip(parts.messages, parts.returned, strict=True)):
         if schedule.owner(cut, shape) == schedule.owner(cut + 1, shape):

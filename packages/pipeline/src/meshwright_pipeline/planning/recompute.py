@@ -17,19 +17,19 @@ from typing import NamedTuple, TypeAlias
 
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_pipeline.planning.activation_memory import KINDS
-from meshwright_pipeline.planning.simulate import steps_of, walks
+from meshwright_pipeline.planning.simulate import simulated_shapes, steps_of
 
-MOST = 512
+MOST_CHOICES = 512
 """Choices of a row of units that are gone on with; of more, which only units that all differ have, an even part is."""
 
-PAIRS = 1 << 18
+MOST_COMBINATIONS = 1 << 18
 """Choices of the stages of one rank together that are looked at, at most; of more, none."""
 
 Picks: TypeAlias = "tuple[int, Picks] | None"
 """The ways of the first unit of a row and of those behind it."""
 
 
-class Way(NamedTuple):
+class UnitOption(NamedTuple):
     """How a unit may run.
 
     Args:
@@ -43,7 +43,7 @@ class Way(NamedTuple):
     over: int
 
 
-class Choice(NamedTuple):
+class RunChoice(NamedTuple):
     """How each unit of a row runs, and what the row is then, as in Way."""
 
     seconds: float
@@ -65,20 +65,22 @@ class Choice(NamedTuple):
 class Choices:
     """Choices of rows of units; `kinds`: the ways of each kind of unit, the first of which runs nothing again."""
 
-    kinds: Sequence[Sequence[Way]]
-    known: dict[tuple[int, ...], list[Choice]] = field(default_factory=dict)
+    kinds: Sequence[Sequence[UnitOption]]
+    known: dict[tuple[int, ...], list[RunChoice]] = field(default_factory=dict)
 
-    def of(self, row: Sequence[int]) -> list[Choice]:
+    def of(self, row: Sequence[int]) -> list[RunChoice]:
         """Those of a row of kinds that no other one beats, the fastest first."""
         for start in range(len(row), -1, -1):
             key = tuple(row[start:])
             if key not in self.known:
                 behind = self.known[key[1:]] if key else []
-                self.known[key] = _extended(self.kinds[key[0]], behind) if key else [Choice(0.0, 0, 0, None)]
+                self.known[key] = (
+                    _extended(self.kinds[key[0]], behind) if key else [RunChoice(0.0, 0, 0, None)]
+                )
         return self.known[tuple(row)]
 
 
-def _extended(ways: Sequence[Way], behind: Sequence[Choice]) -> list[Choice]:
+def _extended(ways: Sequence[UnitOption], behind: Sequence[RunChoice]) -> list[RunChoice]:
     """With one more unit in front, which runs backward when what is kept of those behind it is free again."""
     # sums of the same seconds in another order differ in the last bits; most of these are given up at once
     every = [
@@ -87,7 +89,7 @@ def _extended(ways: Sequence[Way], behind: Sequence[Choice]) -> list[Choice]:
         for c in behind
     ]
     every.sort(key=operator.itemgetter(0, 1, 2))
-    best: list[Choice] = []
+    best: list[RunChoice] = []
     stairs: list[tuple[int, int]] = []  # (kept, kept and over) of the best: one rises, the other falls
     for _, kept, over, way_of, c in every:
         full = kept + over
@@ -95,14 +97,14 @@ def _extended(ways: Sequence[Way], behind: Sequence[Choice]) -> list[Choice]:
         # with n in flight n * kept + over counts; whoever is no worse for one of them is no worse for more
         if place and stairs[place - 1][1] <= full:
             continue
-        best.append(Choice(ways[way_of].seconds + c.seconds, kept, over, (way_of, c.picks)))
+        best.append(RunChoice(ways[way_of].seconds + c.seconds, kept, over, (way_of, c.picks)))
         while place < len(stairs) and stairs[place][1] >= full:
             del stairs[place]
         insort(stairs, (kept, full))
-    if len(best) <= MOST:
+    if len(best) <= MOST_CHOICES:
         return best
     last = len(best) - 1
-    spread = {round(n * last / (MOST - 1)) for n in range(MOST)}
+    spread = {round(n * last / (MOST_CHOICES - 1)) for n in range(MOST_CHOICES)}
     spread |= {
         best.index(min(best, key=lambda c: c.kept)),
         best.index(min(best, key=lambda c: c.kept + c.over)),
@@ -146,7 +148,7 @@ def moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
     Raises:
         UsageError: as `predict`.
     """
-    shorter = walks(shape)
+    shorter = simulated_shapes(shape)
     if len(shorter) > 1 and not any(schedule.refusal(one) for one in shorter):
         # of a long step the steady part is like that of a shorter one, where it is steady
         short, longer = (_moments(schedule, one) for one in shorter)
@@ -180,10 +182,10 @@ def _of_rank(stages: Sequence[int], actions: Sequence[int], count: int) -> tuple
 
 
 def cheapest(
-    stages: Sequence[Sequence[Choice]],
-    taking: Callable[[int, Choice], Sequence[float]],
+    stages: Sequence[Sequence[RunChoice]],
+    taking: Callable[[int, RunChoice], Sequence[float]],
     room: Sequence[float],
-) -> tuple[Choice, ...] | None:
+) -> tuple[RunChoice, ...] | None:
     """One choice for each stage of a rank, in all of the least seconds that leave room; None where none do.
 
     Args:
@@ -193,7 +195,7 @@ def cheapest(
     """
     if len(stages) == 1:
         return next(((c,) for c in stages[0] if not any(map(operator.gt, taking(0, c), room))), None)
-    if math.prod(map(len, stages)) > PAIRS:
+    if math.prod(map(len, stages)) > MOST_COMBINATIONS:
         return None
     bytes_of = [[taking(place, choice) for choice in choices] for place, choices in enumerate(stages)]
     # what stages further on take at the least
@@ -203,9 +205,9 @@ def cheapest(
             [after + min(column) for after, column in zip(least[-1], zip(*sizes, strict=True), strict=True)]
         )
         quickest.append(quickest[-1] + min(choice.seconds for choice in choices))
-    best: tuple[float, tuple[Choice, ...] | None] = (math.inf, None)
+    best: tuple[float, tuple[RunChoice, ...] | None] = (math.inf, None)
 
-    def go(taken: tuple[Choice, ...], seconds: float, left: Sequence[float]) -> None:
+    def go(taken: tuple[RunChoice, ...], seconds: float, left: Sequence[float]) -> None:
         nonlocal best
         place = len(taken)
         behind = len(stages) - place - 1

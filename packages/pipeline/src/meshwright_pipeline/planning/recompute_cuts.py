@@ -10,25 +10,25 @@ from functools import cached_property
 
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest
-from meshwright_pipeline.planning.recompute import Choice, Choices, Moment, Way, cheapest, moments
-from meshwright_pipeline.planning.stage_costs import Divided, divided, held_by
-from meshwright_pipeline.planning.survey import Surveyed
-from meshwright_pipeline.planning.unit_costs import Read, Run, Shared, in_runs, shared_bytes
+from meshwright_pipeline.planning.recompute import Choices, Moment, RunChoice, UnitOption, cheapest, moments
+from meshwright_pipeline.planning.stage_costs import StageDivision, divide, parameters_of
+from meshwright_pipeline.planning.survey import ModelSurvey
+from meshwright_pipeline.planning.unit_costs import ModelCosts, Shared, UnitWork, group_by_unit, shared_bytes
 
 RANGES = 256
 """Stages (from one run to another) that are costed to find better cuts, about."""
 
 
 @dataclass(frozen=True)
-class Relieved:
+class StageRecompute:
     """Stages of which some run units again; `policies`: unit -> by which policy."""
 
-    parts: Divided
+    parts: StageDivision
     policies: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Ways:
+class RecomputeOptions:
     """How each run of a model may be done.
 
     Args:
@@ -40,17 +40,19 @@ class Ways:
     """
 
     again: tuple[tuple[ModuleWork, ...], ...]
-    runs: list[list[Run]]
+    runs: list[list[UnitWork]]
     policies: list[list[str]]
     kinds: list[int]
     choices: Choices
 
     @staticmethod
-    def of(found: Read, known: Surveyed, again: Mapping[str, tuple[ModuleWork, ...]]) -> Ways:
+    def of(
+        found: ModelCosts, known: ModelSurvey, again: Mapping[str, tuple[ModuleWork, ...]]
+    ) -> RecomputeOptions:
         """Those of a model that was read; what is called several times is left as it is."""
-        others = {policy: in_runs(work, known, found.shared)[0] for policy, work in again.items()}
+        others = {policy: group_by_unit(work, known, found.shared)[0] for policy, work in again.items()}
         times = Counter(run.unit for run in found.runs)
-        runs: list[list[Run]] = []
+        runs: list[list[UnitWork]] = []
         policies: list[list[str]] = []
         for place, run in enumerate(found.runs):
             runs.append([run])
@@ -60,32 +62,32 @@ class Ways:
                     if other[place].kept < run.kept:
                         runs[-1].append(other[place])
                         policies[-1].append(policy)
-        kinds: dict[tuple[Way, ...], int] = {}
+        kinds: dict[tuple[UnitOption, ...], int] = {}
         numbers = []
         for place, every in enumerate(runs):
             tail = found.tail if place == len(runs) - 1 else None
             key = tuple(_way(found.between[place], run, tail) for run in every)
             numbers.append(kinds.setdefault(key, len(kinds)))
-        return Ways(tuple(again.values()), runs, policies, numbers, Choices(list(kinds)))
+        return RecomputeOptions(tuple(again.values()), runs, policies, numbers, Choices(list(kinds)))
 
 
-def _way(glue: Run, run: Run, tail: Run | None) -> Way:
+def _way(glue: UnitWork, run: UnitWork, tail: UnitWork | None) -> UnitOption:
     whole = glue.then(run)
     if tail is not None:
         whole = whole.then(tail)
-    return Way(whole.seconds, math.ceil(whole.saved_bytes), math.ceil(whole.over))
+    return UnitOption(whole.seconds, math.ceil(whole.saved_bytes), math.ceil(whole.over))
 
 
-def relieve(
+def recompute_to_fit(
     request: SearchRequest,
-    found: Read,
-    known: Surveyed,
+    found: ModelCosts,
+    known: ModelSurvey,
     schedule: Schedule,
     shape: Shape,
-    even: Divided,
+    even: StageDivision,
     room: float,
     between: tuple[float, float] | None = None,
-) -> Relieved | None:
+) -> StageRecompute | None:
     """Stages that leave each rank no more than `room` bytes, the slowest of them as fast as can be; None where none do.
 
     What tensors several units keep counts once on a stage, as if all of them kept them however they run.
@@ -100,9 +102,9 @@ def relieve(
             backwards from then on; None where nothing runs then.
     """
     again = request.again
-    ways: Ways = found.once("ways", lambda: Ways.of(found, known, again))
+    ways: RecomputeOptions = found.once("ways", lambda: RecomputeOptions.of(found, known, again))
     if any(a is not b for a, b in zip(ways.again, again.values(), strict=True)):
-        ways = Ways.of(found, known, again)
+        ways = RecomputeOptions.of(found, known, again)
     rooms = _Rooms(request, found, known, ways, _moments(schedule, shape, between), room)
     ends = [0, *even.cuts, len(found.runs)]
     own = [schedule.own(rank, shape) for rank in range(shape.ranks)]
@@ -132,7 +134,7 @@ def _reach(stages: int) -> int:
     return max(0, (math.isqrt(RANGES // stages) - 1) // 2)
 
 
-Stages = dict[tuple[int, int], Choice]
+Stages = dict[tuple[int, int], RunChoice]
 """First run of a stage, and the one behind its last -> how its runs are done."""
 
 
@@ -141,9 +143,9 @@ class _Rooms:
     """What fits into the room of each rank."""
 
     request: SearchRequest
-    found: Read
-    known: Surveyed
-    ways: Ways
+    found: ModelCosts
+    known: ModelSurvey
+    ways: RecomputeOptions
     moments: Sequence[Sequence[tuple[Moment, float]]]
     room: float
 
@@ -190,7 +192,7 @@ class _Rooms:
         slowest, _, cuts = min(best.values())
         return slowest, cuts
 
-    def _rank(self, rank: int, stages: Sequence[tuple[int, int]]) -> tuple[Choice, ...] | None:
+    def _rank(self, rank: int, stages: Sequence[tuple[int, int]]) -> tuple[RunChoice, ...] | None:
         """The fastest choices for the stages of a rank; None where it has no room for them."""
         request, crossing = self.request, self.found.crossing
         held = [self._held(*stage) for stage in stages]
@@ -204,7 +206,7 @@ class _Rooms:
 
         every = self.moments[rank]
 
-        def taking(stage: int, choice: Choice) -> list[float]:
+        def taking(stage: int, choice: RunChoice) -> list[float]:
             kept = choice.kept + always[stage]
             return [m.kept[stage] * kept + (choice.over if m.running == stage else 0) for m, _ in every]
 
@@ -219,7 +221,7 @@ class _Rooms:
     def _held(self, a: int, b: int) -> frozenset[str]:
         units = [run.unit for run in self.found.runs[a:b]]
         names: frozenset[str] = self.found.once(
-            ("held", a, b), lambda: held_by(units, self.known, self.found.shared)
+            ("held", a, b), lambda: parameters_of(units, self.known, self.found.shared)
         )
         return names
 
@@ -243,10 +245,12 @@ class _Rooms:
         return found
 
 
-def _relieved(found: Read, known: Surveyed, ways: Ways, stages: Stages) -> Relieved:
+def _relieved(
+    found: ModelCosts, known: ModelSurvey, ways: RecomputeOptions, stages: Stages
+) -> StageRecompute:
     chosen = [way for _, choice in sorted(stages.items()) for way in choice.ways]
     runs = [every[way] for every, way in zip(ways.runs, chosen, strict=True)]
     names = [every[way] for every, way in zip(ways.policies, chosen, strict=True)]
     cuts = sorted(a for a, _ in stages if a)
     policies = {run.unit: name for run, name in zip(runs, names, strict=True) if name}
-    return Relieved(divided(replace(found, runs=runs), known, cuts), policies)
+    return StageRecompute(divide(replace(found, runs=runs), known, cuts), policies)

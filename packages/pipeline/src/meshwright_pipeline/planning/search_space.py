@@ -11,20 +11,20 @@ from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_dtensor.strategy.strategy import SearchRequest, divisors
 from meshwright_dtensor.utils.names import listing
-from meshwright_pipeline.analysis.row_mixing import Rowless
-from meshwright_pipeline.planning.survey import surveyed
+from meshwright_pipeline.analysis.row_mixing import CannotSplit
+from meshwright_pipeline.planning.survey import survey_of
 
 PER_STAGE = 4
 """Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
 
 
-def ways(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
+def pipeline_choices(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
     """Every installed schedule that takes a pipeline of this degree, with numbers of microbatches worth a look.
 
     What the user named is kept. Schedules that cannot be loaded are left out, unless they are named.
     """
     said = request.options
-    known = surveyed(request)
+    known = survey_of(request)
     installed = discover().all(ScheduleSpec) if known is None else known.installed
     names = [said["schedule"]] if "schedule" in said else list(installed)
     for name in names:
@@ -65,9 +65,9 @@ def _counts(request: SearchRequest, degree: int) -> list[int]:
     return kept
 
 
-def _rowless(request: SearchRequest) -> Rowless | None:
+def _rowless(request: SearchRequest) -> CannotSplit | None:
     """What keeps a batch from being cut: a module that makes something of all rows; None for nothing."""
-    known = surveyed(request)
+    known = survey_of(request)
     if known is None:
         return None
     found = (made for made, taken in request.numbers if known.unit(made) and not known.unit(taken))
@@ -77,17 +77,17 @@ def _rowless(request: SearchRequest) -> Rowless | None:
             f"module {first!r} makes a number of the rows that it is given, which code outside takes: what it is for the whole "
             "batch cannot be known from microbatches"
         )
-        return Rowless(why, "compute it outside of the module, or take one")
+        return CannotSplit(why, "compute it outside of the module, or take one")
     norm = known.normalising
     if norm is None:
         return known.rowless(request.example)
-    return Rowless(
+    return CannotSplit(
         f"module {norm!r} normalises by the whole batch, which microbatches would change",
         "take one, or eval() if it keeps running statistics",
     )
 
 
-def note(request: SearchRequest) -> str | None:
+def single_microbatch_note(request: SearchRequest) -> str | None:
     """Why there is one microbatch, in a line; None where there may be more."""
     rowless = _rowless(request)
     if rowless is None:
@@ -95,16 +95,16 @@ def note(request: SearchRequest) -> str | None:
     return f"pipeline: one microbatch, so that its ranks compute one after the other: {rowless.why}"
 
 
-def possible(request: SearchRequest) -> list[int]:
+def possible_degrees(request: SearchRequest) -> list[int]:
     """Degrees for which there are ranks, rows and modules enough."""
-    known = surveyed(request)
+    known = survey_of(request)
     most = request.batch_size if known is None else min(request.batch_size, len(known.holding))
     return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
 
 
-def refusal(request: SearchRequest, degree: int) -> str | None:
+def degree_refusal(request: SearchRequest, degree: int) -> str | None:
     """Why a degree that divides the ranks is not among those that are possible."""
-    known = surveyed(request)
+    known = survey_of(request)
     if request.world_size % degree:
         return None
     if known is not None and degree > len(known.holding):

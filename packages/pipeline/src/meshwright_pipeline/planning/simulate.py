@@ -16,11 +16,11 @@ import numpy as np
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import check_accepts, ordered
-from meshwright_pipeline.planning.activation_memory import KINDS, Actions, Bytes, Fullest
+from meshwright_pipeline.planning.activation_memory import KINDS, MemoryPeak, RankActions, StageBytes
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedAction:
     """An action of a rank.
 
     Attributes:
@@ -36,7 +36,9 @@ class Timed:
     sending: float
 
 
-def elapsed(ranks: Sequence[Sequence[Timed]], company: Sequence[float]) -> tuple[float, list[float]]:
+def shared_core_time(
+    ranks: Sequence[Sequence[TimedAction]], company: Sequence[float]
+) -> tuple[float, list[float]]:
     """Seconds until all have done what they do in their order, and for how many of them each computes.
 
     Processor sharing: between two events all that compute go on at the same pace, `company[n - 1]` times as long as their
@@ -83,7 +85,7 @@ def elapsed(ranks: Sequence[Sequence[Timed]], company: Sequence[float]) -> tuple
             del left[nearest]
 
 
-WALKED = 6000
+MOST_ACTIONS = 6000
 """Actions that are walked through one by one; of longer steps the steady part is drawn out."""
 
 
@@ -130,7 +132,7 @@ class Prediction:
     seconds: float
     busy: tuple[float, ...]
     held: tuple[float, ...]
-    fullest: tuple[Fullest, ...] = ()
+    fullest: tuple[MemoryPeak, ...] = ()
     silent: float = 0.0
 
     @property
@@ -153,7 +155,7 @@ def predict(
     if company and (len(company) != shape.ranks or min(company) <= 0):
         raise UsageError(f"company={company}: it takes a positive number for each of the {shape.ranks} ranks")
     check_accepts(schedule, shape)  # of a long step, others are walked through
-    walked = walks(shape)
+    walked = simulated_shapes(shape)
     if len(walked) == 1:
         return _walk(schedule, shape, costs, company)
     short, longer = (_walk(schedule, one, costs, company) for one in walked)
@@ -168,31 +170,31 @@ def predict(
         tuple(map(drawn, short.busy, longer.busy)),
         tuple(map(drawn, short.held, longer.held)),
         tuple(
-            Fullest(drawn(a.kept, b.kept), drawn(a.over, b.over), drawn(a.gradients, b.gradients))
+            MemoryPeak(drawn(a.kept, b.kept), drawn(a.over, b.over), drawn(a.gradients, b.gradients))
             for a, b in zip(short.fullest, longer.fullest, strict=True)
         ),
         drawn(short.silent, longer.silent),
     )
 
 
-def walks(shape: Shape) -> tuple[Shape, ...]:
+def simulated_shapes(shape: Shape) -> tuple[Shape, ...]:
     """What is walked through of a step: itself, or the two shorter ones that its steady part is drawn out from."""
     few, more = 2 * shape.stages, 3 * shape.stages
     # drawing out takes two walks
-    if 2 * shape.stages * shape.microbatches <= WALKED or shape.microbatches <= few + more:
+    if 2 * shape.stages * shape.microbatches <= MOST_ACTIONS or shape.microbatches <= few + more:
         return (shape,)
     # whatever groups a schedule takes microbatches in, as many as there are stages are whole groups
     return tuple(Shape(shape.ranks, shape.stages, count) for count in (few, more))
 
 
 @functools.lru_cache(maxsize=256)
-def late_by(schedule: Schedule, shape: Shape) -> tuple[float, float]:
+def straggler_delay(schedule: Schedule, shape: Shape) -> tuple[float, float]:
     """Seconds that ranks wait for each by which every one of them takes longer with the first microbatch, or with all.
 
     Forwards and what hands gradients on take longer, by as much as a forward.  It is a property of the schedule: that of equal
     stages whose backwards take twice as long as their forwards.
     """
-    short = walks(shape)[0]
+    short = simulated_shapes(shape)[0]
     steps, stages = steps_of(schedule, short), short.stages
     lengths = (*((1.0,) * stages), *((2.0,) * stages), *((1.0,) * (2 * stages)))
     plain, first, every = ([0.0] * shape.ranks for _ in range(3))
@@ -212,9 +214,9 @@ def late_by(schedule: Schedule, shape: Shape) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=256)
-def early_part(schedule: Schedule, shape: Shape) -> float:
+def input_gradient_share(schedule: Schedule, shape: Shape) -> float:
     """The part of a backward pass that is done when gradients of weights are left for later; 1 where none is split."""
-    short = walks(shape)[0]
+    short = simulated_shapes(shape)[0]
     kinds = [number // short.stages for number in steps_of(schedule, short).numbers]
     whole, halves = kinds.count(KINDS.index("B")), kinds.count(KINDS.index("I"))
     return (whole + halves / 2) / (whole + halves)
@@ -237,7 +239,7 @@ class Steps:
     after: tuple[int, ...]
     cuts: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
-    actions: Actions
+    actions: RankActions
 
 
 def _lengths(costs: StageCosts) -> tuple[float, ...]:
@@ -257,8 +259,10 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
     held, fullest = _held(steps, shape, costs) if costs.saved else ((0.0,) * shape.ranks, ())
     if company:
         work = _by_rank(steps, lengths, late)
-        seconds, _ = elapsed(work, company)
-        alone, computing = elapsed([[replace(one, sending=0.0) for one in own] for own in work], company)
+        seconds, _ = shared_core_time(work, company)
+        alone, computing = shared_core_time(
+            [[replace(one, sending=0.0) for one in own] for own in work], company
+        )
         return Prediction(seconds, tuple(computing), held, fullest, alone)
     clock, silent = ([0.0] * shape.ranks for _ in range(2))
     ends, quiet = [0.0], [0.0]  # the first one is that of nothing; with messages, and if they took no time
@@ -278,20 +282,22 @@ def _walk(schedule: Schedule, shape: Shape, costs: StageCosts, company: tuple[fl
     return Prediction(max(clock), busy, held, fullest, max(silent))
 
 
-def _by_rank(steps: Steps, lengths: Sequence[float], late: Sequence[float]) -> list[list[Timed]]:
+def _by_rank(steps: Steps, lengths: Sequence[float], late: Sequence[float]) -> list[list[TimedAction]]:
     """What each rank does in its own order."""
-    found: list[list[Timed]] = [[] for _ in steps.ranks]
+    found: list[list[TimedAction]] = [[] for _ in steps.ranks]
     every = zip(steps.doers, steps.numbers, steps.after, strict=True)
     for place, (rank, number, after) in enumerate(every, 1):
-        found[rank].append(Timed(place, lengths[number], after, late[number]))
+        found[rank].append(TimedAction(place, lengths[number], after, late[number]))
     return found
 
 
-def _held(steps: Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[Fullest, ...]]:
+def _held(steps: Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[MemoryPeak, ...]]:
     """What ranks hold, as in Prediction."""
     nothing = (0.0,) * shape.stages
     over, waiting, gradients = (own or nothing for own in (costs.over, costs.waiting, costs.gradients))
-    return steps.actions.held(Bytes(costs.saved, over, waiting, gradients, costs.split, costs.first or over))
+    return steps.actions.held(
+        StageBytes(costs.saved, over, waiting, gradients, costs.split, costs.first or over)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -321,4 +327,4 @@ def steps_of(schedule: Schedule, shape: Shape) -> Steps:
     places[slots] = np.arange(1, len(order) + 1)
     after = np.where(np.array(cuts)[numbers] >= 0, places[waits], 0)
     one, two, three = (tuple(own.tolist()) for own in (doers, numbers, after))
-    return Steps(one, two, three, tuple(cuts), ranks, Actions(ranks, shape.stages))
+    return Steps(one, two, three, tuple(cuts), ranks, RankActions(ranks, shape.stages))

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_pipeline.planning.survey import Surveyed
-from meshwright_pipeline.planning.unit_costs import Read, Run
+from meshwright_pipeline.planning.survey import ModelSurvey
+from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork
 
 
-def balanced(costs: Sequence[float], count: int) -> list[int]:
+def linear_partition(costs: Sequence[float], count: int) -> list[int]:
     """Where to cut a sequence into `count` runs whose largest sum is smallest: `count` - 1 ascending places.
 
     Dynamic programming over prefixes, exact; of equal answers the one with the earliest cuts. No run is empty.
@@ -51,7 +51,7 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Divided:
+class StageDivision:
     """Stages of a model.
 
     Args:
@@ -67,7 +67,7 @@ class Divided:
 
     cuts: tuple[int, ...]
     stages: list[list[str]]
-    loads: list[Run]
+    loads: list[UnitWork]
     held: list[frozenset[str]]
     shares: list[float]
     sizes: list[tuple[int, int]]
@@ -75,7 +75,7 @@ class Divided:
     returned: list[int]
 
 
-def even_cuts(found: Read, known: Surveyed, ranks: int, stages: int) -> tuple[int, ...]:
+def even_cuts(found: ModelCosts, known: ModelSurvey, ranks: int, stages: int) -> tuple[int, ...]:
     """Where to cut so that the slowest stage is fastest.
 
     Raises:
@@ -88,16 +88,16 @@ def even_cuts(found: Read, known: Surveyed, ranks: int, stages: int) -> tuple[in
         raise PlanError("degrees.pp", ranks, text, str(max(1, here // (stages // ranks))))
     seconds = [sum(run.seconds for run in block) for block in blocks]
     seconds[-1] += found.tail.seconds
-    return tuple(sum(map(len, blocks[:place])) for place in balanced(seconds, stages))
+    return tuple(sum(map(len, blocks[:place])) for place in linear_partition(seconds, stages))
 
 
-def divided(found: Read, known: Surveyed, cuts: Sequence[int]) -> Divided:
+def divide(found: ModelCosts, known: ModelSurvey, cuts: Sequence[int]) -> StageDivision:
     """The model cut before these runs."""
     shared, runs = found.shared, found.runs
     ends = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
     stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], known, shared)
-    held = [held_by(stage, known, shared) for stage in stages]
-    return Divided(
+    held = [parameters_of(stage, known, shared) for stage in stages]
+    return StageDivision(
         tuple(cuts),
         stages,
         [found.load(a, b) for a, b in ends],
@@ -109,7 +109,7 @@ def divided(found: Read, known: Surveyed, cuts: Sequence[int]) -> Divided:
     )
 
 
-def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[str]) -> list[list[str]]:
+def _stages(parts: Sequence[Sequence[str]], known: ModelSurvey, shared: Sequence[str]) -> list[list[str]]:
     """The units of each stage in the order of registration, with those that did nothing beside the one before them.
 
     What has no parameters and did nothing (a dropout of 0) is left to every stage: it may be called anywhere.
@@ -127,7 +127,7 @@ def _stages(parts: Sequence[Sequence[str]], known: Surveyed, shared: Sequence[st
     return [sorted(stage, key=place.__getitem__) for stage in stages]
 
 
-def held_by(stage: Sequence[str], known: Surveyed, shared: Sequence[str]) -> frozenset[str]:
+def parameters_of(stage: Sequence[str], known: ModelSurvey, shared: Sequence[str]) -> frozenset[str]:
     """First names of the parameters that a stage holds."""
     nothing: frozenset[str] = frozenset()
     return nothing.union(*(known.inside.get(unit, nothing) for unit in {*stage, *shared, ""}))

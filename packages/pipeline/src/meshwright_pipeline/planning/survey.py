@@ -14,19 +14,19 @@ from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule
 from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest, Survey
-from meshwright_pipeline.analysis.loss_preview import Foreseen, Lookout
-from meshwright_pipeline.analysis.row_mixing import Rowless, look
-from meshwright_pipeline.partition.units import called_in_parts, find_units, normalising
-from meshwright_pipeline.planning.unit_costs import Read, read
+from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
+from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
+from meshwright_pipeline.partition.units import batch_norm_module, called_in_parts, find_units
+from meshwright_pipeline.planning.unit_costs import ModelCosts, model_costs
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
-TRIED = 1 << 30
+MOST_PARAMETERS = 1 << 30
 """Parameters up to which rows are looked at when planning: of larger models that takes as long as the search, and waits for a
 first step."""
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class ModelSurvey:
     """What planning needs to know of a model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Surveyed:
     model: nn.Module | None = field(default=None, repr=False, compare=False)
     opened: frozenset[str] = frozenset()
 
-    def at(self, calls: frozenset[tuple[str, str]] | None) -> Surveyed:
+    def at(self, calls: frozenset[tuple[str, str]] | None) -> ModelSurvey:
         """The same with the units of a model that calls its modules like this; see SearchRequest.calls."""
         if calls is None or self.model is None:
             return self
@@ -52,7 +52,7 @@ class Surveyed:
             found = self._at[id(calls)] = calls, self._opened(calls)
         return found[1]
 
-    def _opened(self, calls: frozenset[tuple[str, str]]) -> Surveyed:
+    def _opened(self, calls: frozenset[tuple[str, str]]) -> ModelSurvey:
         assert self.model is not None
         known = self
         while more := called_in_parts(known.units, calls):
@@ -61,7 +61,7 @@ class Surveyed:
         return next((one for _, one in self._at.values() if one == known), known)
 
     @cached_property
-    def _at(self) -> dict[int, tuple[frozenset[tuple[str, str]], Surveyed]]:
+    def _at(self) -> dict[int, tuple[frozenset[tuple[str, str]], ModelSurvey]]:
         return {}
 
     @cached_property
@@ -159,10 +159,10 @@ class Surveyed:
 
     def foreseen(
         self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None, single: bool, rough: bool = False
-    ) -> Foreseen | None:
+    ) -> LossForecast | None:
         """What there is to know of the loss, found once; None without an example batch.
 
-        `single`: see Lookout; `rough`: what is known of microbatches of one row will do for those of more, or the other way.
+        `single`: see LossChecker; `rough`: what is known of microbatches of one row will do for those of more, or the other way.
 
         Raises:
             CannotBeCut: no first step could run the model as a pipeline.
@@ -193,47 +193,47 @@ class Surveyed:
     @cached_property
     def normalising(self) -> str | None:
         """A module that normalises by the statistics of the batch that it is given; None where there is none."""
-        return None if self.model is None else normalising(self.model)
+        return None if self.model is None else batch_norm_module(self.model)
 
-    def rowless(self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Rowless | None:
+    def rowless(self, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> CannotSplit | None:
         """What mixes rows, or is written for each microbatch, found once; None without an example batch, and of large models."""
         if example is None or self.model is None:
             return None
         if not self._rowless:
-            large = sum(parameter.numel() for parameter in self.model.parameters()) > TRIED
-            self._rowless.append(None if large else look(self.model, self.units, example))
+            large = sum(parameter.numel() for parameter in self.model.parameters()) > MOST_PARAMETERS
+            self._rowless.append(None if large else find_row_mixing(self.model, self.units, example))
         return self._rowless[0]
 
     @cached_property
-    def _rowless(self) -> list[Rowless | None]:
+    def _rowless(self) -> list[CannotSplit | None]:
         return []
 
     @cached_property
-    def _lookout(self) -> Lookout:
+    def _lookout(self) -> LossChecker:
         assert self.model is not None
-        return Lookout(self.model, self.units)
+        return LossChecker(self.model, self.units)
 
     @cached_property
-    def _foreseen(self) -> dict[bool, Foreseen]:
+    def _foreseen(self) -> dict[bool, LossForecast]:
         return {}
 
-    def read(self, work: tuple[ModuleWork, ...]) -> Read:
+    def read(self, work: tuple[ModuleWork, ...]) -> ModelCosts:
         """What there is to divide, found once for the same work."""
         found = self._read.get(id(work))
         if found is None or found.work is not work:
-            found = self._read[id(work)] = read(work, self, self.holding)
+            found = self._read[id(work)] = model_costs(work, self, self.holding)
         return found
 
     @cached_property
-    def _read(self) -> dict[int, Read]:
+    def _read(self) -> dict[int, ModelCosts]:
         return {}
 
 
-def surveyed(request: SearchRequest) -> Surveyed | None:
+def survey_of(request: SearchRequest) -> ModelSurvey | None:
     """What is known of the model that a request is about; None where it holds no survey."""
     if request.survey is None:
         return None
-    found: Surveyed = request.survey.details
+    found: ModelSurvey = request.survey.details
     return found.at(request.calls)
 
 
@@ -242,4 +242,4 @@ def survey(model: nn.Module) -> Survey:
     every = all_names(model)
     names = {own[0]: own for own, _ in every}
     sizes = {own[0]: parameter.numel() * parameter.element_size() for own, parameter in every}
-    return Survey(details=Surveyed(find_units(model).names, names, sizes, model))
+    return Survey(details=ModelSurvey(find_units(model).names, names, sizes, model))

@@ -16,7 +16,7 @@ Shared = frozenset[tuple[int, float]]
 """(number of a tensor, bytes) of what autograd keeps for several units, once on each stage."""
 
 
-class Units(Protocol):
+class UnitNames(Protocol):
     """What is known of the units of a model."""
 
     @property
@@ -27,7 +27,7 @@ class Units(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class UnitWork:
     """Consecutive work of one unit, or of what lies between units.
 
     Attributes:
@@ -56,11 +56,11 @@ class Run:
         """Bytes that autograd keeps."""
         return self.saved_bytes + shared_bytes(self.shared)
 
-    def then(self, other: Run) -> Run:
+    def then(self, other: UnitWork) -> UnitWork:
         """This, and another behind it."""
         shared = self.shared | other.shared
         later = other.saved_bytes + shared_bytes(shared) - shared_bytes(self.shared)
-        return Run(
+        return UnitWork(
             self.unit,
             self.seconds + other.seconds,
             self.forward + other.forward,
@@ -73,11 +73,11 @@ class Run:
         )
 
 
-NOTHING = Run("")
+NO_WORK = UnitWork("")
 
 
-def joined(unit: str, parts: Iterable[ModuleWork], before: Run = NOTHING) -> Run:
-    """The work of modules, one behind the other, behind what came before: as `Run.then`, part by part, but made once."""
+def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK) -> UnitWork:
+    """The work of modules, one behind the other, behind what came before: as `UnitWork.then`, part by part, but made once."""
     seconds, forward, saved, waiting = before.seconds, before.forward, before.saved_bytes, before.waiting
     over, shared, entering, first = before.over, before.shared, set(before.entering), before.first
     for part in parts:
@@ -93,11 +93,11 @@ def joined(unit: str, parts: Iterable[ModuleWork], before: Run = NOTHING) -> Run
         saved += part.saved_bytes
         waiting += part.waiting
         entering |= part.entering
-    return Run(unit, seconds, forward, saved, shared, over, waiting, frozenset(entering), first)
+    return UnitWork(unit, seconds, forward, saved, shared, over, waiting, frozenset(entering), first)
 
 
 @dataclass(frozen=True)
-class Read:
+class ModelCosts:
     """The work of a model as it is divided.
 
     Attributes:
@@ -116,10 +116,10 @@ class Read:
 
     work: tuple[ModuleWork, ...]
     shared: list[str]
-    runs: list[Run]
-    between: list[Run]
-    tail: Run
-    blocks: list[list[Run]]
+    runs: list[UnitWork]
+    between: list[UnitWork]
+    tail: UnitWork
+    blocks: list[list[UnitWork]]
     whole: float
     kept: float
     crossing: list[int]
@@ -133,12 +133,12 @@ class Read:
         answer: T = self.found[key]
         return answer
 
-    def load(self, start: int, end: int) -> Run:
+    def load(self, start: int, end: int) -> UnitWork:
         """What the stage with the runs from `start` to `end` does.
 
         What lies between earlier runs takes it time too, but keeps nothing: no gradient comes by there.
         """
-        own = NOTHING
+        own = NO_WORK
         for glue, run in zip(self.between[start:end], self.runs[start:end], strict=True):
             own = own.then(glue).then(run)
         if end == len(self.runs):
@@ -151,17 +151,17 @@ class Read:
         )
 
 
-def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) -> Read:
+def model_costs(work: tuple[ModuleWork, ...], known: UnitNames, holding: frozenset[str]) -> ModelCosts:
     """Read the work of a model; `holding`: the units with parameters."""
-    shared = read_outside(work, known)
-    runs, between, tail = in_runs(work, known, shared)
+    shared = units_read_outside(work, known)
+    runs, between, tail = group_by_unit(work, known, shared)
     every = (*runs, *between, tail)
     kept = sum(run.saved_bytes for run in every) + shared_bytes(*(run.shared for run in every))
     whole = sum(part.seconds for part in work) or 1.0
     blocks = _blocks(runs, holding)
     flow = flow_of(work, known, shared)
     tail = replace(tail, entering=flow.final)
-    return Read(
+    return ModelCosts(
         work,
         shared,
         runs,
@@ -175,29 +175,29 @@ def read(work: tuple[ModuleWork, ...], known: Units, holding: frozenset[str]) ->
     )
 
 
-def in_runs(
-    work: Sequence[ModuleWork], known: Units, shared: Sequence[str]
-) -> tuple[list[Run], list[Run], Run]:
+def group_by_unit(
+    work: Sequence[ModuleWork], known: UnitNames, shared: Sequence[str]
+) -> tuple[list[UnitWork], list[UnitWork], UnitWork]:
     """Work as runs of units, what lies before each of them, and what is behind all; `shared`: units that are none."""
-    runs: list[Run] = []
-    between: list[Run] = []
+    runs: list[UnitWork] = []
+    between: list[UnitWork] = []
     waiting: list[ModuleWork] = []
     for unit, parts in itertools.groupby(work, lambda part: known.unit(part.module)):
         if not unit or unit in shared:
             waiting += parts
         elif runs and runs[-1].unit == unit:
-            between[-1] = between[-1].then(joined("", waiting))
-            runs[-1] = joined(unit, parts, runs[-1])
+            between[-1] = between[-1].then(sum_work("", waiting))
+            runs[-1] = sum_work(unit, parts, runs[-1])
             waiting = []
         else:
-            between.append(joined("", waiting))
-            runs.append(joined(unit, parts))
+            between.append(sum_work("", waiting))
+            runs.append(sum_work(unit, parts))
             waiting = []
-    *both, tail = _folded([*runs, *between, joined("", waiting)])
+    *both, tail = _folded([*runs, *between, sum_work("", waiting)])
     return both[: len(runs)], both[len(runs) :], tail
 
 
-def read_outside(work: Sequence[ModuleWork], known: Units) -> list[str]:
+def units_read_outside(work: Sequence[ModuleWork], known: UnitNames) -> list[str]:
     """Units whose parameters are computed with outside of them: every stage has to hold those."""
     found: set[str] = set()
     for part in work:
@@ -215,7 +215,7 @@ def shared_bytes(*shared: Shared) -> float:
     return sum(size for _, size in nothing.union(*shared))
 
 
-def _folded(runs: Sequence[Run]) -> list[Run]:
+def _folded(runs: Sequence[UnitWork]) -> list[UnitWork]:
     """What only one of them keeps counts as its own."""
     times = Counter(key for run in runs for key, _ in run.shared)
     found = []
@@ -226,9 +226,9 @@ def _folded(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def _blocks(runs: Sequence[Run], holding: frozenset[str]) -> list[list[Run]]:
+def _blocks(runs: Sequence[UnitWork], holding: frozenset[str]) -> list[list[UnitWork]]:
     """Runs that stay together: one of a unit with parameters, and those of units without any behind it (dropouts)."""
-    found = list[list[Run]]()
+    found = list[list[UnitWork]]()
     for run in runs:
         if found and (run.unit not in holding or all(r.unit not in holding for r in found[-1])):
             found[-1].append(run)

@@ -18,7 +18,7 @@ from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import at_end_of_backward, hooks_of, pytree
-from meshwright_pipeline.analysis.loss_additivity import ASKED, BESIDE, Adding
+from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, OUTPUTS_UNPROVEN, Additivity
 from meshwright_pipeline.partition.units import Ownership
 from meshwright_pipeline.pytrees import leaves_of
 from meshwright_pipeline.runtime.broadcast import Lost
@@ -34,9 +34,9 @@ from meshwright_pipeline.runtime.schedule_warning import Surprise
 from meshwright_pipeline.runtime.step_end import Ending, Place
 from meshwright_pipeline.runtime.tied_grads import TiedSum
 from meshwright_pipeline.trace.loss import loss_of, need_loss, with_loss
-from meshwright_pipeline.trace.loss_denominators import Numbers, of_batch
-from meshwright_pipeline.trace.microbatch import Call, described, microbatches
-from meshwright_pipeline.trace.rng_replay import Drawn, Replay, Streams
+from meshwright_pipeline.trace.loss_denominators import Denominators, sum_denominators
+from meshwright_pipeline.trace.microbatch import Call, describe, microbatches
+from meshwright_pipeline.trace.rng_replay import ReplayMode, RngReplay, StepDraws
 
 Tensor = torch.Tensor
 
@@ -53,8 +53,8 @@ class _Work:
     whole: Call
     batch: str
     prepared: Prepared
-    numbers: Numbers | None
-    adding: Adding | None
+    numbers: Denominators | None
+    adding: Additivity | None
     inputs: Inputs | None
 
 
@@ -162,15 +162,15 @@ class PipelinedCall:
         adding = self.preparing.adding(prepared, (args, kwargs)) if training else None
         why = prepared.unproven
         if adding is not None and inputs is not None:
-            adding, why = None, ASKED
+            adding, why = None, INPUT_GRADIENT
         elif adding is not None and self.keep_outputs and not adding.whole:
-            adding, why = None, BESIDE
+            adding, why = None, OUTPUTS_UNPROVEN
         if training and why is not None:
             self.surprise.tell(why)
         if adding is None:
             self.preparing.tail(self.model, prepared, (args, kwargs))
         numbers = None if adding is None else self._numbers(prepared, adding, calls)
-        return _Work(calls, (args, kwargs), described((args, kwargs)), prepared, numbers, adding, inputs)
+        return _Work(calls, (args, kwargs), describe((args, kwargs)), prepared, numbers, adding, inputs)
 
     def _stand_by(self, error: Exception, told: bool = True) -> None:
         """This rank cannot begin: it only keeps messages in step, and tells the others, where they are to be `told` by it.
@@ -184,7 +184,7 @@ class PipelinedCall:
         self.preparing.forget()
         self.ending.agree(found if told else None)
 
-    def _step(self, work: _Work, adding: Adding) -> Any:
+    def _step(self, work: _Work, adding: Additivity) -> Any:
         """Forwards and backwards, in the order of the schedule; the loss hands the gradients over."""
         output, weight = work.prepared.profile.output, adding.loss.weight(len(work.calls))
         losses: dict[int, Tensor] = {}
@@ -301,16 +301,18 @@ class PipelinedCall:
         return next(a for a in self.table.ranks[self.rank] if a.stage == last and a.kind in kinds)
 
     # ---- parts of a step
-    def _numbers(self, prepared: Prepared, adding: Adding, calls: list[Call]) -> Numbers | None:
+    def _numbers(self, prepared: Prepared, adding: Additivity, calls: list[Call]) -> Denominators | None:
         """What microbatches are given of the whole batch, on the rank of the last stage; None where they need nothing."""
         last = prepared.runtime.stages.get(self.shape.stages - 1)
         if last is None or len(calls) == 1 or not (adding.averaging or adding.fixed):
             return None
         parts = [last.count(*call, adding.fixed) for call in calls]
-        return of_batch(parts, adding.averaging, adding.fixed)
+        return sum_denominators(parts, adding.averaging, adding.fixed)
 
     @contextlib.contextmanager
-    def _drawing(self, streams: Streams | None, drawn: Drawn | None = None) -> Iterator[Drawn | None]:
+    def _drawing(
+        self, streams: RngReplay | None, drawn: StepDraws | None = None
+    ) -> Iterator[StepDraws | None]:
         """Inside, random numbers are those of one device: of a step that begins, or of the backward passes of one."""
         if streams is None:
             yield None
@@ -322,7 +324,7 @@ class PipelinedCall:
         else:
             now = streams.back_to(drawn)
         try:
-            with Replay(streams), drawn_whole():
+            with ReplayMode(streams), drawn_whole():
                 yield now
         finally:
             streams.forward(None)
@@ -383,7 +385,7 @@ class PipelinedCall:
         at_end_of_backward(lambda: at_end_of_backward(settle))
 
 
-def _joined(adding: Adding, results: Mapping[int, Any]) -> list[Any]:
+def _joined(adding: Additivity, results: Mapping[int, Any]) -> list[Any]:
     """The leaves of the result for the whole batch, from those of microbatches, on the rank of the last stage."""
     parts = [leaves_of(results[m]) for m in sorted(results)]
     if any(len(part) != len(adding.leaves) for part in parts):

@@ -24,7 +24,7 @@ from meshwright_pipeline.runtime.p2p_step import Failure, Letter, Mail
 from meshwright_pipeline.runtime.split_backward import Halves
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.forward_hooks import Label
-from meshwright_pipeline.trace.loss_denominators import Numbers, Weighted
+from meshwright_pipeline.trace.loss_denominators import BatchDenominatorMode, Denominators
 from meshwright_pipeline.trace.microbatch import Call
 
 Tensor = torch.Tensor
@@ -130,7 +130,7 @@ class Running:
         runtime: Runtime,
         calls: Sequence[Call],
         ends: Ends | None,
-        numbers: Numbers | None = None,
+        numbers: Denominators | None = None,
         batch: str | None = None,
         backward: bool = True,
         failure: Failure | None = None,
@@ -213,7 +213,7 @@ class Running:
                     inputs.append(leaf.requires_grad_())
                 received[label] = one.value(arrived(leaf) if leaf.requires_grad else leaf, runtime.mesh)
         stop = self.ends is None and stage.is_last
-        glue = Weighted(self.numbers) if self.numbers is not None and stage.is_last else None
+        glue = BatchDenominatorMode(self.numbers) if self.numbers is not None and stage.is_last else None
         values, result = stage.run(*self.calls[action.microbatch], received, action.microbatch, stop, glue)
         outputs: list[Tensor] = []
         made: list[Tensor] = []

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline.pytrees import unlike_dims
+from meshwright_pipeline.pytrees import differing_dims
 from meshwright_pipeline.runtime.executor import Step, arrived
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.forward_hooks import Label
@@ -53,7 +53,7 @@ def joint(label: Label, part: Profile, whole: Profile, count: int) -> Joint:
         return Joint()
     one, every = part.leaf(label), whole.leaf(label)
     if isinstance(one, Tensor) and isinstance(every, Tensor) and one.dim() == every.dim():
-        grown = unlike_dims(one, every)
+        grown = differing_dims(one, every)
         if len(grown) == 1 and every.shape[grown[0]] == count * one.shape[grown[0]]:
             return Joint(rows=grown[0])
         if not grown and label[:2] not in whole.of_batch:

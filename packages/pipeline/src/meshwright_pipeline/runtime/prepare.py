@@ -15,18 +15,25 @@ from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
-from meshwright_pipeline.analysis.loss_additivity import NO_LOSS, Adding, Unproven, Why, of_one, prove
-from meshwright_pipeline.analysis.row_mixing import Rowless, look
+from meshwright_pipeline.analysis.loss_additivity import (
+    NO_LOSS,
+    Additivity,
+    NotAdditive,
+    Reason,
+    prove_additive,
+    single_microbatch,
+)
+from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.boundaries import Cut, cut
 from meshwright_pipeline.partition.units import DROPOUTS, Ownership
 from meshwright_pipeline.runtime.executor import Runtime
 from meshwright_pipeline.runtime.full_batch_tail import Tail, joints_of
 from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.trace.loss import Sameness, loss_of
+from meshwright_pipeline.trace.loss import LossPathCheck, loss_of
 from meshwright_pipeline.trace.microbatch import Call, outline, signature
 from meshwright_pipeline.trace.profiler import Profile, Profiler
-from meshwright_pipeline.trace.rng_replay import Streams
+from meshwright_pipeline.trace.rng_replay import RngReplay
 
 MAX_SIGNATURES = 64
 
@@ -44,15 +51,15 @@ class Prepared:
 
     runtime: Runtime
     profile: Profile
-    streams: Streams | None
+    streams: RngReplay | None
     profiler: Profiler
     whole: Profile | None
     cut: Cut
     tail: Tail | None = None
-    adding: Adding | None = None
-    unproven: Why | None = None
+    adding: Additivity | None = None
+    unproven: Reason | None = None
     asked: bool = False
-    sameness: Sameness = field(default_factory=Sameness)
+    sameness: LossPathCheck = field(default_factory=LossPathCheck)
 
 
 class Preparing:
@@ -86,7 +93,7 @@ class Preparing:
         self.transport, self.mesh, self.dtype, self.split = transport, mesh, dtype, split
         self.ours: Mapping[nn.Module, frozenset[int]] = {}
         self._known: dict[Any, Prepared] = {}
-        self._looked: dict[Any, Rowless | None] = {}
+        self._looked: dict[Any, CannotSplit | None] = {}
 
     def forget(self) -> None:
         """Prepare anew from now on: messages may be out of step."""
@@ -118,7 +125,7 @@ class Preparing:
         if profile.draws:
             if self.shape.microbatches > 1:
                 entire = profiler.run(*self._whole(whole))
-            streams = Streams((entire or profile).draws, self.shape.microbatches)
+            streams = RngReplay((entire or profile).draws, self.shape.microbatches)
         made = cut(profile, self.owned)
         stages = {
             index: Stage(model, self.owned.units, index, made, profile, self.ours, streams)
@@ -137,24 +144,24 @@ class Preparing:
             return
         key = (tuple(map(_mode, self.skeleton.modules())), outline(whole))
         if key not in self._looked:
-            self._looked[key] = look(self.skeleton, self.owned.units, self._whole(whole))
+            self._looked[key] = find_row_mixing(self.skeleton, self.owned.units, self._whole(whole))
         found = self._looked[key]
         if found is not None:
             raise PlanError("pipeline.microbatches", count, str(found), "1")
 
-    def adding(self, prepared: Prepared, whole: Call) -> Adding | None:
+    def adding(self, prepared: Prepared, whole: Call) -> Additivity | None:
         """How the loss of the batch `whole` follows from those of microbatches; None where it has none, or that is not proven."""
         if not prepared.asked:
             prepared.asked = True
             output = prepared.profile.output
             if loss_of(output) is not None and self.shape.microbatches == 1:
-                prepared.adding = of_one(output)
+                prepared.adding = single_microbatch(output)
             elif loss_of(output) is not None:
                 entire = prepared.whole or prepared.profiler.run(*self._whole(whole))
                 try:
                     count = self.shape.microbatches
-                    prepared.adding = prove(prepared.profiler, entire, self._whole(whole), count)
-                except Unproven as unproven:  # the tail is then asked for, which is made by the profile
+                    prepared.adding = prove_additive(prepared.profiler, entire, self._whole(whole), count)
+                except NotAdditive as unproven:  # the tail is then asked for, which is made by the profile
                     prepared.whole, prepared.unproven = entire, unproven.why
             else:
                 prepared.unproven = NO_LOSS

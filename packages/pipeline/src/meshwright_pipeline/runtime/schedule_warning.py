@@ -9,7 +9,7 @@ from meshwright_dtensor.plan.plan import PipelineRule, Prediction
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.utils.bytesize import human_bytes
-from meshwright_pipeline.analysis.loss_additivity import ASKED, NO_LOSS, Why
+from meshwright_pipeline.analysis.loss_additivity import INPUT_GRADIENT, NO_LOSS, Reason
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Surprise:
     quiet: bool = False
     _told: set[str] = field(default_factory=set)
 
-    def tell(self, why: Why) -> None:
+    def tell(self, why: Reason) -> None:
         """Warn that backwards begin behind all forwards; once for each hook that is to blame, and once where none is.
 
         Says nothing where the plan knows it, but for hooks, nor where the schedule would hold as much.
@@ -50,7 +50,7 @@ class Surprise:
             )
         elif why == NO_LOSS:
             cause = f"{why}. Return the loss from the model for backwards to begin earlier"
-        elif why == ASKED:
+        elif why == INPUT_GRADIENT:
             cause = f"{why}. Where it is not needed, give the model tensors without one (x.detach())"
         else:
             cause = (

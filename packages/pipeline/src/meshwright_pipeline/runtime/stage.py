@@ -20,10 +20,10 @@ from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.pytrees import leaves_of, map_leaves
 from meshwright_pipeline.trace.forward_hooks import Key, Label, intercepted
-from meshwright_pipeline.trace.loss import mark
-from meshwright_pipeline.trace.loss_denominators import Counting, Glue, Numbers, Place
-from meshwright_pipeline.trace.profiler import Profile, show
-from meshwright_pipeline.trace.rng_replay import Streams
+from meshwright_pipeline.trace.loss import mark_unit_output
+from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
+from meshwright_pipeline.trace.profiler import Profile, call_hooks
+from meshwright_pipeline.trace.rng_replay import RngReplay
 from meshwright_pipeline.trace.side_outputs import is_attribute, part_of
 
 
@@ -51,23 +51,23 @@ class Stage:
     cut: Cut
     profile: Profile
     ours: Mapping[nn.Module, frozenset[int]]
-    streams: Streams | None = None
+    streams: RngReplay | None = None
 
     @property
     def is_last(self) -> bool:
         """Whether the last unit runs here."""
         return self.index == len(self.cut.last) - 1
 
-    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Collection[Place]) -> Numbers:
+    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Collection[Place]) -> Denominators:
         """What inputs alone decide of one microbatch; no module runs, and nothing is drawn."""
 
         def skip(key: Key, *_: Any) -> Any:
             return self._skip(key, {})
 
-        counting = Counting(wanted)
+        counting = DenominatorCounter(wanted)
         with torch.random.fork_rng([]), torch.no_grad(), intercepted(self.model, self.units, skip), counting:
             ordinary_call(self.model, args, kwargs)
-        return Numbers(tuple(counting.counts), counting.sums)
+        return Denominators(tuple(counting.counts), counting.sums)
 
     def run(
         self,
@@ -76,7 +76,7 @@ class Stage:
         received: Mapping[Label, torch.Tensor],
         microbatch: int = 0,
         stop: bool = False,
-        glue: Glue | None = None,
+        glue: GlueMode | None = None,
     ) -> tuple[dict[Label, torch.Tensor], Any]:
         """Run the stage on one microbatch.
 
@@ -113,7 +113,7 @@ class Stage:
             with unseen, self._watched(key, wanted, values), self._drawing(key):
                 output = forward(*a, **k)
             if ends:
-                mark(output)
+                mark_unit_output(output)
             for place, leaf in enumerate(leaves_of(output)):
                 if (*key, "", place) in wanted:
                     values[(*key, "", place)] = leaf
@@ -180,7 +180,7 @@ class Stage:
             part = unit.get_submodule(path)
             own = self.ours.get(part, frozenset())
             theirs = {number: hook for number, hook in hooks_of(part).items() if number not in own}
-            show(part, theirs, map_leaves(given(path), value))
+            call_hooks(part, theirs, map_leaves(given(path), value))
         return map_leaves(given(""), result.output)
 
     @contextlib.contextmanager

@@ -72,7 +72,7 @@ def with_loss(result: Any, loss: torch.Tensor, keep: bool) -> Any:
 _MARK = "meshwright_pipeline: of a unit"
 _MOST = 512
 """Nodes that are looked at, nearest to the loss first."""
-Way = tuple[str, ...]
+LossPath = tuple[str, ...]
 
 
 def _notes(node: Any) -> dict[str, Any]:
@@ -80,14 +80,14 @@ def _notes(node: Any) -> dict[str, Any]:
     return found
 
 
-def mark(output: Any) -> None:
+def mark_unit_output(output: Any) -> None:
     """What a unit has returned: nothing behind it is looked at, since modules may do otherwise with every batch."""
     for tensor in tensors_of(output):
         if tensor.grad_fn is not None:
             _notes(tensor.grad_fn)[_MARK] = True
 
 
-def way_of(loss: torch.Tensor) -> Way:
+def loss_path(loss: torch.Tensor) -> LossPath:
     """The operations between the units and the loss that autograd knows, by name."""
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
     seen, found = set(nodes), list[str]()
@@ -103,11 +103,11 @@ def way_of(loss: torch.Tensor) -> Way:
     return tuple(found[:_MOST])
 
 
-class Sameness:
+class LossPathCheck:
     """The ways of the first step, and whether later ones are the same."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bool, ...], Way] = {}
+        self._known: dict[tuple[bool, ...], LossPath] = {}
 
     def check(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
         """Look at the loss of one microbatch; parameters may be frozen meanwhile.
@@ -115,7 +115,7 @@ class Sameness:
         Raises:
             UnsupportedError: it has been computed in another way than in the first step.
         """
-        way = way_of(loss)
+        way = loss_path(loss)
         known = self._known.setdefault(tuple(p.requires_grad for p in model.parameters()), way)
         if known != way:
             raise UnsupportedError(

@@ -42,7 +42,7 @@ _SIGNATURES = {
 }
 
 
-def averages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """By name, the arguments of a call that averages over targets that are class numbers; None of any other."""
     names = _SIGNATURES.get(func)
     if names is None:
@@ -79,7 +79,7 @@ def site_of(func: Any, frame: FrameType | None) -> Site:
     return (name, "", 0) if frame is None else (name, frame.f_code.co_filename, frame.f_lineno)
 
 
-class Glue(TorchFunctionMode):
+class GlueMode(TorchFunctionMode):
     """Sees the functions of torch that code between units calls, and none of those that units call."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Glue(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Denominators:
     """What inputs alone decide of one microbatch, or of the batch.
 
     Attributes:
@@ -128,7 +128,7 @@ class Numbers:
     sums: Mapping[Place, tuple[Tensor, int]]
 
 
-class Counting(Glue):
+class DenominatorCounter(GlueMode):
     """Takes down the numbers of one microbatch; losses that average are not computed.
 
     Args:
@@ -143,7 +143,7 @@ class Counting(Glue):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """See Glue."""
-        given = averages(func, args, kwargs)
+        given = mean_over_targets(func, args, kwargs)
         if given is not None:
             self.counts.append(_count(given))
             scores = given["input"]
@@ -156,21 +156,21 @@ class Counting(Glue):
         return result
 
 
-class Weighted(Glue):
+class BatchDenominatorMode(GlueMode):
     """Inside, one microbatch is given numbers of the whole batch.
 
     Args:
         numbers: them; counts are a microbatch's part of those of the batch.
     """
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: Denominators) -> None:
         super().__init__()
         self.sums = numbers.sums
         self._counts = list(numbers.counts)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """See Glue."""
-        given = averages(func, args, kwargs)
+        given = mean_over_targets(func, args, kwargs)
         if given is not None and self._counts:
             given.pop("size_average", None)
             given.pop("reduce", None)
@@ -180,7 +180,9 @@ class Weighted(Glue):
         return func(*args, **kwargs) if known is None else known[0].clone()
 
 
-def of_batch(parts: Sequence[Numbers], averaging: int, wanted: Collection[Place]) -> Numbers:
+def sum_denominators(
+    parts: Sequence[Denominators], averaging: int, wanted: Collection[Place]
+) -> Denominators:
     """The numbers that microbatches are given, of those that were taken down in each.
 
     Args:
@@ -201,7 +203,7 @@ def of_batch(parts: Sequence[Numbers], averaging: int, wanted: Collection[Place]
         every = [part.sums[place][0] for part in parts]
         total, adds = torch.stack(every).sum(0), parts[0].sums[place][1]
         sums[place] = ((total if adds else total / len(parts)).to(every[0].dtype), adds)
-    return Numbers(tuple(counts), sums)
+    return Denominators(tuple(counts), sums)
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def skeleton(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(dtype)
     for unit in units:
-        empty(made.get_submodule(unit))
+        move_to_meta(made.get_submodule(unit))
     return made
 
 
@@ -51,7 +51,9 @@ def _as_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
-def empty(module: nn.Module, left: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, t: t) -> None:
+def move_to_meta(
+    module: nn.Module, left: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, t: t
+) -> None:
     """Make the parameters and buffers of a module, and of all inside of it, ordinary attributes on the meta device.
 
     They are no part of `parameters()` or `state_dict()` any more, but code may go on asking for their shape and dtype.
@@ -69,8 +71,8 @@ def empty(module: nn.Module, left: Callable[[str, torch.Tensor], torch.Tensor] =
             part.__dict__[name] = left(dot + name, buffer.detach().to("meta"))
 
 
-def emptied(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """(part, name, meta tensor) of everything that `empty` left in a module."""
+def meta_tensors(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """(part, name, meta tensor) of everything that `move_to_meta` left in a module."""
     return [
         (part, name, value)
         for part in module.modules()
@@ -88,9 +90,9 @@ def _zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def filled(module: nn.Module, device: torch.device) -> Iterator[None]:
+def with_zeros(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, an emptied module has zeros on `device`, for code that does not run on the meta device."""
-    held = emptied(module)
+    held = meta_tensors(module)
     for part, name, value in held:
         part.__dict__[name] = _zeros(value, device)
     try:
@@ -100,15 +102,15 @@ def filled(module: nn.Module, device: torch.device) -> Iterator[None]:
             part.__dict__[name] = value
 
 
-def stand_in(module: nn.Module, device: torch.device) -> None:
+def put_expanded_zeros(module: nn.Module, device: torch.device) -> None:
     """Give an emptied module zeros of no memory on `device`: code between units reads its parameters itself."""
-    for part, name, value in emptied(module):
+    for part, name, value in meta_tensors(module):
         part.__dict__[name] = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
 
 
 @contextlib.contextmanager
-def taken_back(module: nn.Module) -> Iterator[None]:
-    """Inside, what `stand_in` has put into a module is on the meta device again."""
+def back_on_meta(module: nn.Module) -> Iterator[None]:
+    """Inside, what `put_expanded_zeros` has put into a module is on the meta device again."""
     held = [
         (part, name, value)
         for part in module.modules()
@@ -124,6 +126,6 @@ def taken_back(module: nn.Module) -> Iterator[None]:
             part.__dict__[name] = value
 
 
-def stood_in(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that `stand_in` left in a module."""
+def unit_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that `put_expanded_zeros` left in a module."""
     return [v for part in module.modules() for v in part.__dict__.values() if isinstance(v, torch.Tensor)]

@@ -94,7 +94,7 @@ def _sign(leaf: Any) -> Any:
     return (type(leaf), leaf)
 
 
-def described(call: Call) -> str:
+def describe(call: Call) -> str:
     """A batch in words: names, shapes and dtypes of its tensors, and values that are plain; the same on every rank."""
     shown = []
     for path, leaf in pytree.tree_flatten_with_path((call[0], call[1]))[0]:

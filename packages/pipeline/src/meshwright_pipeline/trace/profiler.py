@@ -29,26 +29,33 @@ from meshwright_pipeline._torch import (
     pytree,
     target_of,
 )
-from meshwright_pipeline.pytrees import held_in, leaves_of, map_leaves, nothing, repeats, tensors_of
+from meshwright_pipeline.pytrees import (
+    attribute_tensors,
+    expanded_zeros,
+    is_expanded,
+    leaves_of,
+    map_leaves,
+    tensors_of,
+)
 from meshwright_pipeline.trace.forward_hooks import Calls, Key, Label, intercepted
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import filled, stand_in, stood_in, taken_back
+from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
 from meshwright_pipeline.trace.microbatch import Call, rows_of
-from meshwright_pipeline.trace.rng_replay import BETWEEN, Draw, Draws, check_generator
-from meshwright_pipeline.trace.row_tracer import Functions, Watch
+from meshwright_pipeline.trace.rng_replay import BETWEEN, Draw, DrawRecorder, check_generator
+from meshwright_pipeline.trace.row_tracer import RowTracer, TracedFunctions
 from meshwright_pipeline.trace.side_outputs import (
-    attributes,
+    attribute_leaves,
     check_grown,
-    check_objects,
+    check_sendable,
     is_attribute,
-    left,
+    new_side_outputs,
     part_of,
 )
-from meshwright_pipeline.trace.state_writes import Kept, Writes
+from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState
 
 Labels = frozenset[Label]
 NOTHING: Labels = frozenset()
-NOTHING_KEPT = Kept()
+NOTHING_KEPT = WrittenState()
 READ = -1
 """The call of a label that stands for the parameters of a unit."""
 _MISSING = object()
@@ -105,7 +112,7 @@ class Profile:
     draws: tuple[Draw, ...] = ()
     of_batch: frozenset[Key] = frozenset()
     written: Labels = NOTHING
-    kept: Kept = NOTHING_KEPT
+    kept: WrittenState = NOTHING_KEPT
 
     @cached_property
     def attributes(self) -> frozenset[tuple[str, int, str]]:
@@ -123,13 +130,13 @@ class Profile:
 class _Taint(TorchDispatchMode):
     """Labels follow values; inside units nothing is followed."""
 
-    def __init__(self, watch: Watch | None) -> None:
+    def __init__(self, watch: RowTracer | None) -> None:
         super().__init__()
         self.watch = watch
         self.labels = WeakTensorKeys()
         self.inside = 0
         self.key = BETWEEN
-        self.draws = Draws()
+        self.draws = DrawRecorder()
         self.written: set[Label] = set()
         self._returned: dict[int, tuple[torch.Tensor, Label]] = {}
 
@@ -172,7 +179,7 @@ class _Taint(TorchDispatchMode):
         _, label = self._returned.get(target.untyped_storage().data_ptr(), (None, None))
         if label is not None:
             self.written.add(label)
-        return target if repeats(target) else func(*args, **kwargs)
+        return target if is_expanded(target) else func(*args, **kwargs)
 
 
 class Profiler:
@@ -188,7 +195,7 @@ class Profiler:
         self.reads = False
         self._no_meta: set[Hashable] = set()  # what does not run on the meta device
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch | None = None) -> Profile:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: RowTracer | None = None) -> Profile:
         """Profile one call with these arguments; no random number is consumed. `watch`: looks at the code between units.
 
         Raises:
@@ -206,7 +213,7 @@ class Profiler:
             # code between units computes with the parameters of some: they become zeros
             self.reads = True
             for unit in self.units:
-                stand_in(self.model.get_submodule(unit), device)
+                put_expanded_zeros(self.model.get_submodule(unit), device)
             try:
                 return self._run(args, kwargs, device, watch)
             except RuntimeError as error:
@@ -214,7 +221,9 @@ class Profiler:
                     raise UnsupportedError(_DIFFERENTIATES.format(type(self.model).__name__)) from error
                 raise
 
-    def shape(self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: Draws) -> Result:
+    def shape(
+        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
+    ) -> Result:
         """What a call of a unit returns, with zeros; `drawn`: where its random operations are noted."""
         module, kind = self.model.get_submodule(unit), self.kind(unit)
         if kind in self._no_meta:
@@ -234,10 +243,10 @@ class Profiler:
 
     def value(self, label: Label, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """What code between units is given of a result: zeros without memory."""
-        return nothing(like, device)
+        return expanded_zeros(like, device)
 
     def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, watch: Watch | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, watch: RowTracer | None
     ) -> Profile:
         taint = _Taint(watch)
         order: list[Key] = []
@@ -255,14 +264,14 @@ class Profiler:
         def one(key: Key, forward: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
             order.append(key)
             # what is in an object counts too: a stage that has it may look there
-            held = [tensor for leaf in leaves_of((a, k)) for tensor in held_in(leaf)]
+            held = [tensor for leaf in leaves_of((a, k)) for tensor in attribute_tensors(leaf)]
             found = taint.of((a, k, held))
             consumes[key] = found - {_BATCH}
             if _BATCH in found or any(label[:2] in of_batch for label in found):
                 of_batch.add(key)
             taint.inside, taint.key = taint.inside + 1, key
             try:
-                with glue.paused() if isinstance(glue, Functions) else glue:
+                with glue.paused() if isinstance(glue, TracedFunctions) else glue:
                     result = self.shape(key[0], forward, (a, k), device, taint.draws)
             finally:
                 taint.inside, taint.key = taint.inside - 1, BETWEEN
@@ -286,7 +295,7 @@ class Profiler:
                     kept.append((part, name, part.__dict__.get(name, _MISSING)))
                     part.__dict__[name] = map_leaves(labelled(path), value)
                     continue
-                show(
+                call_hooks(
                     unit.get_submodule(path),
                     hooks_of(unit.get_submodule(path)),
                     map_leaves(labelled(path), value),
@@ -295,10 +304,10 @@ class Profiler:
 
         if self.reads:
             for unit in self.units:
-                for tensor in stood_in(self.model.get_submodule(unit)):
+                for tensor in unit_tensors(self.model.get_submodule(unit)):
                     taint.labels[tensor] = frozenset({(unit, READ, "", 0)})
-        writes = Writes(self.model, self.units)
-        glue = contextlib.nullcontext() if watch is None else Functions(watch)
+        writes = StateWrites(self.model, self.units)
+        glue = contextlib.nullcontext() if watch is None else TracedFunctions(watch)
         try:
             with intercepted(self.model, self.units, one), glue, taint:
                 output = self.model(*args, **kwargs)
@@ -328,11 +337,11 @@ class Profiler:
             tuple(taint.draws.found),
             frozenset(of_batch),
             frozenset(taint.written),
-            Kept(tuple(buffers), writes.numbers()),
+            WrittenState(tuple(buffers), writes.numbers()),
         )
 
 
-def show(module: nn.Module, hooks: Any, output: Any) -> None:
+def call_hooks(module: nn.Module, hooks: Any, output: Any) -> None:
     """Let forward hooks see an output that the module did not make."""
     for hook in list(hooks.values()):
         hook(module, (), output)
@@ -344,7 +353,7 @@ def _shape_run(
     forward: Calls,
     call: Call,
     device: torch.device,
-    drawn: Draws,
+    drawn: DrawRecorder,
     numbers: bool = False,
 ) -> Result:
     """Run a unit for its shapes only: on the meta device, or with zeros for `numbers`."""
@@ -360,16 +369,16 @@ def _shape_run(
         return tensor.to("meta")
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(taken_back(unit))
+        stack.enter_context(back_on_meta(unit))
         for path, part in watched:
             stack.enter_context(forward_hooks(part, {-1: watch(path)}))
         if numbers:
-            stack.enter_context(filled(unit, device))
+            stack.enter_context(with_zeros(unit, device))
         args, kwargs = map_leaves(given, call)
-        before = attributes(unit)
+        before = attribute_leaves(unit)
         output = forward(*args, **kwargs)
-        check_objects(name, output, (args, kwargs))
-        found, grown = left(before, unit)
+        check_sendable(name, output, (args, kwargs))
+        found, grown = new_side_outputs(before, unit)
     side = {path: _zeros(value, device) for path, value in (seen | found).items()}
     return Result(_zeros(output, device), side, grown)
 
@@ -390,4 +399,4 @@ def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 
 
 def _zeros(tree: Any, device: torch.device) -> Any:
-    return map_leaves(lambda _, t: nothing(t, device), tree)
+    return map_leaves(lambda _, t: expanded_zeros(t, device), tree)

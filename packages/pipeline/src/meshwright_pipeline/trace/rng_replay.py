@@ -68,7 +68,7 @@ class Draw:
         return target
 
 
-class Draws:
+class DrawRecorder:
     """Takes down the random operations of a watched run."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def check_generator(key: Key, op: Any, kwargs: dict[str, Any]) -> None:
 
 
 @dataclass
-class Drawn:
+class StepDraws:
     """The random numbers of one step on this rank.
 
     Attributes:
@@ -147,7 +147,7 @@ class Drawn:
     numbers: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
 
-class Streams:
+class RngReplay:
     """The random numbers of steps with batches of one signature.
 
     Args:
@@ -160,15 +160,15 @@ class Streams:
         self._by_name = {draw.name: draw for draw in self.draws}
         self._often = Counter(draw.key for draw in self.draws)
         self._short: dict[Any, bool] = {}
-        self._drawn = Drawn()
+        self._drawn = StepDraws()
         self.microbatch: int | None = None
         self.key = BETWEEN
         self._place: tuple[int, int, int] | None = None
         self._places: Counter[Key] = Counter()
 
-    def begin(self, units: Collection[str]) -> Drawn:
+    def begin(self, units: Collection[str]) -> StepDraws:
         """A step begins: go through all draws, and keep the states before those of `units` and between units."""
-        self._drawn = Drawn()
+        self._drawn = StepDraws()
         for draw in self.draws:
             if draw.key == BETWEEN or draw.key[0] in units:
                 self._drawn.states[draw.name] = torch.get_rng_state()
@@ -176,7 +176,7 @@ class Streams:
         self._drawn.end = torch.get_rng_state()
         return self._drawn
 
-    def back_to(self, drawn: Drawn) -> Drawn:
+    def back_to(self, drawn: StepDraws) -> StepDraws:
         """What runs now is the backward pass of that step."""
         self._drawn = drawn
         return drawn
@@ -284,10 +284,10 @@ class Streams:
         return known
 
 
-class Replay(TorchDispatchMode):
+class ReplayMode(TorchDispatchMode):
     """Inside, random operations of the model draw the numbers of one device."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: RngReplay) -> None:
         super().__init__()
         self.streams = streams
 

@@ -3,7 +3,7 @@
 Every value is watched with a companion: the row that each of its elements belongs to. Operations that move elements move
 their rows too; operations between elements keep the row where it is one; sums over several rows make numbers. A number of
 power 0 is, for the whole batch, the mean of those of equal microbatches; one of power 1 their sum; of power p
-count ** (p - 1) times their sum. What is not proven by a rule here is `MIXED`.
+count ** (p - 1) times their sum. What is not proven by a rule here is `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_ROW = -1
 
 
 @dataclass(frozen=True)
-class Kind:
+class Provenance:
     """What is known of a value.
 
     Attributes:
@@ -38,14 +38,14 @@ class Kind:
     fixed: bool = False
 
 
-MIXED = Kind()
+UNKNOWN = Provenance()
 """Nothing is known."""
-FIXED = Kind(power=0, live=False, fixed=True)
+FIXED = Provenance(power=0, live=False, fixed=True)
 """A number that inputs alone decide: that of the whole batch, wherever it is asked for."""
 
 
 @dataclass(frozen=True)
-class Given:
+class Operation:
     """One operation: its name, arguments by name, and the kinds of its tensors by the name of the argument.
 
     `scale`: of every argument that is a number but no tensor, or a tensor that depends on no row: how it grows with the
@@ -54,7 +54,7 @@ class Given:
 
     name: str
     arguments: dict[str, Any]
-    kinds: dict[str, Kind]
+    kinds: dict[str, Provenance]
     out: Tensor
     scale: Callable[[str], int | None]
 
@@ -67,7 +67,7 @@ def compact(rows: Tensor) -> Tensor:
     return rows
 
 
-def along(rows: Tensor, dims: Sequence[int]) -> Tensor | None:
+def rows_without(rows: Tensor, dims: Sequence[int]) -> Tensor | None:
     """The rows without some dims (of size 1 then), None where they are not the same along them."""
     small = compact(rows)
     for dim in dims:
@@ -79,13 +79,13 @@ def along(rows: Tensor, dims: Sequence[int]) -> Tensor | None:
     return small
 
 
-def meet(rows: Tensor, dim: int) -> bool:
+def several_rows_along(rows: Tensor, dim: int) -> bool:
     """Whether elements of several rows lie along a dim."""
     small = compact(rows)
     return bool(((small != small.amax(dim, keepdim=True)) & (small != NO_ROW)).any())
 
 
-def together(rows: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+def combine_rows(rows: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
     """The rows of elements that are made of several, broadcast to `shape`; None where one is made of two rows."""
     found: Tensor | None = None
     for one in rows:
@@ -118,63 +118,67 @@ _ALONG = frozenset("softmax _softmax log_softmax _log_softmax cumsum sort".split
 _LOSSES = frozenset("mse_loss smooth_l1_loss huber_loss binary_cross_entropy".split())
 
 
-def kind_of(given: Given, pointwise: bool) -> Kind:
+def result_provenance(given: Operation, pointwise: bool) -> Provenance:
     """That of the result of an operation with at least one argument of some kind."""
     kinds = list(given.kinds.values())
     if any(kind.rows is None and kind.power is None for kind in kinds):
-        return MIXED
+        return UNKNOWN
     live, fixed = any(kind.live for kind in kinds), any(kind.fixed for kind in kinds)
     numbers = [kind for kind in kinds if kind.rows is None and not (kind.fixed and not kind.live)]
     name = given.name
     if numbers:
         return _number(name, given)
     if any(given.scale(arg) != 0 for arg in given.arguments if arg not in given.kinds):
-        return MIXED  # a constant that depends on how many rows there are
+        return UNKNOWN  # a constant that depends on how many rows there are
     if all(kind.rows is None for kind in kinds) and not live:
         return FIXED
     rowed = {arg: kind.rows for arg, kind in given.kinds.items() if kind.rows is not None}
-    found: Kind | None
+    found: Provenance | None
     if pointwise or name in _LIKE:
-        found = Kind(together(list(rowed.values()), given.out.shape))
+        found = Provenance(combine_rows(list(rowed.values()), given.out.shape))
     elif name in ("tril", "triu") and set(rowed) == {"self"}:
-        last = along(rowed["self"], [rowed["self"].dim() - 2, rowed["self"].dim() - 1])
-        found = None if last is None else Kind(last.expand(given.out.shape))
+        last = rows_without(rowed["self"], [rowed["self"].dim() - 2, rowed["self"].dim() - 1])
+        found = None if last is None else Provenance(last.expand(given.out.shape))
     elif name in _MOVES and len(rowed) == 1:
         found = None  # the caller moves the rows
     elif name == "gather" and "self" in rowed:
         index = given.arguments["index"]
-        if along(rowed["self"], [given.arguments["dim"]]) is None:
-            return MIXED
-        moved = rowed["self"].gather(given.arguments["dim"], index)
-        both = [moved, rowed["index"]] if "index" in rowed else [moved]
-        found = Kind(together(both, index.shape))
+        if rows_without(rowed["self"], [given.arguments["dim"]]) is None:
+            return UNKNOWN
+        moved_rows = rowed["self"].gather(given.arguments["dim"], index)
+        both = [moved_rows, rowed["index"]] if "index" in rowed else [moved_rows]
+        found = Provenance(combine_rows(both, index.shape))
     elif name in _LOSSES or name.startswith("nll_loss"):
         found = _loss(name, given, rowed)
     elif name in _REDUCED and len(rowed) == 1:
         found = _reduced(name, given, next(iter(rowed.values())))
     elif name in _ALONG and "self" in rowed:
         dims = [given.arguments.get("dim", -1)]
-        found = None if along(rowed["self"], dims) is None else Kind(rowed["self"].expand(given.out.shape))
+        found = (
+            None
+            if rows_without(rowed["self"], dims) is None
+            else Provenance(rowed["self"].expand(given.out.shape))
+        )
     elif name in ("mm", "addmm", "bmm", "linear"):
         found = _product(name, given, rowed)
     else:
-        return MIXED
+        return UNKNOWN
     if found is None or (found.rows is None and found.power is None):
-        return MIXED
+        return UNKNOWN
     return replace(found, live=live, fixed=fixed)
 
 
-def _number(name: str, given: Given) -> Kind:
+def _number(name: str, given: Operation) -> Provenance:
     """Of numbers: sums of alike powers, multiples, and copies."""
     kinds = [kind for kind in given.kinds.values() if not (kind.fixed and not kind.live)]
     if name not in _LINEAR or any(kind.rows is not None for kind in kinds):
-        return MIXED
+        return UNKNOWN
     live = any(kind.live for kind in kinds)
     sizes = [given.arguments[arg].numel() for arg, kind in given.kinds.items() if kind.live or not kind.fixed]
     if name not in ("sum", "mean") and given.out.numel() != max(sizes):
-        return MIXED  # repeated, as often as there are rows perhaps
+        return UNKNOWN  # repeated, as often as there are rows perhaps
     if name == "_to_copy" and not _keeps_sums(given.arguments["self"].dtype, given.out.dtype):
-        return MIXED
+        return UNKNOWN
     others = [arg for arg in ("self", "other") if arg in given.arguments and arg not in given.kinds]
     constant = others or len(kinds) < len(given.kinds)  # beside a number that inputs decide, or a constant
     if name in ("add", "sub", "rsub"):
@@ -182,21 +186,21 @@ def _number(name: str, given: Given) -> Kind:
         if constant:
             powers.add(0)
         if len(powers) > 1 or any(given.scale(arg) != 0 for arg in (*others, "alpha")):
-            return MIXED
-        return Kind(power=powers.pop(), live=live)
+            return UNKNOWN
+        return Provenance(power=powers.pop(), live=live)
     if name in ("mul", "div"):
         if len(kinds) > 1 or (name == "div" and _is_fixed_or_constant("self", given)):
-            return MIXED
+            return UNKNOWN
         if given.arguments.get("rounding_mode") is not None:
-            return MIXED
+            return UNKNOWN
         power = kinds[0].power
         for arg in others:
             scale = given.scale(arg)
             if scale is None or power is None:
-                return MIXED
+                return UNKNOWN
             power += scale if name == "mul" else -scale
-        return Kind(power=power, live=live)
-    return Kind(power=kinds[0].power, live=live)
+        return Provenance(power=power, live=live)
+    return Provenance(power=kinds[0].power, live=live)
 
 
 def _keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
@@ -204,83 +208,83 @@ def _keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
     return after.is_floating_point or not (before.is_floating_point or after == torch.bool)
 
 
-def _is_fixed_or_constant(arg: str, given: Given) -> bool:
+def _is_fixed_or_constant(arg: str, given: Operation) -> bool:
     kind = given.kinds.get(arg)
     return kind is None or (kind.fixed and not kind.live)
 
 
-def _dims(given: Given, rank: int) -> list[int]:
+def _dims(given: Operation, rank: int) -> list[int]:
     dims = given.arguments.get("dim")
     if dims is None or dims == []:
         return list(range(rank))
     return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
-def _reduced(name: str, given: Given, rows: Tensor) -> Kind:
+def _reduced(name: str, given: Operation, rows: Tensor) -> Provenance:
     dims = _dims(given, rows.dim())
-    same = along(rows, dims)
+    same = rows_without(rows, dims)
     if same is not None:
         keep = given.out.dim() == rows.dim()
         for dim in () if keep else sorted(dims, reverse=True):
             same = same.squeeze(dim)
-        return Kind(same.expand(given.out.shape))
+        return Provenance(same.expand(given.out.shape))
     if name not in ("sum", "mean") or any(
         size > 1 for dim, size in enumerate(compact(rows).shape) if dim not in dims
     ):
-        return MIXED
+        return UNKNOWN
     return _over_rows(rows, 1 if name == "sum" else 0)
 
 
-def _over_rows(rows: Tensor, power: int) -> Kind:
+def _over_rows(rows: Tensor, power: int) -> Provenance:
     """A sum (power 1) or mean over elements of all rows."""
     found, counts = compact(rows).unique(return_counts=True)
     if found[0] == NO_ROW or not bool((counts == counts[0]).all()):
-        return MIXED
-    return Kind(power=power)
+        return UNKNOWN
+    return Provenance(power=power)
 
 
-def _loss(name: str, given: Given, rowed: dict[str, Tensor]) -> Kind:
+def _loss(name: str, given: Operation, rowed: dict[str, Tensor]) -> Provenance:
     reduction = given.arguments.get("reduction", 1)
     own = dict(rowed)
     scores: Tensor = given.arguments["self"]
     shape = tuple(scores.shape)
     if name.startswith("nll_loss"):
         if not name.endswith("forward") or "weight" in rowed:
-            return MIXED
+            return UNKNOWN
         classes = min(1, len(shape) - 1)
         shape = tuple(given.arguments["target"].shape)
         if "self" in own:
-            flat = along(own["self"], [classes])
+            flat = rows_without(own["self"], [classes])
             if flat is None:
-                return MIXED
+                return UNKNOWN
             own["self"] = flat.squeeze(classes)
     else:
         shape = tuple(torch.broadcast_shapes(shape, given.arguments["target"].shape))
-    rows = together(list(own.values()), shape)
+    rows = combine_rows(list(own.values()), shape)
     if rows is None or reduction == 0:
-        return Kind(rows)
+        return Provenance(rows)
     return _over_rows(rows, 1 if reduction == 2 else 0)
 
 
-def _product(name: str, given: Given, rowed: dict[str, Tensor]) -> Kind:
+def _product(name: str, given: Operation, rowed: dict[str, Tensor]) -> Provenance:
     """Rows times a constant matrix; or matrices of one row each with one another."""
     if name == "bmm":
-        parts = [along(rows, [1, 2]) for rows in rowed.values()]
+        parts = [rows_without(rows, [1, 2]) for rows in rowed.values()]
         found = [part for part in parts if part is not None]
-        return Kind(together(found, given.out.shape)) if len(found) == len(parts) else MIXED
+        return Provenance(combine_rows(found, given.out.shape)) if len(found) == len(parts) else UNKNOWN
     left = {"mm": "self", "addmm": "mat1", "linear": "input"}[name]
     if set(rowed) != {left}:
-        return MIXED
-    same = along(rowed[left], [rowed[left].dim() - 1])
-    return MIXED if same is None else Kind(same.expand(given.out.shape))
+        return UNKNOWN
+    same = rows_without(rowed[left], [rowed[left].dim() - 1])
+    return UNKNOWN if same is None else Provenance(same.expand(given.out.shape))
 
 
-def moves(name: str) -> bool:
+def only_moves_elements(name: str) -> bool:
     """Whether an operation only moves elements."""
     return name in _MOVES or name in ("cat", "stack", "constant_pad_nd", "index_select")
 
 
-def moved(
+def moved_rows(
     func: Any, args: Any, kwargs: Any, rows: Callable[[Tensor], Tensor | None], out: Any
 ) -> list[Tensor]:
     """The rows behind an operation that only moves elements, one for each tensor of `out`: the same is done to them."""
@@ -324,7 +328,7 @@ def _viewed(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     return front.expand(shape)
 
 
-def grown(before: float, after: float, rows_before: int, rows_after: int) -> int | None:
+def growth_power(before: float, after: float, rows_before: int, rows_after: int) -> int | None:
     """The power of the number of rows that a constant grows with, None where it is none."""
     if before == after or (math.isnan(before) and math.isnan(after)):
         return 0

@@ -14,21 +14,21 @@ import torch
 from torch import nn
 
 from meshwright_pipeline._torch import WeakTensorKeys, draws, op_name
-from meshwright_pipeline.pytrees import map_leaves, nothing, tensors_of, unlike_dims
-from meshwright_pipeline.trace.loss_denominators import SUMS, Glue, Place, averages
+from meshwright_pipeline.pytrees import differing_dims, expanded_zeros, map_leaves, tensors_of
+from meshwright_pipeline.trace.loss_denominators import SUMS, GlueMode, Place, mean_over_targets
 from meshwright_pipeline.trace.row_provenance import (
     FIXED,
-    MIXED,
-    Given,
-    Kind,
-    along,
+    UNKNOWN,
+    Operation,
+    Provenance,
+    combine_rows,
     compact,
-    grown,
-    kind_of,
-    meet,
-    moved,
-    moves,
-    together,
+    growth_power,
+    moved_rows,
+    only_moves_elements,
+    result_provenance,
+    rows_without,
+    several_rows_along,
 )
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ _SHAPES = frozenset("self size shape repeats".split())
 _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
-class Unlike(Exception):
+class BatchSizeDependent(Exception):
     """With other numbers of rows the model does something else."""
 
 
-class Looks(Unlike):
+class ReadsValues(BatchSizeDependent):
     """Values are read that are not known here, by Python or for a shape."""
 
 
-class Watch:
+class RowTracer:
     """One watched run.
 
     Args:
@@ -64,7 +64,7 @@ class Watch:
         averaging: how many losses average over targets.
     """
 
-    def __init__(self, rows: int, like: Profile, before: Watch | None = None) -> None:
+    def __init__(self, rows: int, like: Profile, before: RowTracer | None = None) -> None:
         self.rows, self.like, self.before = rows, like, before
         self.kinds = WeakTensorKeys()
         self.tape: list[tuple[str, dict[str, Any]]] = []
@@ -77,26 +77,26 @@ class Watch:
         self._made: list[Tensor] = []
 
     # ---- what is known
-    def kind(self, tensor: Tensor) -> Kind | None:
+    def kind(self, tensor: Tensor) -> Provenance | None:
         """That of a value; None of one that depends on no row."""
         if self._spoiled and tensor.untyped_storage().data_ptr() in self._spoiled:
-            return MIXED
-        found: Kind | None = self.kinds.get(tensor)
+            return UNKNOWN
+        found: Provenance | None = self.kinds.get(tensor)
         return found
 
     def seed(self, tensor: Tensor, dim: int | None, live: bool) -> None:
         """A value that comes from outside: its rows lie along `dim`; None: they meet in it."""
         if dim is None:
-            self.kinds[tensor] = MIXED
+            self.kinds[tensor] = UNKNOWN
             return
         size = tensor.shape[dim]
         rows = torch.arange(self.rows, dtype=torch.int32).repeat_interleave(size // self.rows)
         shape = [size if d == dim else 1 for d in range(tensor.dim())]
-        self.kinds[tensor] = Kind(rows.view(shape).expand(tensor.shape), live=live)
+        self.kinds[tensor] = Provenance(rows.view(shape).expand(tensor.shape), live=live)
 
     def returned(self, tensor: Tensor, label: Label) -> None:
         """A value that a unit has returned."""
-        dims = unlike_dims(tensor, self.like.leaf(label))
+        dims = differing_dims(tensor, self.like.leaf(label))
         if dims or label[:2] in self.like.of_batch:
             self.seed(tensor, dims[0] if len(dims) == 1 else None, live=True)
 
@@ -119,14 +119,14 @@ class Watch:
         return out
 
     def _in_place(
-        self, func: Any, args: Any, kwargs: Any, known: dict[int, Kind], live: bool, written: list[str]
+        self, func: Any, args: Any, kwargs: Any, known: dict[int, Provenance], live: bool, written: list[str]
     ) -> Any:
         given = _named(func, args, kwargs)
         if written != ["self"] or not isinstance(given["self"], Tensor):
             for target in tensors_of([given[name] for name in written]):
                 self._spoiled.add(target.untyped_storage().data_ptr())
             if live:
-                raise Unlike(f"results are written to memory that is given ({op_name(func)})")
+                raise BatchSizeDependent(f"results are written to memory that is given ({op_name(func)})")
             return func(*args, **kwargs)
         target = given["self"]
         if target.dim() == 0 and id(target) in known and known[id(target)].power is not None:
@@ -137,7 +137,9 @@ class Watch:
         # what has no memory of its own cannot be written to
         return target if live else func(*args, **kwargs)
 
-    def _kinds(self, func: Any, args: Any, kwargs: Any, known: dict[int, Kind], out: Any) -> list[Kind]:
+    def _kinds(
+        self, func: Any, args: Any, kwargs: Any, known: dict[int, Provenance], out: Any
+    ) -> list[Provenance]:
         place, outs = len(self.tape), tensors_of(out)
         if (
             op_name(func) == "clone"
@@ -149,7 +151,7 @@ class Watch:
             return found
         before, rows = self.before.sizes[place], self.before.rows
         if len(before) != len(outs):
-            return [MIXED] * len(outs)
+            return [UNKNOWN] * len(outs)
         # as many elements of each row, and of a number, whatever the number of rows
         grow = [
             old * (1 if kind.rows is None else self.rows) for old, kind in zip(before, found, strict=True)
@@ -157,40 +159,44 @@ class Watch:
         have = [
             one.numel() * (1 if kind.rows is None else rows) for one, kind in zip(outs, found, strict=True)
         ]
-        return [kind if a == b else MIXED for kind, a, b in zip(found, grow, have, strict=True)]
+        return [kind if a == b else UNKNOWN for kind, a, b in zip(found, grow, have, strict=True)]
 
-    def _by_rule(self, func: Any, args: Any, kwargs: Any, known: dict[int, Kind], out: Any) -> list[Kind]:
+    def _by_rule(
+        self, func: Any, args: Any, kwargs: Any, known: dict[int, Provenance], out: Any
+    ) -> list[Provenance]:
         outs, name = tensors_of(out), op_name(func)
         if name.endswith("_"):
             name = name[:-1]
         arguments = _named(func, args, kwargs)
         here = self._note(name, {k: _unknown(v, known) for k, v in arguments.items()})
         if not outs:
-            raise Looks(f"a value is read ({name.strip('_')})")  # what is done with it is not seen
+            raise ReadsValues(f"a value is read ({name.strip('_')})")  # what is done with it is not seen
         if torch.Tag.dynamic_output_shape in func.tags and (name != "index" or _masks(arguments["indices"])):
-            raise Looks(f"values decide a shape ({name})")
+            raise ReadsValues(f"values decide a shape ({name})")
         if any(kind.rows is None and kind.power is None for kind in known.values()):
-            return [MIXED] * len(outs)
-        if moves(name) and all(kind.rows is not None for kind in known.values()):
-            rows = moved(func, args, kwargs, lambda t: known[id(t)].rows if id(t) in known else None, out)
+            return [UNKNOWN] * len(outs)
+        if only_moves_elements(name) and all(kind.rows is not None for kind in known.values()):
+            rows = moved_rows(
+                func, args, kwargs, lambda t: known[id(t)].rows if id(t) in known else None, out
+            )
             if _takes_rows_apart(name, arguments, known, out) or any(
                 self._scale(here, arg, arguments) != 0 for arg in arguments if arg not in _SHAPES
             ):
-                return [MIXED] * len(outs)
+                return [UNKNOWN] * len(outs)
             live = any(kind.live for kind in known.values())
             fixed = any(kind.fixed for kind in known.values())
-            return [Kind(one, live=live, fixed=fixed) for one in rows]
-        kinds: dict[str, Kind] = {}
+            return [Provenance(one, live=live, fixed=fixed) for one in rows]
+        kinds: dict[str, Provenance] = {}
         for arg, value in arguments.items():
             for place, tensor in enumerate(tensors_of(value)):
                 if id(tensor) in known:
                     kinds[arg if isinstance(value, Tensor) else f"{arg}.{place}"] = known[id(tensor)]
-        given = Given(name, arguments, kinds, outs[0], lambda arg: self._scale(here, arg, arguments))
-        found = kind_of(given, torch.Tag.pointwise in func.tags)
+        given = Operation(name, arguments, kinds, outs[0], lambda arg: self._scale(here, arg, arguments))
+        found = result_provenance(given, torch.Tag.pointwise in func.tags)
         if draws(func, args, kwargs) and found.rows is not None:
-            found = Kind(found.rows)  # of the rows of the batch, and not known from inputs
+            found = Provenance(found.rows)  # of the rows of the batch, and not known from inputs
         elif draws(func, args, kwargs):
-            found = MIXED
+            found = UNKNOWN
         if (
             found.power is not None
             and not found.live
@@ -198,16 +204,16 @@ class Watch:
         ):
             found = self._asked(outs[0], kinds)
         if name.startswith("nll_loss") and found.power == 0:
-            found = MIXED  # by a function that is not known to average over targets
+            found = UNKNOWN  # by a function that is not known to average over targets
         return [
-            found if one.shape == outs[0].shape and not (i and name.startswith("nll")) else MIXED
+            found if one.shape == outs[0].shape and not (i and name.startswith("nll")) else UNKNOWN
             for i, one in enumerate(outs)
         ]
 
-    def _asked(self, out: Tensor, kinds: dict[str, Kind]) -> Kind:
+    def _asked(self, out: Tensor, kinds: dict[str, Provenance]) -> Provenance:
         """A number that inputs alone decide: known for the whole batch where a function is asked for it that says how."""
         if self.function not in SUMS or any(kind.fixed for kind in kinds.values()):
-            return MIXED
+            return UNKNOWN
         self._made.append(out)
         return FIXED
 
@@ -217,7 +223,7 @@ class Watch:
         name = "view" if name == "_unsafe_view" else name  # of what has been cloned
         self.tape.append((name, {arg: sketch(value) for arg, value in arguments.items()}))
         if self.before is not None and (place >= len(self.before.tape) or self.before.tape[place][0] != name):
-            raise Unlike(f"with other numbers of rows it does something else: {name}")
+            raise BatchSizeDependent(f"with other numbers of rows it does something else: {name}")
         return place
 
     def _scale(self, place: int, arg: str, arguments: dict[str, Any]) -> int | None:
@@ -229,14 +235,14 @@ class Watch:
         before, after = self.before.tape[place][1].get(arg), self.tape[place][1].get(arg)
         # beside constants in a list, each of which is to be the same
         if not any(known) and isinstance(before, float) and isinstance(after, float):
-            return grown(before, after, self.before.rows, self.rows)
+            return growth_power(before, after, self.before.rows, self.rows)
         return 0 if before == after else None
 
     # ---- functions
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], place: Place | None) -> Any:
         """Run a function of torch that code between units calls; `place`: of a sum or mean."""
         self.calls.append(getattr(func, "__name__", str(func)))
-        averaging = averages(func, args, kwargs)
+        averaging = mean_over_targets(func, args, kwargs)
         if averaging is not None:
             scores: Tensor = averaging["input"]
             self.averaging += 1
@@ -244,7 +250,7 @@ class Watch:
             self.kinds[zero] = self._averaged(averaging)
             return zero
         if func in _READS and any(self.kind(t) is not None for t in tensors_of((args, kwargs))):
-            raise Looks(f"values are read ({func.__name__})")
+            raise ReadsValues(f"values are read ({func.__name__})")
         self.function, self._made = func, []
         try:
             result = func(*args, **kwargs)
@@ -255,32 +261,32 @@ class Watch:
                 self.fixed.append(place)
             else:
                 for tensor in tensors_of(result):
-                    self.kinds[tensor] = MIXED
+                    self.kinds[tensor] = UNKNOWN
         return result
 
-    def _averaged(self, given: dict[str, Any]) -> Kind:
+    def _averaged(self, given: dict[str, Any]) -> Provenance:
         """A mean over targets that count, whose number is known for the whole batch where inputs alone decide it."""
         scores, target, weight = given["input"], given["target"], given.get("weight")
         of_scores, of_target = self.kind(scores), self.kind(target)
         if weight is not None and self.kind(weight) is not None:
-            return MIXED
+            return UNKNOWN
         found = []
         if of_target is None or of_target.rows is None or of_target.live or of_target.fixed:
-            return MIXED  # constant ones may be numbers of rows: not the same ones in every microbatch
+            return UNKNOWN  # constant ones may be numbers of rows: not the same ones in every microbatch
         found.append(of_target.rows)
         if of_scores is not None:
             classes = min(1, scores.dim() - 1)
-            rows = None if of_scores.rows is None else along(of_scores.rows, [classes])
+            rows = None if of_scores.rows is None else rows_without(of_scores.rows, [classes])
             if rows is None:
-                return MIXED
+                return UNKNOWN
             found.append(rows.squeeze(classes).expand(target.shape))
-        return MIXED if together(found, target.shape) is None else Kind(power=0)
+        return UNKNOWN if combine_rows(found, target.shape) is None else Provenance(power=0)
 
 
-class Functions(Glue):
+class TracedFunctions(GlueMode):
     """Inside, functions that code between units calls go through a watch."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: RowTracer) -> None:
         super().__init__()
         self.watch = watch
 
@@ -301,7 +307,7 @@ def _shape_only(func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> 
         made = func(*a, **k)
     except Exception:  # no meta kernel, or shapes that depend on values: with numbers, then
         return func(*args, **kwargs)
-    return map_leaves(lambda _, t: nothing(t, device), made)
+    return map_leaves(lambda _, t: expanded_zeros(t, device), made)
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -311,7 +317,7 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return found
 
 
-def _unknown(value: Any, known: dict[int, Kind]) -> Any:
+def _unknown(value: Any, known: dict[int, Provenance]) -> Any:
     """What of an argument depends on no row; None in the place of what does."""
     if isinstance(value, Tensor):
         return None if id(value) in known else value
@@ -349,7 +355,7 @@ def sketch(value: Any) -> Any:
     return str(value)
 
 
-def _takes_rows_apart(name: str, arguments: dict[str, Any], known: dict[int, Kind], out: Any) -> bool:
+def _takes_rows_apart(name: str, arguments: dict[str, Any], known: dict[int, Provenance], out: Any) -> bool:
     """Whether an operation takes some along the dim where rows lie: how many there are may then matter."""
     if name not in (
         "slice",
@@ -368,4 +374,4 @@ def _takes_rows_apart(name: str, arguments: dict[str, Any], known: dict[int, Kin
         return True
     if name == "slice" and out.shape == tensor.shape and arguments.get("end") in (None, sys.maxsize):
         return False
-    return meet(rows, arguments["dim"] % tensor.dim())
+    return several_rows_along(rows, arguments["dim"] % tensor.dim())

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import OWN_PARTS
-from meshwright_pipeline.pytrees import held_in, leaves_of
+from meshwright_pipeline.pytrees import attribute_tensors, leaves_of
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
 """Place -> what is there, and what gives each of its leaves, tensors while they are alive."""
@@ -38,7 +38,7 @@ def part_of(unit: nn.Module, path: str) -> tuple[nn.Module, str]:
     return unit.get_submodule(inside), name
 
 
-def attributes(unit: nn.Module) -> Attributes:
+def attribute_leaves(unit: nn.Module) -> Attributes:
     """Those of all its parts."""
     return {
         f"{path}:{name}": (value, tuple(map(_held, _inside(value))))
@@ -68,10 +68,10 @@ def _may_hold(kind: type) -> bool:
     )
 
 
-def left(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any], frozenset[str]]:
+def new_side_outputs(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any], frozenset[str]]:
     """What holds other tensors than before, by place, and where that has been added to what was there, and stays."""
     found, grown = dict[str, Any](), set[str]()
-    for place, (value, now) in attributes(unit).items():
+    for place, (value, now) in attribute_leaves(unit).items():
         old = before.get(place)
         if (old is None or not _same(old[1], now)) and any(isinstance(leaf(), torch.Tensor) for leaf in now):
             found[place] = value
@@ -84,7 +84,7 @@ def _same(before: Sequence[Callable[[], Any]], now: Sequence[Callable[[], Any]])
     return len(before) == len(now) and all(old() is new() for old, new in zip(before, now, strict=True))
 
 
-def check_objects(unit: str, output: Any, given: Any) -> None:
+def check_sendable(unit: str, output: Any, given: Any) -> None:
     """That what a unit returns can be sent. What it was `given` it may give back: of a cache, each stage has its part.
 
     Raises:
@@ -92,7 +92,7 @@ def check_objects(unit: str, output: Any, given: Any) -> None:
     """
     own = {id(leaf) for leaf in leaves_of(given)}
     for leaf in leaves_of(output):
-        if id(leaf) not in own and held_in(leaf):
+        if id(leaf) not in own and attribute_tensors(leaf):
             raise CannotBeCut(
                 f"module {unit!r} returns a {type(leaf).__name__} that holds tensors, which cannot be sent to another stage; "
                 "return tensors in tuples, lists, dicts or dataclasses, register the class with torch.utils._pytree, or plan "

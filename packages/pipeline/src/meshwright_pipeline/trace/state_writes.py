@@ -30,7 +30,7 @@ _FITS = 1 << 63
 
 
 @dataclass(frozen=True)
-class Kept:
+class WrittenState:
     """Where a model writes.
 
     Attributes:
@@ -73,7 +73,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype
 
 
-class Writes:
+class StateWrites:
     """Buffers and numbers outside of units, as they are now.
 
     Args:
@@ -113,10 +113,10 @@ class Writes:
     def numbers(self) -> tuple[Place, ...]:
         """Those of modules of which any is another one now: the rest may follow in a later forward."""
         now = dict(self._counted())
-        changed = {
+        changed_places = {
             at[0] for at, value in now.items() if self._numbers.get(at, value) != value and value == value
         }
-        return tuple(at for at in now if at[0] in changed)
+        return tuple(at for at in now if at[0] in changed_places)
 
     def _counted(self) -> Iterator[tuple[Place, Any]]:
         for path, part in self._parts.items():
@@ -147,26 +147,26 @@ _LISTS = (list, tuple, deque)
 _OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
 
 
-class Values:
+class TensorValues:
     """The values of a tensor at one time."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach().clone()
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Values) or not self.like(other):
+        if not isinstance(other, TensorValues) or not self.like(other):
             return False
         one, two = self.tensor, other.tensor
         return bool(((one == two) | ((one != one) & (two != two))).all())
 
     __hash__ = None  # type: ignore[assignment]
 
-    def like(self, other: Values) -> bool:
+    def like(self, other: TensorValues) -> bool:
         """Whether they have one shape and dtype."""
         return self.tensor.shape == other.tensor.shape and self.tensor.dtype == other.tensor.dtype
 
 
-def state_of(parts: Iterable[tuple[str, nn.Module]]) -> State:
+def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
     """What modules keep, by place; parts are left out."""
     seen: dict[int, Any] = {}
     found: State = {}
@@ -178,7 +178,7 @@ def state_of(parts: Iterable[tuple[str, nn.Module]]) -> State:
     return found
 
 
-def changed(before: State, after: State) -> list[Place]:
+def changed_places(before: State, after: State) -> list[Place]:
     """The places where two states differ."""
     every = dict.fromkeys((*before, *after))
     return [at for at in every if at not in before or at not in after or before[at] != after[at]]
@@ -188,7 +188,7 @@ def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     """What tells a value from what it may become."""
     if isinstance(value, torch.Tensor):
         ordinary = not value.is_meta and value.numel() <= LARGE
-        return Values(value) if ordinary else (torch.Tensor, value.shape)
+        return TensorValues(value) if ordinary else (torch.Tensor, value.shape)
     if value is None or isinstance(value, (bool, int, str, bytes)):
         return type(value), value
     if isinstance(value, (float, complex)):
