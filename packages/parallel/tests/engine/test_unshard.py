@@ -22,9 +22,9 @@ from meshwright_dtensor.errors import PlanError, UnsupportedError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
-from meshwright_parallel.engine import flat_shards, gathering_of, reduction_of
+from meshwright_parallel.engine import flat_shards, reduction_of, unshard_engine_of
 from meshwright_parallel.engine.buckets import Single
-from meshwright_parallel.engine.param_group import State, Unit
+from meshwright_parallel.engine.param_group import ParamGroup, UnshardState
 from meshwright_parallel.strategies import zero as strategy
 
 STAGES = (1, 2, 3)
@@ -364,7 +364,7 @@ def measured(rank: int, world_size: int, stage: int, alone: int) -> Any:
 def measured_stack(stage: int) -> Any:
     torch.manual_seed(0)
     model = parallelize(Stack(), ParallelPlan(world_size=2, degrees={"zero": 2}, zero={"stage": stage}))
-    engine = gathering_of(model)
+    engine = unshard_engine_of(model)
     assert engine is not None
     x = torch.randn(4, WIDTH)
     peak: list[int] = []
@@ -382,69 +382,65 @@ def measured_stack(stage: int) -> Any:
         local = sum(p.to_local().numel() for p in parameters)
         states = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
         grads = sum(p.grad.to_local().numel() for p in parameters)
-    unit = engine.units[0].nbytes
+    block_bytes = engine.groups[0].nbytes
     reduction = reduction_of(model)
     assert reduction is not None
     assert not any(isinstance(b, Single) and b.rows is not None for b in reduction._buckets)
     log.events = [event for event in log.events if event.function == "zero"]
-    return local, states, grads, sum(p.numel() for p in parameters), max(peak), unit, log.counts()
+    return local, states, grads, sum(p.numel() for p in parameters), max(peak), block_bytes, log.counts()
 
 
 def in_flight(rank: int, world_size: int) -> int:
-    """Most units at once whose rows have been asked for and are not laid out."""
+    """Most parameter groups at once whose all-gathers are launched and not yet waited for."""
     model = parallelize(Stack(), zero_plan(3, zero=2))
-    engine = gathering_of(model)
+    engine = unshard_engine_of(model)
     assert engine is not None
-    flying: list[int] = []
-    launch = Unit.launch
+    counts: list[int] = []
+    start_unshard = ParamGroup.start_unshard
 
-    def counted(unit: Unit) -> None:
-        launch(unit)
-        flying.append(sum(u.state is State.FLYING for u in unit.engine.units))
+    def counted(group: ParamGroup) -> None:
+        start_unshard(group)
+        counts.append(sum(g.state is UnshardState.IN_FLIGHT for g in engine.groups))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "launch", counted)
+        patch.setattr(ParamGroup, "start_unshard", counted)
         for _ in range(2):
             model(torch.randn(4, WIDTH)).backward()
-    assert len(flying) >= 2 * (7 + 5)
-    return max(flying)
+    assert len(counts) >= 2 * (7 + 5)
+    return max(counts)
 
 
-def test_what_is_gathered_ahead_waits_until_the_unit_is_laid_out(rank_pool: RankPool) -> None:
+def test_prefetch_starts_after_the_previous_group_is_unsharded(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, in_flight) == [1, 1]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_large_parts_move_alone(rank_pool: RankPool, stage: int) -> None:
     matrix = 12 * WIDTH * 4 // 2  # bytes of what a rank holds of it
-    for local, states, grads, total, peak, unit, counts in rank_pool.run(2, measured, stage, matrix):
+    for local, states, grads, total, peak, block_bytes, counts in rank_pool.run(2, measured, stage, matrix):
         assert local == states == grads == total / 2
         if stage == 3:
-            assert peak <= 3 * unit  # the one that is gathered ahead counts
-        assert (
-            counts["zero", "forward", "all_gather"] == 6 * 3 + 1
-        )  # each block's two matrices, and what is left
+            assert peak <= 3 * block_bytes  # with the prefetched one
+        # two matrices per block, the rest of each block, and the head
+        assert counts["zero", "forward", "all_gather"] == 6 * 3 + 1
         assert counts["zero", "backward", "reduce_scatter"] == 6 * 3 + 1
 
 
 @pytest.mark.parametrize("stage", (2, 3))
 def test_memory_is_shared_and_bounded(rank_pool: RankPool, stage: int) -> None:
-    for local, states, grads, total, peak, unit, counts in rank_pool.run(2, measured, stage, 2**19):
+    for local, states, grads, total, peak, block_bytes, counts in rank_pool.run(2, measured, stage, 2**19):
         assert local == states == grads == total / 2
         head = 2 * (WIDTH + 1) * 4
         if stage == 3:
-            assert peak <= 2 * unit + head  # of six
+            assert peak <= 2 * block_bytes + head  # of six
             assert counts == {
                 ("zero", "forward", "all_gather"): 7,
-                (
-                    "zero",
-                    "backward",
-                    "all_gather",
-                ): 5,  # the last block and what is outside of blocks are still there
+                # the last block and the parameters outside of blocks are still unsharded
+                ("zero", "backward", "all_gather"): 5,
                 ("zero", "backward", "reduce_scatter"): 7,
             }
         else:
-            assert peak == 6 * unit + head
+            assert peak == 6 * block_bytes + head
             assert counts == {
                 ("zero", "forward", "all_gather"): 7,
                 ("zero", "backward", "reduce_scatter"): 7,
@@ -472,7 +468,7 @@ def test_what_cannot_be_raises(rank_pool: RankPool) -> None:
 def dropped(rank: int, world_size: int) -> list[bool]:
     model = parallelize(make(), zero_plan(3, zero=2))
     model(**batch_of()).backward()
-    left = [weakref.ref(gathering_of(model)), weakref.ref(model.embed.weight)]
+    left = [weakref.ref(unshard_engine_of(model)), weakref.ref(model.embed.weight)]
     del model
     gc.collect()
     return [reference() is not None for reference in left]

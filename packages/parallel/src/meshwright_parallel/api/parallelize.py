@@ -31,7 +31,7 @@ from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.stored.permuted import install_true_order
-from meshwright_parallel.engine import install_copies, install_reduction, make_groups
+from meshwright_parallel.engine import install_compute_copies, install_reduction, make_groups
 from meshwright_parallel.engine.buckets import Filling
 from meshwright_parallel.moe.install import install_apart, modules_apart
 from meshwright_parallel.optim.step_hooks import attend_to_steps, refuse_assignment
@@ -101,7 +101,7 @@ def parallelize(
     for strategy in strategies:
         strategy.attach(model, mesh, inner)
     install_apart(model, apart)
-    install_copies(model, mesh, inner, strategies)
+    install_compute_copies(model, mesh, inner, strategies)
     # what is divided has its gradients in other memory until the step is over
     install_reduction(model, mesh, Filling(BUCKET_BYTES, again=division is None))
     if division is not None:

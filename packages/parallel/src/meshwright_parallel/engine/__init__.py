@@ -1,4 +1,4 @@
-"""What runs during training on behalf of a strategy: the bucketed gradient reduction of data-like axes."""
+"""The data-parallel engine: bucketed gradient reduction, and unsharding of parameters as in FSDP2."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from meshwright_parallel.engine.grad_reduction import (
     partial_parameters,
     reduction_of,
 )
-from meshwright_parallel.engine.install import install_copies
-from meshwright_parallel.engine.unshard import gathering_of
+from meshwright_parallel.engine.install import install_compute_copies
+from meshwright_parallel.engine.unshard import unshard_engine_of
 
 __all__ = [
     "DataReduction",
     "attach_reduction",
-    "gathering_of",
-    "install_copies",
+    "install_compute_copies",
     "install_reduction",
     "make_groups",
     "partial_parameters",
     "reduction_of",
+    "unshard_engine_of",
 ]

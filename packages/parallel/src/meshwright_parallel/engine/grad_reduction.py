@@ -35,7 +35,7 @@ from meshwright_parallel._torch.core import (
     with_local,
 )
 from meshwright_parallel.engine.buckets import Axes, Bucket, Filling, Slot, agreed_order, make_buckets
-from meshwright_parallel.engine.param_group import Copy, copy_of
+from meshwright_parallel.engine.param_group import UnshardedParameter, unsharded_of
 from meshwright_parallel.strategies.data import BUCKET_BYTES
 
 _ATTRIBUTE = "_meshwright_reduction"
@@ -61,12 +61,14 @@ class DataReduction:
         once = {
             id(p): (name, p, tuple(a for a in partial if sizes[a] > 1)) for name, p, partial in parameters
         }
-        self._parameters = [entry for entry in once.values() if entry[2] or copy_of(entry[1]) is not None]
+        self._parameters = [
+            entry for entry in once.values() if entry[2] or unsharded_of(entry[1]) is not None
+        ]
         used = {axis for name, p, partial in self._parameters for axis in _slot(name, p, partial).all_axes}
         self.axes = tuple(a for a in sizes if a in used)
         self._handles: list[RemovableHandle] = []
         self._slots: list[Slot] = []
-        self._copies: list[Copy | None] = []
+        self._unsharded: list[UnshardedParameter | None] = []
         self._buckets: list[Bucket] = []
         self._leaves: list[tuple[torch.Tensor, bool]] = []
         self._ordered = False
@@ -79,11 +81,12 @@ class DataReduction:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataReduction:
         """For a copied model: an engine of its own, on the copies of the parameters."""
-        for one in map(copy_of, (p for _, p, _ in self._parameters)):
-            if one is not None:
-                copy.deepcopy(one.unit.engine, memo)  # gives the copies of the parameters theirs
-        copies = [(name, copy.deepcopy(p, memo), partial) for name, p, partial in self._parameters]
-        return DataReduction(self.mesh, copies, self.filling)
+        for unsharded in map(unsharded_of, (p for _, p, _ in self._parameters)):
+            if unsharded is not None:
+                # gives the copied parameters their compute copies
+                copy.deepcopy(unsharded.group.engine, memo)
+        copied = [(name, copy.deepcopy(p, memo), partial) for name, p, partial in self._parameters]
+        return DataReduction(self.mesh, copied, self.filling)
 
     @property
     def needed(self) -> bool:
@@ -122,7 +125,7 @@ class DataReduction:
         self._forget_pass()
         self._leaves = [(leaf_of(p), p.requires_grad) for _, p, _ in self._parameters]
         self._slots = [_slot(name, p, axes) for name, p, axes in self._parameters if p.requires_grad]
-        self._copies = [copy_of(p) for _, p, _ in self._parameters if p.requires_grad]
+        self._unsharded = [unsharded_of(p) for _, p, _ in self._parameters if p.requires_grad]
         for index, slot in enumerate(self._slots):
             slot.index = index
         # what is registered last is usually ready first; the first pass tells the true order
@@ -170,9 +173,9 @@ class DataReduction:
             # without a prior the sum arrives where the gradient lies, and nothing is left to do
             leaf.grad = with_local(leaf, bucket.lend(slot)) if prior is None else prior
         self._ready.append(slot.index)
-        copy = self._copies[slot.index]
-        if copy is not None:
-            copy.gradient_taken()
+        unsharded = self._unsharded[slot.index]
+        if unsharded is not None:
+            unsharded.gradient_consumed()
         # buckets start in one fixed order, so that ranks never pair different tensors
         while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
             self._launch_next()
@@ -229,8 +232,9 @@ class DataReduction:
                     slot.holder.grad = with_local(slot.holder, bucket.lend(slot))
             add_in_place(before, increments)
         self._forget_pass()
-        for gathering in {id(c.unit.engine): c.unit.engine for c in self._copies if c is not None}.values():
-            gathering.after_backward()
+        engines = {id(u.group.engine): u.group.engine for u in self._unsharded if u is not None}
+        for engine in engines.values():
+            engine.end_backward()
         if not self._ordered:
             self._reorder(ready)
 
@@ -261,12 +265,19 @@ class DataReduction:
 
 
 def _slot(name: str, parameter: torch.Tensor, axes: Axes) -> Slot:
-    copy = copy_of(parameter)
-    if copy is None:
+    unsharded = unsharded_of(parameter)
+    if unsharded is None:
         leaf = leaf_of(parameter)
         return Slot(name, leaf, axes, leaf)
-    rest = tuple(axis for axis in axes if axis != copy.axis)
-    return Slot(name, copy.leaf(), rest, local_of(parameter), copy.axis, copy.shards, copy.unit.index)
+    return Slot(
+        name,
+        unsharded.leaf(),
+        tuple(axis for axis in axes if axis != unsharded.axis),
+        local_of(parameter),
+        unsharded.axis,
+        unsharded.shards,
+        unsharded.group.index,
+    )
 
 
 def _after(engine: DataReduction, index: int) -> Callable[[torch.Tensor], None]:

@@ -1,4 +1,4 @@
-"""Give the parameters of a placed model their compute copies: gathered over the axis that shares them, cast, or both."""
+"""Give the parameters of a placed model their compute copies: unsharded along the ZeRO axis, cast, or both."""
 
 from __future__ import annotations
 
@@ -15,51 +15,59 @@ from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_parallel.engine.flat_shards import Shards
-from meshwright_parallel.engine.param_group import Copy
-from meshwright_parallel.engine.unshard import Gathering, Group, UnitHook, hook_module
+from meshwright_parallel.engine.param_group import UnshardedParameter
+from meshwright_parallel.engine.unshard import GroupSpec, ModuleGroups, UnshardEngine, hook_module
 
 
-def install_copies(
+def install_compute_copies(
     model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, strategies: Sequence[Strategy]
 ) -> None:
-    """Install the compute copies that `plan` asks for."""
+    """Install the unsharded parameters that `plan` asks for."""
     axis = next((s.axis for s in strategies if s.gathers and plan.degree(s.axis) > 1), "")
     dtype = None if plan.precision is None else DTYPES[plan.precision.parameters]
     stage = plan.zero.stage if plan.zero is not None and axis else 0
-    groups: dict[tuple[object, ...], Group] = {}
+    specs: dict[tuple[object, ...], GroupSpec] = {}
     modules: dict[str, nn.Module] = {}
     for name, module, parameters in parameter_units(model):
         modules[name] = module
         for _, parameter in parameters:
             assert isinstance(parameter, MeshParameter)
-            copy = _copy(parameter, axis, dtype)
-            if copy is not None:
-                key = (name, copy.layout.dtype, parameter.dtype, parameter.device)
-                group = groups.setdefault(key, Group(name, module is model, []))
-                group.copies.append(copy)
-    if not groups:
+            unsharded = _unsharded(parameter, axis, dtype)
+            if unsharded is not None:
+                key = (name, unsharded.layout.dtype, parameter.dtype, parameter.device)
+                spec = specs.setdefault(key, GroupSpec(name, module is model, []))
+                spec.parameters.append(unsharded)
+    if not specs:
         return
-    engine = Gathering(mesh, list(groups.values()), frees=stage == 3)
+    engine = UnshardEngine(mesh, list(specs.values()), reshards=stage == 3)
     for name, module in modules.items():
-        indices = tuple(unit.index for unit in engine.units if unit.name == name)
+        indices = tuple(group.index for group in engine.groups if group.name == name)
         if indices or module is model:
-            hook_module(module, UnitHook(engine, indices, module is model))
+            hook_module(module, ModuleGroups(engine, indices, module is model))
 
 
-def _copy(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -> Copy | None:
+def _unsharded(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -> UnshardedParameter | None:
+    """The compute copy of a parameter; None where it is computed with as it is stored."""
     stored = parameter.compute_layout
     states: list[State] = list(stored.states)
-    cut = states[stored.context.axes.index(axis)] if axis else "I"
-    cast_to = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-    if not isinstance(cut, int) and cast_to == stored.dtype:
-        return None
-    if not isinstance(cut, int):
-        return Copy(parameter, stored.context.layout(stored.states, stored.shape, cast_to), "", None)
-    place = stored.context.axes.index(axis)
-    states[place] = "X"
-    layout = stored.context.layout(tuple(states), stored.shape, cast_to)
+    shard_dim = states[stored.context.axes.index(axis)] if axis else "I"
+    compute_dtype = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+    if not isinstance(shard_dim, int):
+        if compute_dtype == stored.dtype:
+            return None
+        layout = stored.context.layout(stored.states, stored.shape, compute_dtype)
+        return UnshardedParameter(parameter, layout, "", None)
+    mesh_dim = stored.context.axes.index(axis)
+    states[mesh_dim] = "X"
+    layout = stored.context.layout(tuple(states), stored.shape, compute_dtype)
+    # from the strides of the global value: ranks must agree, and their shards may differ in length
     stride = parameter.stride()
-    # of the global value: ranks must agree on it, whatever the lengths of their shards
     order = tuple(sorted(range(parameter.dim()), key=lambda d: (-stride[d], stored.shape[d] == 1)))
-    shape, count, rank = tuple(layout.local_shape), stored.context.sizes[place], stored.context.coords[place]
-    return Copy(parameter, layout, axis, Shards(shape, int(cut), count, rank, order))
+    shards = Shards(
+        shape=tuple(layout.local_shape),
+        dim=int(shard_dim),
+        count=stored.context.sizes[mesh_dim],
+        rank=stored.context.coords[mesh_dim],
+        order=order,
+    )
+    return UnshardedParameter(parameter, layout, axis, shards)

@@ -1,14 +1,14 @@
-"""Compute copies that are gathered unit by unit: a repeated block of the model, or what is left outside of blocks.
+"""Unsharded parameters and parameter groups, as in FSDP2: what is all-gathered together.
 
-A unit has one flat buffer in the compute dtype; the compute copy of each of its parameters is a leaf tensor over a part of
-it. Gathering takes one collective: the stored parts are cast into a row, rows are gathered, parts are copied out.
+A parameter group is one repeated block of the model, or the parameters outside of blocks. It has one flat buffer in the compute
+dtype. The unsharded form of each parameter is a leaf tensor that is a view of the buffer. Unsharding takes one collective:
 
     stored parts --cast--> row [width] --all-gather--> rows [n, width] --copy--> buffer, of which the leaves are views
 
-A large part that needs no cast, and lies in the whole as it is stored, is gathered straight into the buffer by a
-collective of its own.
+A large parameter that needs no cast, and whose shards are contiguous in the whole, is gathered straight into the buffer by
+a collective of its own.
 
-A buffer that is given up is dropped, never resized: whoever still holds a view of it reads what was there.
+Resharding drops the buffer and never resizes it: whoever still holds a view of it reads the old values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.layout import Layout
@@ -30,84 +31,111 @@ from meshwright_dtensor.tensor.compute_copy import ComputeCopy, mark_as_copy
 from meshwright_parallel._torch.core import copy_all, count_write, local_of, storage_key, versions
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
-if TYPE_CHECKING:
-    from meshwright_parallel.engine.unshard import Gathering
 
-
-class State(Enum):
-    """Of a unit's buffer."""
+class UnshardState(Enum):
+    """State of a group's buffer."""
 
     STALE = 0
-    FLYING = 1
+    IN_FLIGHT = 1
     READY = 2
 
 
-class Copy(ComputeCopy):
-    """The compute copy of one parameter.
+class Unsharder(Protocol):
+    """What a parameter group needs of the engine that schedules it (`unshard.UnshardEngine`).
 
     Attributes:
-        parameter: whose copy it is.
+        storages: storage of a buffer -> its group.
+        forward_depth: nested forwards that run now.
+        leaves_are_safe: autograd may save a leaf itself, because nothing frees its memory unnoticed.
+    """
+
+    mesh: DeviceMesh
+    storages: dict[int, ParamGroup]
+    forward_depth: int
+    leaves_are_safe: bool
+
+    @property
+    def phase(self) -> str: ...
+
+    def unshard(self, group: ParamGroup) -> None: ...
+
+    def is_outdated(self, group: ParamGroup) -> bool: ...
+
+    def unshard_for_backward(self, group: ParamGroup) -> None: ...
+
+    def gradient_consumed(self, group: ParamGroup) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+
+class UnshardedParameter(ComputeCopy):
+    """The compute copy of one parameter: unsharded, cast, or both.
+
+    Attributes:
+        parameter: the stored parameter.
         axis: mesh axis along which the parameter is stored in shards, "" where it is stored whole.
-        shards: how.
-        unit: the unit that it is gathered with.
-        offset: its first element in the buffer of the unit.
-        direct: it is gathered alone, without copies.
+        shards: geometry of the shards.
+        group: the group that it is unsharded with.
+        offset: its first element in the buffer of the group.
+        gathered_alone: it has a collective of its own, without copies.
         version: how often its value has changed, as far as torch counts that.
+        gathered_writes: `writes` when it was last unsharded.
     """
 
     __slots__ = (
         "_leaf",
-        "_nothing",
+        "_placeholder",
         "axis",
-        "direct",
+        "gathered_alone",
+        "gathered_writes",
+        "group",
         "offset",
         "parameter",
-        "seen",
         "shards",
-        "unit",
         "version",
     )
 
-    unit: Unit
+    group: ParamGroup
 
     def __init__(self, parameter: MeshParameter, layout: Layout, axis: str, shards: Shards | None) -> None:
         super().__init__(layout)
         self.parameter, self.axis, self.shards = parameter, axis, shards
         self.offset = self.version = 0
-        self.seen: int | None = None  # what versions() said when it was last gathered
+        self.gathered_writes: int | None = None
         stored = local_of(parameter)
-        self.direct = (
+        self.gathered_alone = (
             shards is not None
             and shards.in_rows
             and stored.dtype == layout.dtype
             and stored.numel() * stored.element_size() >= single_bytes(stored.device)
         )
-        shape = layout.local_shape
-        # outside of forward and backward: no memory, the right shape, and nothing that could pass for a value
-        self._nothing = stored.new_full((1,), math.nan, dtype=layout.dtype).detach().expand(shape)
-        self._leaf = torch.empty(0, dtype=layout.dtype, device=self._nothing.device)
-        self._leaf.data = self._nothing
+        # while resharded: the right shape, no memory, and values that nobody takes for real ones
+        self._placeholder = (
+            stored.new_full((1,), math.nan, dtype=layout.dtype).detach().expand(layout.local_shape)
+        )
+        self._leaf = torch.empty(0, dtype=layout.dtype, device=self._placeholder.device)
+        self._leaf.data = self._placeholder
         self._leaf.requires_grad_(parameter.requires_grad)
         mark_as_copy(self._leaf)
 
     @property
     def computing(self) -> bool:
         """Whether a forward of the model is running."""
-        return self.unit.engine.depth > 0
+        return self.group.engine.forward_depth > 0
 
     @property
-    def now(self) -> int:
+    def writes(self) -> int:
         """A number that grows whenever the parameter is written to, as far as torch counts writes."""
         return versions([self.parameter])[0] + self.touched
 
     @property
     def outdated(self) -> bool:
-        """Whether the parameter has been written to since it was last gathered."""
-        return self.seen != self.now
+        """Whether the parameter was written to since it was last unsharded."""
+        return self.gathered_writes != self.writes
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides of the copy, whose dims lie in memory as those of the stored part."""
+        """Strides of the leaf, which has the memory order of the stored part."""
         if self.shards is not None:
             return self.shards.strides
         local = local_of(self.parameter)
@@ -115,13 +143,14 @@ class Copy(ComputeCopy):
 
     def take(self) -> torch.Tensor:
         """See ComputeCopy."""
-        unit = self.unit
-        engine = unit.engine
-        if unit.state is not State.READY:
-            engine.need(unit)
-        if self.outdated if engine.depth else engine.changed(unit):  # a forward may write to its parameters
-            engine.need(unit)
-        # a leaf is saved by autograd as itself, and would lose its memory where no hook sees that
+        group = self.group
+        engine = group.engine
+        if group.state is not UnshardState.READY:
+            engine.unshard(group)
+        # a forward may write to its parameters
+        if self.outdated if engine.forward_depth else engine.is_outdated(group):
+            engine.unshard(group)
+        # autograd saves a leaf as itself: without hooks it would lose its memory
         return self._leaf if engine.leaves_are_safe else self._leaf.view_as(self._leaf)
 
     def leaf(self) -> torch.Tensor:
@@ -138,57 +167,63 @@ class Copy(ComputeCopy):
         """See ComputeCopy."""
         self._leaf.requires_grad_(requires_grad)
 
-    def gradient_taken(self) -> None:
-        """The gradient of this pass has arrived and has been taken away."""
-        self.unit.engine.gradient_taken(self.unit)
+    def gradient_consumed(self) -> None:
+        """The gradient of this pass was moved to its bucket."""
+        self.group.engine.gradient_consumed(self.group)
 
-    def show(self, buffer: torch.Tensor | None) -> None:
-        """Lay the leaf over its part of `buffer`; None: over nothing."""
+    def map_to(self, buffer: torch.Tensor | None) -> None:
+        """Make the leaf a view of its part of `buffer`; None: of the placeholder."""
         if buffer is None:
-            self._leaf.data = self._nothing
+            self._leaf.data = self._placeholder
         else:
-            self._leaf.data = buffer.as_strided(self._nothing.shape, self.strides, self.offset)
+            self._leaf.data = buffer.as_strided(self._placeholder.shape, self.strides, self.offset)
 
 
-def copy_of(parameter: torch.Tensor) -> Copy | None:
-    """The gathered compute copy of a parameter, if it has one."""
-    found = parameter._copy if isinstance(parameter, MeshParameter) else None
-    return found if isinstance(found, Copy) else None
+def unsharded_of(parameter: torch.Tensor) -> UnshardedParameter | None:
+    """The unsharded form of a parameter, if it has one."""
+    copy = parameter._copy if isinstance(parameter, MeshParameter) else None
+    return copy if isinstance(copy, UnshardedParameter) else None
 
 
-class Unit:
-    """Compute copies that are gathered together; all of one dtype, stored in one dtype, on one device.
+class ParamGroup:
+    """Parameters that are unsharded together: one compute dtype, one stored dtype, one device.
 
     Attributes:
-        index: its place among the units of the engine.
+        index: its place among the groups of the engine.
         name: of the module, for messages.
-        outside: holds what lies outside of blocks.
-        fired: copies whose gradient of this pass has arrived.
+        is_root: holds the parameters outside of blocks.
+        consumed_gradients: parameters whose gradient of this pass was moved to its bucket.
     """
 
     def __init__(
-        self, engine: Gathering, index: int, name: str, outside: bool, copies: Sequence[Copy]
+        self,
+        engine: Unsharder,
+        index: int,
+        name: str,
+        is_root: bool,
+        parameters: Sequence[UnshardedParameter],
     ) -> None:
-        self.engine, self.index, self.name, self.outside = engine, index, name, outside
-        self.copies = tuple(copies)
-        self.state = State.STALE
-        self.fired = 0
+        self.engine, self.index, self.name, self.is_root = engine, index, name, is_root
+        self.parameters = tuple(parameters)
+        self.state = UnshardState.STALE
+        self.consumed_gradients = 0
         self.buffer: torch.Tensor | None = None
         self.width = self.numel = 0
-        self._rows: list[int] = []  # where each copy's part begins in a row
-        for copy in self.copies:
-            copy.unit, copy.offset = self, self.numel
-            self.numel += math.prod(copy.layout.local_shape)
-            self._rows.append(self.width)
-            self.width += 0 if copy.shards is None or copy.direct else copy.shards.size
-        first = self.copies[0]
+        self._row_offsets: list[int] = []  # where each parameter's part begins in a row
+        for parameter in self.parameters:
+            parameter.group, parameter.offset = self, self.numel
+            self.numel += math.prod(parameter.layout.local_shape)
+            self._row_offsets.append(self.width)
+            if parameter.shards is not None and not parameter.gathered_alone:
+                self.width += parameter.shards.size
+        first = self.parameters[0]
         self.dtype, self.device = first.layout.dtype, first.leaf().device
-        shared = [copy for copy in self.copies if copy.shards is not None]
-        self.axis = shared[0].axis if shared else ""
-        self.count = shared[0].shards.count if shared and shared[0].shards else 1
-        self._gathered: torch.Tensor | None = None
+        sharded = [parameter for parameter in self.parameters if parameter.shards is not None]
+        self.axis = sharded[0].axis if sharded else ""
+        self.count = sharded[0].shards.count if sharded and sharded[0].shards else 1
+        self._rows: torch.Tensor | None = None
         self._works: list[dist.Work] = []
-        self._changed: list[Copy] = []
+        self._changed: list[UnshardedParameter] = []
 
     @property
     def nbytes(self) -> int:
@@ -197,108 +232,105 @@ class Unit:
 
     @property
     def trainable(self) -> int:
-        """How many of its copies take part in training."""
-        return sum(copy.leaf().requires_grad for copy in self.copies)
+        """How many of its parameters require gradients."""
+        return sum(parameter.leaf().requires_grad for parameter in self.parameters)
 
-    def launch(self) -> None:
-        """Start gathering."""
+    def start_unshard(self) -> None:
+        """Launch the all-gathers."""
         with torch.inference_mode(False), torch.no_grad():
             self._note_changes()
-            for copy in self.copies:
-                if copy.direct:
+            for unsharded in self.parameters:
+                if unsharded.gathered_alone:
                     self._allocate()
-                    whole = copy.leaf().data
-                    self._gather(_flat(whole, copy.strides), _flat(local_of(copy.parameter), copy.strides))
+                    whole, strides = unsharded.leaf().data, unsharded.strides
+                    self._all_gather(_flat(whole, strides), _flat(local_of(unsharded.parameter), strides))
             if self.width:
                 row = torch.empty(self.width, dtype=self.dtype, device=self.device)
                 pairs = [
-                    (copy.shards.in_row(row[start:]), local_of(copy.parameter))
-                    for copy, start in zip(self.copies, self._rows, strict=True)
-                    if copy.shards is not None and not copy.direct
+                    (unsharded.shards.in_row(row[start:]), local_of(unsharded.parameter))
+                    for unsharded, start in zip(self.parameters, self._row_offsets, strict=True)
+                    if unsharded.shards is not None and not unsharded.gathered_alone
                 ]
                 copy_all(pairs)
-                self._gathered = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
-                self._gather(self._gathered.view(-1), row)
-            count_write([copy.leaf() for copy in self._changed if copy.direct])
-        self.state = State.FLYING
+                self._rows = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
+                self._all_gather(self._rows.view(-1), row)
+            count_write([unsharded.leaf() for unsharded in self._changed if unsharded.gathered_alone])
+        self.state = UnshardState.IN_FLIGHT
 
-    def _gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
-        record(
-            "all_gather",
-            self.axis,
-            rows.numel() * rows.element_size(),
-            self.engine.phase,
-            self.name,
-            "zero",
-            "S->X",
-        )
+    def _all_gather(self, rows: torch.Tensor, row: torch.Tensor) -> None:
+        nbytes = rows.numel() * rows.element_size()
+        record("all_gather", self.axis, nbytes, self.engine.phase, self.name, "zero", "S->X")
         group = self.engine.mesh.get_group(self.axis)
         self._works.append(dist.all_gather_single(rows, row, group=group, async_op=True))
 
     def _allocate(self) -> None:
         if self.buffer is None:
             self.buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            for copy in self.copies:
-                copy.show(self.buffer)
+            for unsharded in self.parameters:
+                unsharded.map_to(self.buffer)
             self.engine.storages[storage_key(self.buffer)] = self
 
     def _wait(self) -> torch.Tensor | None:
-        """End what was launched; the rows that were gathered."""
+        """Wait for the all-gathers; returns the gathered rows."""
         for work in self._works:
             work.wait()
-        rows, self._gathered, self._works = self._gathered, None, []
+        rows, self._rows, self._works = self._rows, None, []
         return rows
 
-    def finish(self) -> None:
-        """Wait for what was launched and lay it out."""
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gathers, and copy the rows into the buffer."""
         rows = self._wait()
         with torch.inference_mode(False), torch.no_grad():
             self._allocate()
             pairs = []
-            for copy, start in zip(self.copies, self._rows, strict=True):
-                if copy.direct:
+            for unsharded, start in zip(self.parameters, self._row_offsets, strict=True):
+                if unsharded.gathered_alone:
                     continue
-                whole = copy.leaf().data  # whose version count is its own: only real changes count
-                if copy.shards is None:
-                    pairs.append((whole, local_of(copy.parameter)))
+                whole = (
+                    unsharded.leaf().data
+                )  # .data has its own version count: only real changes are counted
+                if unsharded.shards is None:
+                    pairs.append((whole, local_of(unsharded.parameter)))
                 else:
                     assert rows is not None
-                    part = rows[:, start : start + copy.shards.size]
-                    pairs += [(out, value) for value, out in copy.shards.pairs(part, whole)]
+                    part = rows[:, start : start + unsharded.shards.size]
+                    pairs += [(out, value) for value, out in unsharded.shards.pairs(part, whole)]
             copy_all(pairs)
-            count_write([copy.leaf() for copy in self._changed if not copy.direct])
-        self.state = State.READY
+            count_write([unsharded.leaf() for unsharded in self._changed if not unsharded.gathered_alone])
+        self.state = UnshardState.READY
 
-    def drop(self, keep_memory: bool = False) -> None:
-        """Give up what is gathered. `keep_memory`: only its values count as stale."""
+    def reshard(self, keep_memory: bool = False) -> None:
+        """Drop the unsharded values; with `keep_memory` only mark them as stale."""
         self._wait()
         if not keep_memory and self.buffer is not None:
-            for copy in self.copies:
-                copy.show(None)
+            for unsharded in self.parameters:
+                unsharded.map_to(None)
             del self.engine.storages[storage_key(self.buffer)]
             self.buffer = None
-        self.state = State.STALE
-        self.fired = 0
+        self.state = UnshardState.STALE
+        self.consumed_gradients = 0
 
-    def changed(self) -> bool:
-        """Whether a parameter has been written to since it was last gathered, as far as torch counts writes."""
-        return any(copy.outdated for copy in self.copies)
+    def is_outdated(self) -> bool:
+        """Whether a parameter was written to since it was last unsharded, as far as torch counts writes."""
+        return any(unsharded.outdated for unsharded in self.parameters)
 
-    def copy_at(self, offset: int) -> Copy:
-        """The copy that holds this element of the buffer."""
-        return self.copies[bisect_right(self.copies, offset, key=lambda copy: copy.offset) - 1]
+    def parameter_at(self, offset: int) -> UnshardedParameter:
+        """The parameter that holds this element of the buffer."""
+        return self.parameters[
+            bisect_right(self.parameters, offset, key=lambda unsharded: unsharded.offset) - 1
+        ]
 
     def _note_changes(self) -> None:
         self._changed = []
-        for copy in self.copies:
-            now = copy.now
-            if copy.seen not in (None, now):
-                self._changed.append(copy)
-                copy.version += 1
-            copy.seen = now
+        for unsharded in self.parameters:
+            writes = unsharded.writes
+            if unsharded.gathered_writes not in (None, writes):
+                self._changed.append(unsharded)
+                unsharded.version += 1
+            unsharded.gathered_writes = writes
 
 
 def _flat(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The elements of `value` in the order in which `strides` have their dims in memory; no copy where they lie so."""
+    """The elements of `value` in the memory order of `strides`; a view where `value` has that order."""
     order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
     return value.permute(order).reshape(-1)

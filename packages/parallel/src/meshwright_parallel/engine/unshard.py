@@ -1,10 +1,13 @@
-"""When compute copies are gathered and given up.
+"""When parameter groups are unsharded and resharded.
 
-Stages 1 and 2, and mixed precision alone: memory is kept, and values are gathered anew at the start of every forward of the
-model, since nothing tells reliably that no parameter was changed.  Stage 3: a unit is gathered when it is first used and
-given up when its module has run; the backward pass gathers it again.  The unit that was used next the last time is gathered
-ahead.  Gathering happens at the first use of a parameter, wherever that is: tied parameters, weights that another module
-reads and functions of parameters outside of any forward need no special case.
+ZeRO stages 1 and 2, and mixed precision without ZeRO: the buffers stay allocated. Their values are refreshed at the start of
+every forward of the model, because no reliable signal tells that a parameter was changed.
+
+Stage 3: a group is unsharded at the first use of one of its parameters, and resharded when its module has run. The backward
+pass unshards it again. The group that was used next in the last pass is prefetched.
+
+Unsharding happens at the first use of a parameter, wherever that is. So tied parameters, weights that another module reads, and
+functions of parameters outside of any forward need no special case.
 """
 
 from __future__ import annotations
@@ -21,101 +24,104 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import CommLog
 from meshwright_parallel._torch.core import backward_is_running, saving_is_hooked
-from meshwright_parallel.engine.param_group import Copy, State, Unit
+from meshwright_parallel.engine.param_group import ParamGroup, UnshardedParameter, UnshardState
 from meshwright_parallel.engine.saved_tensors import SavedTensors
 
 _ATTRIBUTE = "_meshwright_unit"
 
 
 @dataclass
-class Group:
-    """Copies that become one unit: those of the parameters that belong to `module`, or are left to the root."""
+class GroupSpec:
+    """The parameters of one group: those of the block `name`, or those outside of blocks (`is_root`)."""
 
     name: str
-    outside: bool
-    copies: list[Copy]
+    is_root: bool
+    parameters: list[UnshardedParameter]
 
 
-class Gathering:
-    """The gathered copies of one model.
+class UnshardEngine:
+    """The unsharded parameters of one model.
 
     Args:
         mesh: the device mesh.
-        groups: what is gathered together, in the order of the model's modules.
-        frees: memory is given up between uses (stage 3).
+        specs: the parameter groups, in the order of the model's modules.
+        reshards: memory is freed between uses (stage 3).
     """
 
-    def __init__(self, mesh: DeviceMesh, groups: Sequence[Group], frees: bool) -> None:
-        self.mesh, self.groups, self.frees = mesh, tuple(groups), frees
-        self.storages: dict[int, Unit] = {}
-        self.units = [Unit(self, i, g.name, g.outside, g.copies) for i, g in enumerate(self.groups)]
-        self.depth = 0
-        self.leaves_are_safe = not frees
+    def __init__(self, mesh: DeviceMesh, specs: Sequence[GroupSpec], reshards: bool) -> None:
+        self.mesh, self.specs, self.reshards = mesh, tuple(specs), reshards
+        self.storages: dict[int, ParamGroup] = {}
+        self.groups = [ParamGroup(self, i, s.name, s.is_root, s.parameters) for i, s in enumerate(self.specs)]
+        self.forward_depth = 0
+        self.leaves_are_safe = not reshards
         self._hooks: list[SavedTensors] = []
-        # which unit is used after which, in forward and in backward, as it was the last time
-        self._after: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        # group -> the group used after it in the last pass, for forward and for backward
+        self._next: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._last: int | None = None
-        self._recent: deque[Unit] = deque(maxlen=2)
-        self._backward = self._learnt = False
-        for unit in self.units:
-            for one in unit.copies:
-                one.parameter.compute_with(one)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
-        """For a copied model: an engine of its own, over the copies of the parameters."""
-        groups = []
+        self._recent: deque[ParamGroup] = deque(maxlen=2)
+        self._backward = self._order_known = False
         for group in self.groups:
-            copies = []
-            for one in group.copies:
-                parameter = copy.deepcopy(one.parameter, memo)
-                copies.append(Copy(parameter, one.layout, one.axis, one.shards))
-            groups.append(Group(group.name, group.outside, copies))
-        made = memo[id(self)] = Gathering(self.mesh, groups, self.frees)
-        return made
+            for unsharded in group.parameters:
+                unsharded.parameter.compute_with(unsharded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnshardEngine:
+        """For a copied model: a new engine over the copied parameters."""
+        specs = []
+        for spec in self.specs:
+            parameters = []
+            for unsharded in spec.parameters:
+                parameter = copy.deepcopy(unsharded.parameter, memo)
+                parameters.append(
+                    UnshardedParameter(parameter, unsharded.layout, unsharded.axis, unsharded.shards)
+                )
+            specs.append(GroupSpec(spec.name, spec.is_root, parameters))
+        engine = memo[id(self)] = UnshardEngine(self.mesh, specs, self.reshards)
+        return engine
 
     @property
     def phase(self) -> str:
-        """Of a collective that starts now."""
+        """The phase of a collective that starts now."""
         return "backward" if CommLog.listening() and backward_is_running() else "forward"
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of all buffers that are held now."""
-        return sum(unit.nbytes for unit in self.units if unit.buffer is not None)
+        """Bytes of all buffers that are allocated now."""
+        return sum(group.nbytes for group in self.groups if group.buffer is not None)
 
     # ------------------------------------------------------------------------------------ a forward
-    def enter(self, outside: bool) -> None:
-        """The forward of a unit's module begins; `outside` for the model itself."""
+    def begin_forward(self, is_root: bool) -> None:
+        """The forward of a group's module begins; `is_root` for the model itself."""
         if not backward_is_running():
-            if outside and self.depth:  # a forward that was left by something that is no Exception
+            # the forward before was left by a BaseException, which skips forward hooks
+            if is_root and self.forward_depth:
                 self._end()
-                self.depth = 0
-            if self.depth == 0:
+                self.forward_depth = 0
+            if self.forward_depth == 0:
                 self._begin()
-        self.depth += 1
+        self.forward_depth += 1
 
-    def leave(self, units: Sequence[Unit]) -> None:
-        """The forward of the module of these units has ended."""
-        self.depth = max(0, self.depth - 1)
-        if backward_is_running():  # recomputation: what it gathered is needed at once
+    def end_forward(self, groups: Sequence[ParamGroup]) -> None:
+        """The forward of the module of these groups has ended."""
+        self.forward_depth = max(0, self.forward_depth - 1)
+        if backward_is_running():  # recomputation: its backward needs the parameters at once
             return
-        if self.depth == 0:
+        if self.forward_depth == 0:
             self._end()
-        elif self.frees:
-            for unit in units:
-                if not (self._learnt and torch.is_grad_enabled() and self._is_last(unit)):
-                    unit.drop()
+        elif self.reshards:
+            for group in groups:
+                if not (self._order_known and torch.is_grad_enabled() and self._is_last_block(group)):
+                    group.reshard()
 
-    def _is_last(self, unit: Unit) -> bool:
-        """Whether no block comes after it: the last of a forward is the first of the backward pass."""
-        following = self._after[0].get(unit.index)
-        return following is None or self.units[following].outside
+    def _is_last_block(self, group: ParamGroup) -> bool:
+        """Whether no block follows: the last block of the forward is the first of the backward pass."""
+        following = self._next[0].get(group.index)
+        return following is None or self.groups[following].is_root
 
     def _begin(self) -> None:
-        for unit in self.units:
-            unit.drop(keep_memory=not self.frees)
+        for group in self.groups:
+            group.reshard(keep_memory=not self.reshards)
         self._last, self._backward = None, False
-        if not self.frees:
+        if not self.reshards:
             return
         if torch.is_grad_enabled() and not saving_is_hooked():
             saved = SavedTensors(self)
@@ -126,109 +132,110 @@ class Gathering:
     def _end(self) -> None:
         while self._hooks:
             self._hooks.pop().hooks.__exit__()
-        self.leaves_are_safe = not self.frees
+        self.leaves_are_safe = not self.reshards
         if self._last is not None:
-            self._after[0].pop(self._last, None)
-            self._learnt = True
+            self._next[0].pop(self._last, None)
+            self._order_known = True
         self._last = None
-        for unit in self.units:
-            if unit.state is State.FLYING:  # gathered ahead, and not used this time
-                unit.drop(keep_memory=not self.frees)
-            elif self.frees and not torch.is_grad_enabled():
-                unit.drop()
+        for group in self.groups:
+            if group.state is UnshardState.IN_FLIGHT:  # prefetched, but not used in this forward
+                group.reshard(keep_memory=not self.reshards)
+            elif self.reshards and not torch.is_grad_enabled():
+                group.reshard()
 
     # ------------------------------------------------------------------------------------ uses
-    def need(self, unit: Unit) -> None:
-        """Gather a unit that is about to be used, and start on the one that follows."""
-        if unit.state is State.READY:  # its values are out of date
-            unit.drop(keep_memory=not self.frees)
-        if unit.state is State.STALE:
-            unit.launch()
-        unit.finish()  # before the next is on its way: what both were gathered into would be there at once
-        self._moved(unit)
+    def unshard(self, group: ParamGroup) -> None:
+        """Unshard a group that is about to be used, and prefetch the one that follows."""
+        if group.state is UnshardState.READY:  # its values are outdated
+            group.reshard(keep_memory=not self.reshards)
+        if group.state is UnshardState.STALE:
+            group.start_unshard()
+        # before the prefetch starts: otherwise both receive buffers would be allocated at once
+        group.wait_for_unshard()
+        self._record_use(group)
 
-    def changed(self, unit: Unit) -> bool:
-        """Outside of any forward: whether what was gathered is out of date."""
-        return not backward_is_running() and unit.changed()
+    def is_outdated(self, group: ParamGroup) -> bool:
+        """Outside of any forward: whether the unsharded values are outdated."""
+        return not backward_is_running() and group.is_outdated()
 
-    def backward_reaches(self, unit: Unit) -> None:
-        """A saved view of a unit is read."""
-        if unit.state is State.READY:
-            if self._last != unit.index or not self._backward:
-                self._moved(unit)
+    def unshard_for_backward(self, group: ParamGroup) -> None:
+        """A saved view of a group's buffer is read."""
+        if group.state is UnshardState.READY:
+            if self._last != group.index or not self._backward:
+                self._record_use(group)
             return
-        self.need(unit)
+        self.unshard(group)
 
-    def _moved(self, unit: Unit) -> None:
-        """Remember what is used after what, and gather ahead."""
-        backward = self.frees and backward_is_running()
+    def _record_use(self, group: ParamGroup) -> None:
+        """Record the order of uses, and prefetch the group that followed in the last pass."""
+        backward = self.reshards and backward_is_running()
         if backward != self._backward:
             self._backward, self._last = backward, None
             self._recent.clear()
-        if not (self.depth or backward):
+        if not (self.forward_depth or backward):
             return
-        after = self._after[backward]
-        if self._last is not None and self._last != unit.index:
-            after[self._last] = unit.index
-        self._last = unit.index
-        if backward and not unit.outside and unit not in self._recent:
-            if len(self._recent) == 2 and self._recent[0].state is State.READY:
-                self._recent[0].drop()  # parts that get no gradient would keep it
-            self._recent.append(unit)
-        following = after.get(unit.index)
-        if following is not None and self.units[following].state is State.STALE:
-            self.units[following].launch()
+        order = self._next[backward]
+        if self._last is not None and self._last != group.index:
+            order[self._last] = group.index
+        self._last = group.index
+        if backward and not group.is_root and group not in self._recent:
+            if len(self._recent) == 2 and self._recent[0].state is UnshardState.READY:
+                self._recent[0].reshard()  # a parameter without a gradient would keep it unsharded
+            self._recent.append(group)
+        following = order.get(group.index)
+        if following is not None and self.groups[following].state is UnshardState.STALE:
+            self.groups[following].start_unshard()
 
     # ------------------------------------------------------------------------------------ gradients
-    def gradient_taken(self, unit: Unit) -> None:
-        """A gradient of the unit has been taken; when all have, the backward pass is done with it."""
-        unit.fired += 1
-        if unit.fired >= unit.trainable:
-            unit.fired = 0
-            if self.frees and unit.state is State.READY:
-                unit.drop()
+    def gradient_consumed(self, group: ParamGroup) -> None:
+        """A gradient of the group was moved to its bucket. After the last one, the backward pass is done with the group."""
+        group.consumed_gradients += 1
+        if group.consumed_gradients >= group.trainable:
+            group.consumed_gradients = 0
+            if self.reshards and group.state is UnshardState.READY:
+                group.reshard()
 
-    def after_backward(self) -> None:
+    def end_backward(self) -> None:
         """A backward pass has ended."""
         if self._backward and self._last is not None:
-            self._after[1].pop(self._last, None)
+            self._next[1].pop(self._last, None)
         self._last, self._backward = None, False
-        for unit in self.units:
-            unit.fired = 0
-            if self.frees:
-                unit.drop()
+        for group in self.groups:
+            group.consumed_gradients = 0
+            if self.reshards:
+                group.reshard()
 
 
 @dataclass(eq=False)
-class UnitHook:
-    """What a module knows of the units that belong to it."""
+class ModuleGroups:
+    """The parameter groups of one module, stored on the module."""
 
-    engine: Gathering
+    engine: UnshardEngine
     indices: tuple[int, ...]
-    outside: bool
+    is_root: bool
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHook:
-        return UnitHook(copy.deepcopy(self.engine, memo), self.indices, self.outside)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleGroups:
+        return ModuleGroups(copy.deepcopy(self.engine, memo), self.indices, self.is_root)
 
 
-def hook_module(module: nn.Module, hook: UnitHook) -> None:
+def hook_module(module: nn.Module, groups: ModuleGroups) -> None:
     """Tell the engine when the forward of `module` begins and ends."""
-    module.__dict__[_ATTRIBUTE] = hook
-    module.register_forward_pre_hook(_before, prepend=True)
+    module.__dict__[_ATTRIBUTE] = groups
+    module.register_forward_pre_hook(_before_forward, prepend=True)
     module.register_forward_hook(_after_forward, always_call=True)
 
 
-def gathering_of(model: nn.Module) -> Gathering | None:
-    """The engine that gathers the parameters of `model`, if it has one."""
-    found = model.__dict__.get(_ATTRIBUTE)
-    return found.engine if isinstance(found, UnitHook) else None
+def unshard_engine_of(model: nn.Module) -> UnshardEngine | None:
+    """The engine that unshards the parameters of `model`, if it has one."""
+    groups = model.__dict__.get(_ATTRIBUTE)
+    return groups.engine if isinstance(groups, ModuleGroups) else None
 
 
-def _before(module: nn.Module, args: Any) -> None:
-    hook: UnitHook = module.__dict__[_ATTRIBUTE]
-    hook.engine.enter(hook.outside)
+def _before_forward(module: nn.Module, args: Any) -> None:
+    groups: ModuleGroups = module.__dict__[_ATTRIBUTE]
+    groups.engine.begin_forward(groups.is_root)
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    hook: UnitHook = module.__dict__[_ATTRIBUTE]
-    hook.engine.leave([hook.engine.units[i] for i in hook.indices])
+    groups: ModuleGroups = module.__dict__[_ATTRIBUTE]
+    groups.engine.end_forward([groups.engine.groups[i] for i in groups.indices])
