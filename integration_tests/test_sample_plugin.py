@@ -228,7 +228,7 @@ def test_the_picture_says_what_its_timeline_does_not_know(
 ) -> None:
     from matplotlib.axes import Axes
 
-    from meshwright.commands.picture import draw
+    from meshwright.rendering.plan_picture import draw
     from meshwright_planner.clusters.registry import LAPTOP_CPU
 
     said: list[str] = []

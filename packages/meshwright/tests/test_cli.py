@@ -132,10 +132,10 @@ def test_explain_and_its_json(run: Any, tmp_path: Path) -> None:
 
 
 def test_explain_tells_plans_apart(run: Any, tmp_path: Path) -> None:
-    one, two = plan_file(tmp_path, "a.json", dp=2), plan_file(tmp_path, "b.json", dp=4)
-    code, out, _ = run("explain", str(one), "--diff", str(two), "--json")
-    assert code == 0 and json.loads(out) == ParallelPlan.load(one).diff(ParallelPlan.load(two)) != []
-    code, out, _ = run("explain", str(one), "--diff", str(one))
+    first, second = plan_file(tmp_path, "a.json", dp=2), plan_file(tmp_path, "b.json", dp=4)
+    code, out, _ = run("explain", str(first), "--diff", str(second), "--json")
+    assert code == 0 and json.loads(out) == ParallelPlan.load(first).diff(ParallelPlan.load(second)) != []
+    code, out, _ = run("explain", str(first), "--diff", str(first))
     assert code == 0 and out == "the plans are equal\n"
 
 
@@ -191,8 +191,8 @@ def test_simulate(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> N
     plan.save(path)
     trace = tmp_path / "trace.json"
     code, out, _ = run("simulate", str(path), "--straggler", "1=1.5", "--trace", str(trace), "--json")
-    found = json.loads(out)
-    assert code == 0 and found["sound_seconds"] == 3.0 and found["seconds"] == 4.5
+    data = json.loads(out)
+    assert code == 0 and data["sound_seconds"] == 3.0 and data["seconds"] == 4.5
     assert json.loads(trace.read_text())["traceEvents"]
     code, _, err = run("simulate", str(path), "--link-fault", "1:nvlnk=0.5")
     assert code == 2 and "did you mean 'nvlink'" in err
@@ -203,8 +203,8 @@ def test_explain_pictures(run: Callable[..., tuple[int, str, str]], tmp_path: Pa
     predicted = {"step_seconds": 3.0, "compute_seconds": 3.0, "split": {}, "memory_bytes": {"parameters": 7}}
     ParallelPlan.load(path).replace(predicted=predicted, provenance={"cluster": "dgx-h100"}).save(path)
     code, out, _ = run("explain", str(path), "--html", str(page), "--png", str(picture), "--report", "--json")
-    (found,) = json.loads(out)["plans"]
-    assert code == 0 and found["seconds"]["compute"] == 3.0 and "twice as fast" in found["next_to_buy"]
+    (data,) = json.loads(out)["plans"]
+    assert code == 0 and data["seconds"]["compute"] == 3.0 and "twice as fast" in data["next_to_buy"]
     assert page.read_text().startswith("<!doctype html>") and picture.read_bytes().startswith(b"\x89PNG")
     code, _, err = run("explain", str(path), "--why-not", "tp=2")
     assert code == 2 and "give --model" in err
@@ -249,14 +249,22 @@ def make():
 
 def test_plan_compare(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    asked = ("plan", "--model", f"{tmp_path / 'model.py'}:make", "--world-size", "2", "--compare", "manual")
-    code, out, error = run(*asked, "--json")
+    arguments = (
+        "plan",
+        "--model",
+        f"{tmp_path / 'model.py'}:make",
+        "--world-size",
+        "2",
+        "--compare",
+        "manual",
+    )
+    code, out, error = run(*arguments, "--json")
     assert code == 0, error
-    found = json.loads(out)["planners"]
-    assert {entry["planner"] for entry in found} == {"eager", "manual"}
-    assert all(entry["seconds"] > 0 and entry["plan"]["degrees"] for entry in found)
-    code, _, error = run(*asked, "-o", str(tmp_path / "plan.json"))
-    assert code == 2 and "--output does nothing beside --compare" in error
+    data = json.loads(out)["planners"]
+    assert {entry["planner"] for entry in data} == {"eager", "manual"}
+    assert all(entry["seconds"] > 0 and entry["plan"]["degrees"] for entry in data)
+    code, _, error = run(*arguments, "-o", str(tmp_path / "plan.json"))
+    assert code == 2 and "--output has no effect together with --compare" in error
 
 
 @pytest.mark.parametrize("command", [[], ["--compare", "manual"]])
@@ -264,7 +272,7 @@ def test_data_is_data_where_nothing_fits(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, command: list[str]
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    asked = (
+    arguments = (
         "plan",
         "--model",
         f"{tmp_path / 'model.py'}:make",
@@ -273,40 +281,40 @@ def test_data_is_data_where_nothing_fits(
         "--memory-limit",
         "1KiB",
     )
-    code, out, error = run(*asked, *command, "--json")
-    found = json.loads(out)
-    told = [entry["failure"] for entry in found["planners"]] if command else [found["reason"]]
+    code, out, error = run(*arguments, *command, "--json")
+    data = json.loads(out)
+    told = [entry["failure"] for entry in data["planners"]] if command else [data["reason"]]
     assert code == 3 and all(
         "fits the 1.0 KiB that each has" in text and "Would fit:" in text for text in told
     )
     if not command:
-        assert found["error"] == "InfeasibleError" and found["exit_code"] == 3
+        assert data["error"] == "InfeasibleError" and data["exit_code"] == 3
         assert error.startswith("Error: no plan for 2 rank(s)")
-        assert run(*asked)[:2] == (3, "")
-        code, out, _ = run(*asked[:-1], "1 KiBs", "--json")
+        assert run(*arguments)[:2] == (3, "")
+        code, out, _ = run(*arguments[:-1], "1 KiBs", "--json")
         assert code == json.loads(out)["exit_code"] == 2 and "did you mean 'KiB'" in json.loads(out)["reason"]
 
 
 def test_plan_recompute(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    asked = ("plan", "--model", f"{tmp_path / 'model.py'}:make", "--world-size", "1", "--json")
-    code, out, error = run(*asked, "--recompute", "up")
+    arguments = ("plan", "--model", f"{tmp_path / 'model.py'}:make", "--world-size", "1", "--json")
+    code, out, error = run(*arguments, "--recompute", "up")
     assert code == 0, error
     assert [rule["pattern"] for rule in json.loads(out)["recompute"]] == ["up"]
-    code, _, error = run(*asked, "--recompute", "full")
+    code, _, error = run(*arguments, "--recompute", "full")
     assert code == 2 and "no repeated blocks" in error
-    code, out, _ = run(*asked)
+    code, out, _ = run(*arguments)
     assert code == 0 and not json.loads(out).get("recompute")
 
 
 def test_files_are_checked_before_the_work(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     nowhere = tmp_path / "missing" / "file"
-    for asked in (
+    for arguments in (
         ("explain", "plan.json", "--html"),
         ("simulate", "plan.json", "--trace"),
         ("plan", "--model", "x", "-o"),
     ):
-        code, _, error = run(*asked, str(nowhere))
+        code, _, error = run(*arguments, str(nowhere))
         assert code == 2 and f"there is no folder {nowhere.parent}" in error
     code, _, error = run("explain", "plan.json", "--schedule", "--report")
-    assert code == 2 and "--report does nothing beside --schedule" in error
+    assert code == 2 and "--report has no effect together with --schedule" in error

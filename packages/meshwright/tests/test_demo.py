@@ -49,8 +49,8 @@ def test_a_row_is_always_the_same_and_draws_nothing_from_the_model(kind: type) -
     direct = list(tasks.batches(kind(TEXT, 17, 10, seed=3), 5))
     assert torch.equal(before, torch.get_rng_state())
     assert len(direct) == len(from_loader) == 2
-    for one, two in zip(from_loader, direct, strict=True):
-        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    for first, second in zip(from_loader, direct, strict=True):
+        assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     other = next(tasks.batches(kind(TEXT, 17, 10, seed=4), 5))
     assert any(not torch.equal(other[key], direct[0][key]) for key in other)
 
@@ -89,11 +89,11 @@ def test_the_picture_and_the_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [({"model": "gpt5"}, "gpt5"), ({"steps": 0}, "--steps 0"), ({"batch_size": -1}, "--batch-size -1")],
 )
-def test_options_are_checked(wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_options_are_checked(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Options(**wrong)  # type: ignore[arg-type]
 
 

@@ -41,7 +41,7 @@ def test_world_sizes_out_of_range(size: int) -> None:
         ranks.check_world_size(size)
 
 
-# What is left at the end of the module is deleted when the interpreter is taken down.
+# What is left at the end of the module is deleted when the interpreter shuts down.
 LEAVING = """
 import atexit, os, sys
 class Left:

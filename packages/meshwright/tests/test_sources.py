@@ -14,7 +14,7 @@ from meshwright_dtensor.errors import UsageError
 
 FILE = """
 import torch
-from neighbour import WIDTH
+from helper_module import WIDTH
 
 built = []
 
@@ -46,7 +46,7 @@ def broken():
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(FILE)
-    (tmp_path / "neighbour.py").write_text("WIDTH = 5\n")
+    (tmp_path / "helper_module.py").write_text("WIDTH = 5\n")
     return path
 
 
@@ -56,18 +56,18 @@ def get(name: str) -> object:
 
 def test_a_function_of_a_file(file: Path) -> None:
     source = resolve(f"{file}:build", seed=1)
-    one, two = source.make(), source.make()
-    assert one is not two
-    assert torch.equal(next(one.parameters()), next(two.parameters()))
+    first, second = source.make(), source.make()
+    assert first is not second
+    assert torch.equal(next(first.parameters()), next(second.parameters()))
     assert source.batch.shape == (2, 5)
 
 
 @pytest.mark.parametrize(
-    ("attribute", "said"),
+    ("attribute", "message"),
     [("alone", "must return"), ("broken", "ValueError: of course"), ("missing", "no function 'missing'")],
 )
-def test_functions_that_will_not_do(file: Path, attribute: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_functions_that_will_not_do(file: Path, attribute: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         get(f"{file}:{attribute}")
 
 
@@ -100,16 +100,18 @@ def test_sizes_reach_the_function(file: Path) -> None:
     assert shape("sized", None, None) == (8, 7, 5)
     assert shape("sized", 3, 4) == (3, 4, 5)
     assert shape("anything", 6, 4) == (6, 5)
-    usual = {"batch_size": 3, "sequence_length": 4}
-    assert resolve(f"{file}:sized", usual=usual).batch.shape == (3, 4, 5)
-    assert resolve(f"{file}:sized", batch_size=2, usual=usual).batch.shape == (2, 4, 5)
-    assert resolve(f"{file}:build", usual=usual).batch.shape == (2, 5)
+    defaults = {"batch_size": 3, "sequence_length": 4}
+    assert resolve(f"{file}:sized", defaults=defaults).batch.shape == (3, 4, 5)
+    assert resolve(f"{file}:sized", batch_size=2, defaults=defaults).batch.shape == (2, 4, 5)
+    assert resolve(f"{file}:build", defaults=defaults).batch.shape == (2, 5)
 
 
 @pytest.mark.parametrize("option", ["batch_size", "sequence_length"])
 def test_a_size_that_would_be_ignored_is_refused(file: Path, option: str) -> None:
-    said = rf"--{option.replace('_', '-')} 16: .*:build brings a batch of its own.* def build\({option}=16\)"
-    with pytest.raises(UsageError, match=said):
+    message = (
+        rf"--{option.replace('_', '-')} 16: .*:build brings a batch of its own.* def build\({option}=16\)"
+    )
+    with pytest.raises(UsageError, match=message):
         resolve(f"{file}:build", **{option: 16})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="wants an argument 'path'"):
         resolve(f"{file}:wants")
@@ -121,7 +123,7 @@ def test_a_file_without_its_function(file: Path) -> None:
 
 
 def test_a_demo_of_one_size_takes_no_other() -> None:
-    with pytest.raises(UsageError, match="--sequence-length 64 says nothing of vit"):
+    with pytest.raises(UsageError, match="--sequence-length 64 has no effect on vit"):
         resolve("vit", sequence_length=64)
 
 

@@ -52,7 +52,7 @@ class PluginGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, found.record.summary) for name, found in _host(ctx).commands().items()]
+        rows = [(name, command.record.summary) for name, command in _host(ctx).commands().items()]
         if rows:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
@@ -62,12 +62,12 @@ def _host(ctx: click.Context) -> PluginHost:
     return ctx.ensure_object(State).host
 
 
-def _load(found: Registered[CommandSpec]) -> click.Command:
-    command = found.load()
+def _load(entry: Registered[CommandSpec]) -> click.Command:
+    command = entry.load()
     if not isinstance(command, click.Command):
         raise PluginError(
-            f"command {found.name!r} of {found.distribution} is a {type(command).__name__}; "
-            f"its target {found.record.target!r} must be a click.Command"
+            f"command {entry.name!r} of {entry.distribution} is a {type(command).__name__}; "
+            f"its target {entry.record.target!r} must be a click.Command"
         )
     return command
 

@@ -16,7 +16,7 @@ def meshwright_commands() -> Iterator[CommandSpec]:
         ("simulate", "replay a plan with slow ranks and bad links"),
         ("verify", "check a plan against one device, every gradient"),
         ("trial", "run plans for a few steps here, and time them"),
-        ("train", "train a model in parallel beside one device"),
+        ("train", "train a model in parallel and on one device, and compare"),
         ("calibrate", "measure this machine, to plan for it"),
         ("plugins", "list what is installed, and what is broken"),
         ("doctor", "report the environment"),
@@ -26,9 +26,9 @@ def meshwright_commands() -> Iterator[CommandSpec]:
 
 @hookimpl
 def meshwright_planners() -> Iterator[PlannerSpec]:
-    """The planner that needs everything: it runs what it plans."""
+    """The planner `trial`, which runs the plans that it compares."""
     yield PlannerSpec(
         name="trial",
-        target="meshwright.trial:TrialPlanner",
+        target="meshwright.trial.planner:TrialPlanner",
         summary="the default planner's best plans run for a few steps on this machine, the fastest kept",
     )

@@ -26,9 +26,9 @@ O = TypeVar("O", bound=torch.optim.Optimizer | None)  # noqa: E741
 def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     """Put a parallel model and its optimizer on another plan, in place and in memory (a collective call).
 
-    Parameters, buffers and optimizer states keep their values bit for bit. Only what changes its rank is sent, tensor by
-    tensor, and the old part of each is freed before the next: beside the state itself this takes some 150 MB, and one
-    tensor's new part.
+    Parameters, buffers and optimizer states keep their values bit for bit. Only data that changes its rank is sent, tensor by
+    tensor, and the old shard of each is freed before the next. Besides the state itself this takes some 150 MB and
+    the new shard of one tensor.
 
     The plan may be for another number of ranks. For fewer, ranks 0 to n-1 go on as the whole world (the default process group
     is theirs afterwards) and the others keep nothing and should end. For more, start the new ranks, make a default process

@@ -19,18 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from meshwright.defaults import ROWS, TOKENS
-from meshwright.demo.models import RECIPES
-from meshwright.demo.tasks import batches
-from meshwright.demo.text import read_text
-from meshwright_dtensor.deferred.materialize import deferred_init
 from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.utils.names import suggestion
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ROWS, TOKENS = 8, 128
+"""Rows and tokens of a batch where neither the user nor the model's function gives a size."""
 
 _NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
@@ -41,37 +40,59 @@ _OPTIONS: Mapping[str, str] = MappingProxyType(
 
 @dataclass
 class Source:
-    """A model that can be made again and again, and a batch for it (plain tensors, or anything that holds them).
+    """A model that can be built again and again, and a batch for it (plain tensors, or any object that holds them).
 
     Args:
-        name: for people.
+        name: shown to people.
         build: makes the model and its batch.
-        known: the batch, where it can be had without the model; None takes that of the first model.
+        example: the batch, where it does not need the model; None takes the batch of the first model.
     """
 
     name: str
     build: Callable[[], tuple[nn.Module, Any]]
-    known: Any = field(default=None, repr=False)
+    example: Any = field(default=None, repr=False)
 
     def make(self) -> nn.Module:
         """A new model, with the same values every time."""
         model, batch = self.build()
-        if self.known is None:
-            self.known = batch
+        if self.example is None:
+            self.example = batch
         return model
 
     def to_plan(self, values: bool = False) -> tuple[nn.Module, Any]:
-        """A model and a batch. Without values neither memory nor disk is taken for its parameters, and it cannot be run."""
+        """A model and a batch. Without values, its parameters take neither memory nor disk, and it cannot be run."""
+        from meshwright_dtensor.deferred.materialize import deferred_init
+
         with deferred_init(values=values):
             return self.build()
 
     @property
     def batch(self) -> Any:
-        """The example batch. A model is built for it in files, and dropped, where it comes with one."""
-        if self.known is None:
+        """The example batch. Where it comes with the model, one is built in files and dropped."""
+        from meshwright_dtensor.deferred.materialize import deferred_init
+
+        if self.example is None:
             with deferred_init():
                 self.make()
-        return self.known
+        return self.example
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in the output of a model.
+
+    Raises:
+        UsageError: the output has no loss.
+    """
+    from meshwright_parallel.verification.verify import find_loss
+
+    value = find_loss(output)
+    if value is None:
+        raise UsageError(
+            f"the model returned a {type(output).__name__} without a loss (a number, its .loss or its 'loss'). The command "
+            "line calls the model as it is: let --model file.py:function return a module that computes its loss, and a "
+            "batch with labels"
+        )
+    return value
 
 
 def resolve(
@@ -80,31 +101,33 @@ def resolve(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     seed: int = 0,
-    usual: Mapping[str, int] = _NO_SIZES,
+    defaults: Mapping[str, int] = _NO_SIZES,
 ) -> Source:
     """The model and batch that `--model NAME` means.
 
     Args:
-        name: see the top of this module.
+        name: see the docstring of this module.
         batch_size, sequence_length: rows and tokens of the batch; None leaves it to the function, else is ROWS and TOKENS.
-        seed: of the default generator whenever a model is made.
-        usual: sizes to take in place of ROWS, TOKENS and a function's defaults, by the name of the argument.
+        seed: of the default generator whenever a model is built.
+        defaults: sizes used in place of ROWS, TOKENS and a function's defaults, by argument name.
 
     Raises:
-        UsageError: there is no such model, it does not return what it should, or it would ignore a size that was given.
+        UsageError: there is no such model, it does not return a model and a batch, or it would ignore a given size.
     """
+    from meshwright.demo.models import RECIPES
+
     for option, value in (("--batch-size", batch_size), ("--sequence-length", sequence_length)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value} is less than 1; give a whole number of at least 1")
-    rows = batch_size or usual.get("batch_size", ROWS)
-    tokens = sequence_length or usual.get("sequence_length", TOKENS)
+    rows = batch_size or defaults.get("batch_size", ROWS)
+    tokens = sequence_length or defaults.get("sequence_length", TOKENS)
     if name in RECIPES:
         check_tokens(name, sequence_length)
         return _demo(name, rows, tokens, seed)
     if name.endswith(".json"):
         return _config(Path(name), rows, tokens, seed)
     if ":" in name:
-        return _function(name, {"batch_size": batch_size, "sequence_length": sequence_length}, seed, usual)
+        return _function(name, {"batch_size": batch_size, "sequence_length": sequence_length}, seed, defaults)
     if name.endswith(".py"):
         raise UsageError(
             f"--model {name} is a file; name a function of it that returns (model, batch), as {name}:make"
@@ -116,14 +139,22 @@ def resolve(
 
 
 def check_tokens(name: str, sequence_length: int | None) -> None:
-    """Refuse a number of tokens that a demo model would ignore. Raises UsageError."""
+    """Refuse a sequence length that a demo model would ignore. Raises UsageError."""
+    from meshwright.demo.models import RECIPES
+
     if sequence_length is not None and RECIPES[name].rows.fixed:
         raise UsageError(
-            f"--sequence-length {sequence_length} says nothing of {name}, whose rows are of one size; leave it out"
+            f"--sequence-length {sequence_length} has no effect on {name}, whose rows have a fixed size; leave it out"
         )
 
 
 def _demo(name: str, rows: int, tokens: int, seed: int) -> Source:
+    import torch
+
+    from meshwright.demo.models import RECIPES
+    from meshwright.demo.tasks import batches
+    from meshwright.demo.text import read_text
+
     recipe = RECIPES[name]
     text = read_text(at_least=recipe.rows.bytes_per_row(tokens))
     batch = next(batches(recipe.data(text, tokens, rows, seed), rows))
@@ -136,13 +167,16 @@ def _demo(name: str, rows: int, tokens: int, seed: int) -> Source:
 
 
 def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Source:
+    import torch
+
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise UsageError(f"--model {path} needs transformers; pip install 'meshwright[demo]'") from error
     try:
         config = AutoConfig.from_pretrained(path)
-    except Exception as error:  # transformers raises many kinds for a bad config
+    # transformers raises many kinds of errors for a bad config
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
             f"--model {path} is no transformers config ({reason}); give its config.json"
@@ -158,87 +192,94 @@ def _config(path: Path, batch_size: int, sequence_length: int, seed: int) -> Sou
     return Source(path.stem, build, batch)
 
 
-def _function(name: str, sizes: Mapping[str, int | None], seed: int, usual: Mapping[str, int]) -> Source:
-    where, _, attribute = name.rpartition(":")
-    module = _module(name, where)
+def _function(name: str, sizes: Mapping[str, int | None], seed: int, defaults: Mapping[str, int]) -> Source:
+    import torch
+    from torch import nn
+
+    file, _, attribute = name.rpartition(":")
+    module = _module(name, file)
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise UsageError(
-            f"--model {name}: {where} has no function {attribute!r}; name one that returns (model, batch)"
+            f"--model {name}: {file} has no function {attribute!r}; name one that returns (model, batch)"
             + suggestion(attribute, names)
         )
-    keywords = _keywords(name, function, sizes, usual)
+    keywords = _size_keywords(name, function, sizes, defaults)
 
     def build() -> tuple[nn.Module, Any]:
         torch.manual_seed(seed)
         try:
-            made = function(**keywords)
+            result = function(**keywords)
         except MeshwrightError:
             raise
         except Exception as error:
             raise UsageError(
                 f"--model {name} raised {type(error).__name__}: {error}; mend the function"
             ) from error
-        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
             raise UsageError(
-                f"--model {name} returned a {type(made).__name__}; it must return (model, batch)"
+                f"--model {name} returned a {type(result).__name__}; it must return (model, batch)"
             )
-        return made
+        return result
 
     return Source(attribute, build)
 
 
-def _keywords(
-    name: str, function: Callable[..., Any], sizes: Mapping[str, int | None], usual: Mapping[str, int]
+def _size_keywords(
+    name: str, function: Callable[..., Any], sizes: Mapping[str, int | None], defaults: Mapping[str, int]
 ) -> dict[str, int]:
-    """What of the sizes the function is called with.
+    """The sizes that the function is called with, by keyword.
 
     Raises:
-        UsageError: it has no keyword for one that was given, or wants more than sizes.
+        UsageError: the function has no keyword for a given size, or needs other arguments.
     """
     parameters: Mapping[str, inspect.Parameter] = {}
-    with suppress(TypeError, ValueError):  # written in C, say
+    # a function written in C has no signature
+    with suppress(TypeError, ValueError):
         parameters = inspect.signature(function).parameters
-    every = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    found: dict[str, int] = {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    keywords: dict[str, int] = {}
     for key, value in sizes.items():
-        known = parameters.get(key)
-        takes = every or (
-            known is not None and known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY)
+        parameter = parameters.get(key)
+        by_name = parameter is not None and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
         )
-        if value is not None and not takes:
+        if value is not None and not (takes_any or by_name):
             raise UsageError(
                 f"{_OPTIONS[key]} {value}: {name} brings a batch of its own and has no parameter {key}; give it one, as in "
                 f"def {name.rpartition(':')[2]}({key}={value}), or leave {_OPTIONS[key]} out"
             )
         if value is not None:
-            found[key] = value
-        elif takes and key in usual:
-            found[key] = usual[key]
-        elif known is not None and takes and known.default is known.empty:
-            found[key] = ROWS if key == "batch_size" else TOKENS
-    for key, known in parameters.items():
-        wanted = known.default is known.empty and known.kind not in (known.VAR_KEYWORD, known.VAR_POSITIONAL)
-        if wanted and key not in found:
+            keywords[key] = value
+        elif (takes_any or by_name) and key in defaults:
+            keywords[key] = defaults[key]
+        elif by_name and parameter is not None and parameter.default is parameter.empty:
+            keywords[key] = ROWS if key == "batch_size" else TOKENS
+    for key, parameter in parameters.items():
+        variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not variable and key not in keywords:
             raise UsageError(
                 f"--model {name} wants an argument {key!r}; only batch_size and sequence_length are given: give {key} a default"
             )
-    return found
+    return keywords
 
 
-def _module(name: str, where: str) -> Any:
+def _module(name: str, file: str) -> Any:
     try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        if not file.endswith(".py"):
+            return importlib.import_module(file)
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{where} is no Python file")
+            raise ImportError(f"{file} is no Python file")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # classes of the file can then be pickled and found by name
-        sys.path.insert(0, str(Path(where).resolve().parent))  # its neighbours, as for `python file.py`
+        # so that classes of the file can be pickled and found by name
+        sys.modules[spec.name] = module
+        # the file may import modules of its folder, as under `python file.py`
+        sys.path.insert(0, str(Path(file).resolve().parent))
         spec.loader.exec_module(module)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--model {name}: {where} cannot be imported ({reason}); check the path") from error
+        raise UsageError(f"--model {name}: {file} cannot be imported ({reason}); check the path") from error
     return module

@@ -54,17 +54,18 @@ def command(
     from meshwright_planner.calibration.profile import Together, alone, joined
 
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as folder:
-        found = []
+        measured = []
         for number in numbers:
             path = Path(folder) / f"{number}.json"
             code = ranks.launch(number, ["calibrate", "--output", str(output), "--part", str(path)])
             if code:
                 return code
-            found.append(Together.load(path))
+            measured.append(Together.load(path))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks that are started here compute
+    # as many threads as the ranks that are started here have
+    torch.set_num_threads(1)
     try:
-        cluster = joined(alone(name), found)
+        cluster = joined(alone(name), measured)
     finally:
         torch.set_num_threads(threads)
     _finish(cluster, output, as_json)
@@ -109,13 +110,13 @@ def _devices() -> int:
 def _numbers(text: str | None, most: int) -> list[int]:
     if text is None:
         return [n for n in (2, 4) if n <= most] or [1]
-    found = [int(word) for word in text.split(",") if word.strip().isdigit()]
-    if len(found) != len(text.split(",")) or any(not 1 <= n <= most for n in found):
+    sizes = [int(word) for word in text.split(",") if word.strip().isdigit()]
+    if len(sizes) != len(text.split(",")) or any(not 1 <= n <= most for n in sizes):
         raise UsageError(
             f"--ranks {text} is no list of numbers from 1 to {most}, the ranks that this machine can run; write for example "
             f"{'2,4' if most >= 4 else most}"
         )
-    return sorted(set(found))
+    return sorted(set(sizes))
 
 
 def _finish(cluster: object, output: Path, as_json: bool) -> None:

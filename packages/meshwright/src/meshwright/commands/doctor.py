@@ -18,7 +18,6 @@ from rich.table import Table
 
 from meshwright import ranks
 from meshwright.cli import State
-from meshwright.commands import tables
 from meshwright.commands.options import (
     ModelChoice,
     apply_request,
@@ -27,6 +26,7 @@ from meshwright.commands.options import (
     parse_degrees,
     pinning,
 )
+from meshwright.rendering.tables import show
 from meshwright_dtensor.strategy.planner import PlanRequest
 
 DISTRIBUTIONS = (
@@ -75,27 +75,27 @@ def command(
     if model is not None:
         facts["programs"] = programs(ModelChoice(model, batch_size, sequence_length), pins)
     if ranks.rank() == 0:
-        click.echo(json.dumps(facts, indent=2)) if as_json else show(facts)
+        click.echo(json.dumps(facts, indent=2)) if as_json else print_facts(facts)
     return 0
 
 
-def show(facts: dict[str, Any]) -> None:
+def print_facts(facts: dict[str, Any]) -> None:
     """Print the facts as tables."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in facts.items():
         if name != "programs":
             table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
-    console = tables.show(table)
+    console = show(table)
     if "programs" not in facts:
         return
-    found = facts["programs"]
-    tiers = found["tiers"]
+    programs = facts["programs"]
+    tiers = programs["tiers"]
     console.print(
-        f"\n{found['model']} on {found['mesh']}: {tiers['1']} calls run as they are on local tensors, "
+        f"\n{programs['model']} on {programs['mesh']}: {tiers['1']} calls run as they are on local tensors, "
         f"{tiers['2']} operation by operation, {tiers['3']} replicated",
         highlight=False,
     )
-    for entry in found["lost"]:
+    for entry in programs["lost"]:
         line = f"  tier {entry['tier']}: {entry['function']} on {entry['layouts']}: {entry['reason']}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -80,82 +80,97 @@ def command(
     as_json: bool,
 ) -> None:
     """Say what a plan does and why; with --model, check that it fits. Neither takes any memory."""
-    from meshwright_planner import explain
-
-    beside: dict[str, object] = {"--batch-size": batch_size, "--sequence-length": sequence_length}
-    check_needs("--model", model is not None, beside)
-    again = {"optimizer": optimizer, "memory_limit": memory_limit, "cost_model": cost_model}
-    options = {f"--{name.replace('_', '-')}": value for name, value in again.items()}
-    check_needs("--why-not", bool(why_not), options)
-    files: dict[str, object] = {"--html": html, "--report": report}
-    check_alone(
-        "--diff",
-        other is not None,
-        {
-            **files,
-            "--png": png,
-            "--schedule": schedule,
-            "--why-not": why_not or None,
-            "--model": model,
-            "--cluster": cluster,
-        },
+    plan_again = {"optimizer": optimizer, "memory_limit": memory_limit, "cost_model": cost_model}
+    check_needs(
+        "--model", model is not None, {"--batch-size": batch_size, "--sequence-length": sequence_length}
     )
-    check_alone("--why-not", bool(why_not), {**files, "--png": png, "--schedule": schedule})
-    check_alone("--schedule", schedule, {**files, "--model": model, "--cluster": cluster})
+    check_needs("--why-not", bool(why_not), {f"--{k.replace('_', '-')}": v for k, v in plan_again.items()})
+    writes: dict[str, object] = {"--html": html, "--report": report}
+    draws = {**writes, "--png": png, "--schedule": schedule}
+    reads: dict[str, object] = {"--model": model, "--cluster": cluster}
+    check_alone("--diff", other is not None, {**draws, "--why-not": why_not or None, **reads})
+    check_alone("--why-not", bool(why_not), draws)
+    check_alone("--schedule", schedule, {**writes, **reads})
     check_folder("--html", html)
     check_folder("--png", png)
     check_image("--png", png)
     loaded = ParallelPlan.load(plan)
-    loaded.validate_for(world_size, axes={found.record.axis for found in state.host.strategies().values()})
+    loaded.validate_for(world_size, axes={entry.record.axis for entry in state.host.strategies().values()})
     for name in loaded.strategies.values():
         state.host.get(StrategySpec, name)
     if other is not None:
         changes = loaded.diff(ParallelPlan.load(other))
         click.echo(json.dumps(changes, indent=2) if as_json else "\n".join(changes) or "the plans are equal")
         return
-    made_for = loaded.provenance.batch
-    names = {"batch_size": "rows", "sequence_length": "tokens"}
-    usual = {argument: made_for[name] for argument, name in names.items() if name in made_for}
-    chosen = None if model is None else ModelChoice(model, batch_size, sequence_length, usual=usual)
+    chosen = None if model is None else _chosen(loaded, model, batch_size, sequence_length)
     if why_not:
         if chosen is None:
             raise UsageError(
                 f"--why-not {why_not[0]} plans again, and a plan does not hold its model; give --model, and the batch"
             )
-        _why_not(state, loaded, why_not, chosen, {"cluster": cluster, **again}, as_json)
-        return
-    if schedule:
+        _why_not(state, loaded, why_not, chosen, {"cluster": cluster, **plan_again}, as_json)
+    elif schedule:
         _timeline(loaded, png, as_json)
-        return
-    checked = None
-    if chosen is not None:
-        checked = _check(state, loaded, chosen)
-    said = f"checked: the plan fits {checked}" if checked else NOT_CHECKED
-    machine = _machine(state, loaded, cluster)
-    if png is not None:
-        from meshwright.commands.picture import draw
+    else:
+        checked = None if chosen is None else _check(state, loaded, chosen)
+        machine = _machine(state, loaded, cluster)
+        _write_files(state, loaded, machine, png, html)
+        _print(state, loaded, machine, checked, report, as_json)
 
-        draw(loaded, machine, state.host, png)
+
+def _chosen(
+    plan: ParallelPlan, model: str, batch_size: int | None, sequence_length: int | None
+) -> ModelChoice:
+    """The model on the command line; sizes that were not given are those of the batch that the plan was made for."""
+    planned = plan.provenance.batch
+    names = {"batch_size": "rows", "sequence_length": "tokens"}
+    defaults = {argument: planned[name] for argument, name in names.items() if name in planned}
+    return ModelChoice(model, batch_size, sequence_length, defaults=defaults)
+
+
+def _write_files(
+    state: State, plan: ParallelPlan, machine: Cluster | None, png: Path | None, html: Path | None
+) -> None:
+    """Write the picture and the page that were asked for."""
+    if png is not None:
+        from meshwright.rendering.plan_picture import draw
+
+        draw(plan, machine, state.host, png)
     if html is not None:
         from meshwright_planner.reports.html import page
 
-        html.write_text(page(loaded, cluster=machine, host=state.host), encoding="utf-8")
+        html.write_text(page(plan, cluster=machine, host=state.host), encoding="utf-8")
+
+
+def _print(
+    state: State,
+    plan: ParallelPlan,
+    machine: Cluster | None,
+    checked: str | None,
+    report: bool,
+    as_json: bool,
+) -> None:
+    """Print the plan, its report, and the verdict of the check."""
+    from meshwright_planner import explain
+
+    verdict = f"checked: the plan fits {checked}" if checked else NOT_CHECKED
     if as_json and report:
-        report_data = explain(loaded, cluster=machine, host=state.host).to_dict()
-        click.echo(json.dumps({**report_data, "checked_against": checked}, indent=2))
+        data = explain(plan, cluster=machine, host=state.host).to_dict()
+        click.echo(json.dumps({**data, "checked_against": checked}, indent=2))
     elif as_json:
-        click.echo(said, err=True)  # what is printed is the plan itself, which takes no more fields
-        click.echo(loaded.to_json(), nl=False)
+        # stdout is the plan itself, which has no field for the verdict
+        click.echo(verdict, err=True)
+        click.echo(plan.to_json(), nl=False)
     else:
         if not report:
-            click.echo(loaded.explain())
-        if loaded.predicted is not None:
-            click.echo(explain(loaded, cluster=machine, host=state.host), nl=False)
-        click.echo(said)
+            click.echo(plan.explain())
+        if plan.predicted is not None:
+            click.echo(explain(plan, cluster=machine, host=state.host), nl=False)
+        click.echo(verdict)
 
 
 def _machine(state: State, plan: ParallelPlan, name: str | None) -> Cluster | None:
-    """The cluster of the plan; None where it is not known, or was found at hand, and none is named."""
+    """The cluster named by --cluster or by the plan; None if the plan names none, or one that is not installed."""
     from meshwright_planner.clusters.registry import cluster_of
 
     wanted = name or plan.provenance.cluster
@@ -229,7 +244,7 @@ def _timeline(plan: ParallelPlan, png: Path | None, as_json: bool) -> None:
 
     table = planned(plan)
     if png is not None:
-        from meshwright.commands.timeline import draw
+        from meshwright.rendering.schedule_picture import draw
 
         assert plan.pipeline is not None
         draw(table, f"{plan.pipeline.schedule}, {plan.pipeline.microbatches} microbatches", png)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from meshwright.defaults import ROWS, TOKENS
+from meshwright.sources import ROWS, TOKENS
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.strategy.planner import DEGREES, KEYWORDS, PRECISIONS, Planner, PlanRequest
@@ -30,7 +30,7 @@ MODEL = "gpt2, llama, bert, vit; a transformers config.json; or file.py:function
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Before any work is done for it: whether there is a folder to write `path` into.
+    """Check, before any work is done, that there is a folder to write `path` into.
 
     Raises:
         UsageError: there is none.
@@ -40,14 +40,14 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 IMAGES = (".png", ".svg", ".pdf", ".jpg")
-"""Ends of names of pictures that are drawn."""
+"""File name suffixes of the picture formats that can be drawn."""
 
 
 def check_image(option: str, path: Path | None) -> None:
-    """That a picture can be written into a file of this name.
+    """Check that the suffix of `path` is that of a picture format.
 
     Raises:
-        UsageError: its end is that of none.
+        UsageError: it is not.
     """
     if path is not None and path.suffix.lower() not in IMAGES:
         end = repr(path.suffix) if path.suffix else "nothing"
@@ -58,29 +58,29 @@ def check_image(option: str, path: Path | None) -> None:
 
 
 def check_alone(option: str, given: bool, others: Mapping[str, object]) -> None:
-    """That nothing was asked for beside `option` that it would not do.
+    """Refuse options that would have no effect together with `option`.
 
     Raises:
         UsageError: one of `others` was given too (its value is neither None nor False).
     """
     for other, value in others.items():
         if given and value is not None and value is not False:
-            raise UsageError(f"{other} does nothing beside {option}; leave one of them out")
+            raise UsageError(f"{other} has no effect together with {option}; leave one of them out")
 
 
 def check_needs(option: str, given: bool, others: Mapping[str, object]) -> None:
-    """That nothing was asked for which does nothing without `option`.
+    """Refuse options that have no effect without `option`.
 
     Raises:
         UsageError: one of `others` was given alone (its value is neither None nor empty).
     """
     for other, value in others.items():
         if not given and value not in (None, ()):
-            raise UsageError(f"{other} does nothing without {option}; give both, or neither")
+            raise UsageError(f"{other} has no effect without {option}; give both, or neither")
 
 
 def check_rows(option: str, given: bool, rows: int | None) -> None:
-    """That what runs the batch is not to plan for another number of rows.
+    """Refuse --global-batch-size for commands that run the batch itself.
 
     Raises:
         UsageError: --global-batch-size was given too.
@@ -93,7 +93,7 @@ def check_rows(option: str, given: bool, rows: int | None) -> None:
 
 
 def model_options(function: F) -> F:
-    """--model, which is required, and what `batch_options` gives; the command takes one `chosen: ModelChoice`."""
+    """--model (required) and `batch_options`; the command takes one `chosen: ModelChoice`."""
 
     @functools.wraps(function)
     def command(
@@ -126,13 +126,13 @@ def batch_options(function: F) -> F:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What --model and the options beside it say; `usual` are sizes of which they say nothing (see `resolve`)."""
+    """--model and its options. `defaults`: sizes to use where they give none (see `resolve`)."""
 
     model: str
     batch_size: int | None = None
     sequence_length: int | None = None
     seed: int = 0
-    usual: Mapping[str, int] = field(default_factory=dict)
+    defaults: Mapping[str, int] = field(default_factory=dict)
 
     def source(self) -> Source:
         """Where the model and its batch come from. Raises UsageError."""
@@ -143,7 +143,7 @@ class ModelChoice:
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
             seed=self.seed,
-            usual=self.usual,
+            defaults=self.defaults,
         )
 
     def arguments(self) -> list[str]:
@@ -158,7 +158,7 @@ class ModelChoice:
 
 
 class Named(click.ParamType):
-    """One of a few names; a wrong one is told which was probably meant."""
+    """One of a few names; the error for a wrong name suggests the nearest."""
 
     name = "name"
 
@@ -267,25 +267,27 @@ PLANNING: tuple[Option, ...] = (
         help="Take the best that is known by then. [default: search to the end]",
     ),
 )
-"""One for each keyword of `plan`, beside --world-size and --top-k; a test holds the two together."""
+"""One option for each keyword of `plan` but --world-size and --top-k; a test compares the two."""
 
-NAMES = tuple(one.name for one in fields(PlanRequest) if one.name not in ("world_size", "top_k", "compile"))
-"""The arguments that PLANNING makes."""
+NAMES = tuple(
+    item.name for item in fields(PlanRequest) if item.name not in ("world_size", "top_k", "compile")
+)
+"""The arguments that the options of PLANNING set."""
 
 OPTION: Mapping[str, str] = MappingProxyType({"degrees": "--degree", "keep_user_sharding": "--ignore-marks"})
 """Argument -> option, where they differ."""
 
-ALSO = frozenset({"optimizer"})
-"""What a command that is given a plan takes beside it."""
+NOT_PLANNING = frozenset({"optimizer"})
+"""Arguments that a command takes together with a plan, since they do not change how it is planned."""
 
 
 def plan_options(function: F) -> F:
-    """What `plan` searches for and with: PLANNING; the command takes one `asked: Asked`."""
+    """The options of PLANNING; the command takes one `options: PlanOptions`."""
 
     @functools.wraps(function)
     def command(*args: Any, **given: Any) -> Any:
-        asked = Asked({name: given.pop(name) for name in NAMES})
-        return function(*args, asked=asked, **given)
+        options = PlanOptions({name: given.pop(name) for name in NAMES})
+        return function(*args, options=options, **given)
 
     return with_options(cast("F", command), PLANNING)
 
@@ -303,22 +305,26 @@ def with_options(function: F, options: Sequence[Option]) -> F:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `plan_options` were given: keyword of PlanRequest -> value, None where it was not; "degrees" as they were written."""
+class PlanOptions:
+    """The values of `plan_options`: keyword of PlanRequest -> value, None if not given; "degrees" as written."""
 
     values: Mapping[str, Any]
 
     @property
     def given(self) -> list[str]:
-        """The options that were given, but for those of ALSO."""
-        names = (name for name, value in self.values.items() if value not in (None, ()) and name not in ALSO)
+        """The options that were given, without those of NOT_PLANNING."""
+        names = (
+            name
+            for name, value in self.values.items()
+            if value not in (None, ()) and name not in NOT_PLANNING
+        )
         return [OPTION.get(name, f"--{name.replace('_', '-')}") for name in names]
 
     def request(self, host: PluginHost, *, world_size: int, top_k: int = 1) -> PlanRequest:
-        """What is asked of the planner.
+        """The request to the planner.
 
         Raises:
-            UsageError: a degree is none, or is given twice.
+            UsageError: a degree is not valid, or is given twice.
         """
         values = {name: value for name, value in self.values.items() if value is not None}
         texts = [*values.pop("degrees", ())]
@@ -339,7 +345,7 @@ def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
     Raises:
         UsageError: not of that form, or no installed strategy works on that axis.
     """
-    axes = sorted({found.record.axis for found in host.strategies().values()})
+    axes = sorted({entry.record.axis for entry in host.strategies().values()})
     degrees: dict[str, int] = {}
     for text in texts:
         axis, equals, number = text.partition("=")
@@ -348,8 +354,10 @@ def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
         if axis not in axes:
             close = did_you_mean(axis, axes)
             fix = f"did you mean {close!r}?" if close else "use one of them, or install its strategy"
-            known = ", ".join(axes) or "none"
-            raise UsageError(f"--degree {text}: there is no mesh axis {axis!r} (installed: {known}); {fix}")
+            installed = ", ".join(axes) or "none"
+            raise UsageError(
+                f"--degree {text}: there is no mesh axis {axis!r} (installed: {installed}); {fix}"
+            )
         if axis in degrees:
             raise UsageError(f"--degree {text}: {axis} is already pinned to {degrees[axis]}; give it once")
         degrees[axis] = int(number)
@@ -358,9 +366,9 @@ def parse_degrees(texts: tuple[str, ...], host: PluginHost) -> dict[str, int]:
 
 def pinning(pins: Mapping[str, int]) -> dict[str, Any]:
     """The keywords of PlanRequest that pin these degrees."""
-    own = {KEYWORDS[axis]: degree for axis, degree in pins.items() if axis in KEYWORDS}
+    keywords = {KEYWORDS[axis]: degree for axis, degree in pins.items() if axis in KEYWORDS}
     others = {axis: degree for axis, degree in pins.items() if axis not in KEYWORDS}
-    return {**own, "degrees": others}
+    return {**keywords, "degrees": others}
 
 
 def make_plans(host: PluginHost, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:

@@ -11,8 +11,8 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import (
-    Asked,
     ModelChoice,
+    PlanOptions,
     check_alone,
     check_folder,
     check_rows,
@@ -58,7 +58,7 @@ COMPARED = 5  # plans in the table of candidates, however few are asked for
 def command(
     state: State,
     chosen: ModelChoice,
-    asked: Asked,
+    options: PlanOptions,
     world_size: int | None,
     top_k: int,
     output: Path | None,
@@ -70,8 +70,8 @@ def command(
     check_folder("--output", output)
     single = {"--output": output, "--trial": trial, "--top-k": top_k if top_k != 1 else None}
     check_alone("--compare", compare is not None, single)
-    check_rows("--trial", trial is not None, asked.values["global_batch_size"])
-    request = asked.request(
+    check_rows("--trial", trial is not None, options.values["global_batch_size"])
+    request = options.request(
         state.host,
         world_size=ranks.world_size() if world_size is None else world_size,
         top_k=max(top_k, COMPARED, trial or 1) if top_k >= 1 else top_k,  # refused below 1
@@ -84,7 +84,7 @@ def command(
     if ranks.rank():
         return 0
     if trial is not None:
-        from meshwright.trial import tried
+        from meshwright.trial.planner import tried
 
         plans = [
             *tried(plans[:trial], [*chosen.arguments(), "--optimizer", request.optimizer]),
@@ -118,6 +118,6 @@ def _compare(
     if ranks.rank():
         return 0
     names = [name for name in dict.fromkeys(planners) if name]
-    found = compare(model, batch, request, names, state.host)
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found, nl=as_json)
-    return 0 if found.plans else InfeasibleError.exit_code
+    comparison = compare(model, batch, request, names, state.host)
+    click.echo(json.dumps(comparison.to_dict(), indent=2) if as_json else comparison, nl=as_json)
+    return 0 if comparison.plans else InfeasibleError.exit_code

@@ -8,7 +8,7 @@ import click
 from rich.table import Table
 
 from meshwright.cli import State
-from meshwright.commands.tables import show
+from meshwright.rendering.tables import show
 
 
 @click.command("plugins")
@@ -19,15 +19,15 @@ def command(state: State, as_json: bool) -> None:
     host = state.host
     rows = [
         {
-            "kind": found.record.kind,
-            "name": found.name,
-            "distribution": found.distribution,
-            "version": found.version,
-            "entry_point": found.entry_point,
-            "target": found.record.target,
-            "summary": found.record.summary,
+            "kind": entry.record.kind,
+            "name": entry.name,
+            "distribution": entry.distribution,
+            "version": entry.version,
+            "entry_point": entry.entry_point,
+            "target": entry.record.target,
+            "summary": entry.record.summary,
         }
-        for found in host.everything()
+        for entry in host.everything()
     ]
     problems = [
         {

@@ -44,7 +44,7 @@ def command(
     trace: Path | None,
     as_json: bool,
 ) -> None:
-    """Replay one step of a plan, event by event: what it takes, and what waits for what."""
+    """Replay one step of a plan, event by event: how long it takes, and which rank waits for which."""
     from meshwright_planner.clusters.registry import cluster_of
     from meshwright_planner.simulation import parse_link_fault, parse_straggler, simulate
 
@@ -61,7 +61,7 @@ def command(
         raise UsageError(
             f"the plan's cluster is not installed ({error}); give --cluster, a name or a file"
         ) from error
-    found = simulate(
+    simulated = simulate(
         loaded,
         machine,
         stragglers=[s for text in stragglers for s in parse_straggler(text, machine, loaded.world_size)],
@@ -69,5 +69,5 @@ def command(
         host=state.host,
     )
     if trace is not None:
-        trace.write_text(json.dumps(found.trace()))
-    click.echo(json.dumps(found.to_dict()) if as_json else found.render(), nl=as_json)
+        trace.write_text(json.dumps(simulated.trace()))
+    click.echo(json.dumps(simulated.to_dict()) if as_json else simulated.render(), nl=as_json)

@@ -9,7 +9,7 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import Named, sharing_options
-from meshwright.defaults import TOKENS
+from meshwright.sources import TOKENS
 
 MODELS = ("gpt2", "llama", "bert", "vit")
 
@@ -71,10 +71,10 @@ def command(
     out: Path,
     as_json: bool,
 ) -> int:
-    """Train an unmodified model in parallel, beside one device, and compare the loss of every step.
+    """Train an unmodified model in parallel and on one device, and compare the loss of every step.
 
-    Exit code 4 when they part by more than 5e-6 at any step; by more than 5e-2 in half precision, beside one device in
-    float32.
+    Exit code 4 if a loss differs by more than 5e-6 (with half precision, where one device computes in float32:
+    by more than 5e-2).
     """
     loaded = None
     if plan is not None:

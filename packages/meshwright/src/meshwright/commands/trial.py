@@ -13,7 +13,7 @@ from meshwright.cli import State
 from meshwright.commands.options import ModelChoice, batch_options, check_alone
 from meshwright.commands.verify import OPTIMIZERS
 from meshwright.sources import Source
-from meshwright.trial import STEPS, measure
+from meshwright.trial.measure import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.strategy.planner import unknown
@@ -77,15 +77,15 @@ def command(
     mw.init()
     torch.set_num_threads(1)
     source = _source(chosen, saved)
-    found = [measure(source.make, source.batch, plan, OPTIMIZERS[optimizer], steps) for plan in loaded]
+    measured = [measure(source.make, source.batch, plan, OPTIMIZERS[optimizer], steps) for plan in loaded]
     if ranks.rank() == 0:
-        data = {"seconds": [m.seconds for m in found], "steps": steps, "plans": [str(p) for p in plans]}
+        data = {"seconds": [m.seconds for m in measured], "steps": steps, "plans": [str(p) for p in plans]}
         if output is not None:
             output.write_text(json.dumps(data))
         if as_json:
             click.echo(json.dumps(data))
         else:
-            for path, plan, m in zip(plans, loaded, found, strict=True):
+            for path, plan, m in zip(plans, loaded, measured, strict=True):
                 predicted = (
                     ""
                     if plan.predicted is None

@@ -13,14 +13,14 @@ import click
 from meshwright import ranks
 from meshwright.cli import State
 from meshwright.commands.options import (
-    Asked,
     ModelChoice,
+    PlanOptions,
     apply_request,
     check_rows,
     model_options,
     plan_options,
 )
-from meshwright.losses import loss_of
+from meshwright.sources import loss_of
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.strategy.planner import unknown
 
@@ -75,7 +75,7 @@ OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], Any]] = MappingProxyType(
 def command(
     state: State,
     chosen: ModelChoice,
-    asked: Asked,
+    options: PlanOptions,
     plan_file: Path | None,
     world_size: int | None,
     steps: int,
@@ -87,14 +87,14 @@ def command(
     Exit code 4 when a tensor differs by more than its dtype's rounding explains. Under Adam, parameters after a step are
     reported as no measure: it turns rounding in gradients that cancel to nothing into whole steps. Its moments are compared.
     """
-    optimizer = asked.values["optimizer"]
+    optimizer = options.values["optimizer"]
     if optimizer not in OPTIMIZERS:
         raise UsageError(unknown("--optimizer", optimizer, OPTIMIZERS))
-    if plan_file is not None and asked.given:
+    if plan_file is not None and options.given:
         raise UsageError(
-            f"--plan {plan_file} fixes what {', '.join(asked.given)} asks for; leave that out, or the plan"
+            f"--plan {plan_file} fixes what {', '.join(options.given)} asks for; leave that out, or the plan"
         )
-    check_rows("verify", True, asked.values["global_batch_size"])
+    check_rows("verify", True, options.values["global_batch_size"])
     plan = None
     if plan_file is not None:
         from meshwright_dtensor.plan.plan import ParallelPlan
@@ -104,7 +104,7 @@ def command(
     if plan is not None and plan.world_size != size:
         rule = f"this run has {size} ranks: start {plan.world_size}, or plan for {size}"
         raise PlanError("world_size", plan.world_size, rule, str(size))
-    request = asked.request(state.host, world_size=size)
+    request = options.request(state.host, world_size=size)
     if size > 1 and not ranks.is_rank():
         return ranks.launch(size, state.arguments)
 

@@ -42,7 +42,7 @@ class Report:
         self.console.print(plan.explain(), markup=False, soft_wrap=True)
         self.console.print(
             f"\n{outcome.model}: {outcome.parameters / 1e6:.2f}M parameters, batch {options.batch_size} x "
-            f"{options.sequence_length}, {options.optimizer}, {outcome.world_size} ranks; beside it one device\n"
+            f"{options.sequence_length}, {options.optimizer}, {outcome.world_size} ranks, compared with one device\n"
         )
         heading = "  step      parallel    one device   difference   seconds: parallel   one"
         self.console.print(heading, soft_wrap=True)

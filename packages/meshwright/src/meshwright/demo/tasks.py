@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
-    """Rows drawn from a text; a subclass says how many bytes a row takes and what it makes of them.
+    """Rows drawn from a text; a subclass gives the bytes of a row and turns them into a training sample.
 
     text: uint8 of shape (n,). length: tokens of a row. rows: how many rows there are.
     fixed: rows are of one size, whatever the length.
@@ -86,7 +86,7 @@ class ByteImage(_Rows):
 
 
 def kind_of_byte(byte: Tensor) -> Tensor:
-    """int64 of the same shape: 0 space, 1 line end, 2 letter, 3 digit, 4 bracket or quote, 5 anything else."""
+    """int64 of the same shape: 0 space, 1 line end, 2 alphabetic, 3 digit, 4 bracket or quote, 5 anything else."""
     table = torch.full((BYTES,), 5)
     for kind, members in enumerate(
         (b" \t", b"\r\n", bytes(range(65, 91)) + bytes(range(97, 123)) + b"_", b"0123456789", b"()[]{}'\"")

@@ -1,4 +1,4 @@
-"""Train in parallel, and beside it on one device, and compare the losses of every step.
+"""Train in parallel and on one device, and compare the losses of every step.
 
 The parallel part of `run` is the loop of a single-device script; everything else is there to watch it. Optimizers: see
 `OPTIMIZERS` for why AdamW is given a larger epsilon here.
@@ -72,9 +72,9 @@ class Options:
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (("model", self.model, RECIPES), ("optimizer", self.optimizer, OPTIMIZERS)):
-            if value not in known:
-                raise UsageError(f"--{name} {value} is not known; choose one of {', '.join(known)}")
+        for name, value, names in (("model", self.model, RECIPES), ("optimizer", self.optimizer, OPTIMIZERS)):
+            if value not in names:
+                raise UsageError(f"--{name} {value} is not known; choose one of {', '.join(names)}")
         for name in ("steps", "batch_size", "sequence_length"):
             if getattr(self, name) < 1:
                 raise UsageError(

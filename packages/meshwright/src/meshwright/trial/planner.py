@@ -1,4 +1,4 @@
-"""Plans tried: a few real steps of each on ranks of this machine, and the fastest kept."""
+"""The planner `trial`: the best predicted plans, run for a few steps each; the fastest measured plan comes first."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from meshwright.trial.measure import STEPS
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.strategy.planner import Planner, PlanRequest
@@ -21,64 +20,12 @@ from meshwright_dtensor.strategy.planner import Planner, PlanRequest
 if TYPE_CHECKING:
     from torch import nn
 
-STEPS = 5
-WARM = 2
-"""Steps of each plan that are run before those that count."""
-
 PLANS = 3
-"""Plans that the planner `trial` tries where no more are asked for."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a plan took. seconds: of a step, on the slowest rank, the median over steps."""
-
-    seconds: float
-    steps: int
-
-
-def measure(
-    make: Callable[[], nn.Module], batch: Any, plan: ParallelPlan, optimizer: Callable[[Any], Any], steps: int
-) -> Measured:
-    """Run a few steps under a plan; to be called on every rank of the job."""
-    import torch
-    import torch.distributed as dist
-
-    import meshwright as mw
-    from meshwright.losses import loss_of
-    from meshwright_dtensor.mesh.mesh import end_groups, groups_now
-
-    device = mw.init()
-    before = groups_now()
-    with mw.deferred_init():
-        model = make()
-    mw.parallelize(model, plan, batch=batch)
-    stepping = optimizer(model.parameters())
-    taken = []
-    for _ in range(WARM + steps):
-        dist.barrier()
-        start = time.perf_counter()
-        loss_of(_called(model, batch)).backward()
-        stepping.step()
-        stepping.zero_grad()
-        if device.type == "cuda":  # kernels are launched, not done
-            torch.cuda.synchronize(device)
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        taken.append(float(slowest))
-    del model, stepping
-    end_groups(groups_now() - before)
-    return Measured(median(taken[WARM:]), steps)
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+"""How many plans are run, where `top_k` asks for fewer."""
 
 
 def tried(plans: Sequence[ParallelPlan], arguments: Sequence[str], steps: int = STEPS) -> list[ParallelPlan]:
-    """The plans, the fastest first, each with a note of what it took.
+    """The plans, fastest first, each with a note of its measured time.
 
     Args:
         plans: of one world size.
@@ -114,8 +61,8 @@ def _noted(plan: ParallelPlan, seconds: float, place: int, was: int, count: int,
     if plan.predicted is not None:
         note += f", {1e3 * plan.predicted.step_seconds:.4g} ms predicted"
     note += f"; number {place} of {count} measured, number {was + 1} predicted"
-    own = {"notes": (*plan.provenance.notes, note), "measured_seconds": seconds}
-    return plan.replace(provenance=plan.provenance.model_copy(update=own))
+    update = {"notes": (*plan.provenance.notes, note), "measured_seconds": seconds}
+    return plan.replace(provenance=plan.provenance.model_copy(update=update))
 
 
 class TrialPlanner(Planner):
@@ -156,8 +103,8 @@ class TrialPlanner(Planner):
                     f"planner='trial' hands the model to other processes, and it cannot be pickled ({error}); use "
                     "`meshwright plan --trial` with --model file.py:function"
                 ) from error
-            found = tried(plans, ["--saved", str(saved), "--optimizer", request.optimizer])
-        return [_from_trial(plan) for plan in found[: request.top_k]]
+            fastest = tried(plans, ["--saved", str(saved), "--optimizer", request.optimizer])
+        return [_from_trial(plan) for plan in fastest[: request.top_k]]
 
 
 def _from_trial(plan: ParallelPlan) -> ParallelPlan:

@@ -76,7 +76,10 @@ finally:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    # an editable environment has the sample plugin, which adds a mesh axis to plans
+    monkeypatch.setenv("MESHWRIGHT_DISABLE_PLUGINS", "meshwright-sample-vocabulary")
+
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit_:
             cli.main(arguments)
@@ -98,13 +101,13 @@ def file(tmp_path: Path) -> str:
 def test_every_keyword_of_plan_has_an_option() -> None:
     keywords = {
         name
-        for name, one in inspect.signature(plan_function).parameters.items()
-        if one.kind is one.KEYWORD_ONLY
+        for name, keyword in inspect.signature(plan_function).parameters.items()
+        if keyword.kind is keyword.KEYWORD_ONLY
     }
-    own = {parameter.name for parameter in plan.command.params}
+    offered = {parameter.name for parameter in plan.command.params}
     refused = {"compile"}  # which nothing executes
-    assert keywords - refused <= own
-    assert set(options.NAMES) <= own and set(options.NAMES) <= keywords
+    assert keywords - refused <= offered
+    assert set(options.NAMES) <= offered and set(options.NAMES) <= keywords
 
 
 def asked(run: Run, file: str, *more: str) -> ParallelPlan:
@@ -143,9 +146,9 @@ PINS: dict[str, tuple[list[str], Callable[[ParallelPlan], object]]] = {
 @pytest.mark.parametrize("pin", PINS)
 def test_pins_are_kept(run: Run, file: str, pin: str) -> None:
     arguments, holds = PINS[pin]
-    found = asked(run, file, "--world-size", "4", *arguments)
-    assert holds(found), found.explain()
-    assert found.provenance.request  # and said
+    answer = asked(run, file, "--world-size", "4", *arguments)
+    assert holds(answer), answer.explain()
+    assert answer.provenance.request
 
 
 # what is asked -> what the one line says: the value, the rule, the fix
@@ -188,7 +191,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_said_in_one_line(run: Run, file: str, case: str) -> None:
+def test_refused_options_give_one_line_errors(run: Run, file: str, case: str) -> None:
     arguments, words = REFUSED[case]
     code, _, error = run("plan", "--model", f"{file}:make", "--world-size", "4", *arguments)
     assert code == 2 and error.startswith("Error: ") and error.count("\n") == 1
@@ -225,13 +228,13 @@ def test_explain_says_whether_it_checked(run: Run, file: str, tmp_path: Path) ->
     assert run("explain", path)[0] == 0
     code, _, error = run("explain", path, "--model", f"{file}:make")
     assert code == 2 and "blocks.*.ups.weight" in error and "blocks.0.up.weight" in error
-    for arguments, said in (
-        (["--batch-size", "4"], "--batch-size does nothing without --model"),
-        (["--optimizer", "sgd"], "--optimizer does nothing without --why-not"),
-        (["--schedule", "--model", "gpt2"], "--model does nothing beside --schedule"),
+    for arguments, message in (
+        (["--batch-size", "4"], "--batch-size has no effect without --model"),
+        (["--optimizer", "sgd"], "--optimizer has no effect without --why-not"),
+        (["--schedule", "--model", "gpt2"], "--model has no effect together with --schedule"),
     ):
         code, _, error = run("explain", path, *arguments)
-        assert code == 2 and said in error
+        assert code == 2 and message in error
 
 
 def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path: Path) -> None:
@@ -255,12 +258,12 @@ def test_why_not_keeps_what_the_plan_was_asked_for(run: Run, file: str, tmp_path
     assert out.startswith(
         "zero=3 (beside optimizer=sgd, precision=bf16, memory_limit=1073741824, dp=2, as the plan was"
     )
-    code, out, _ = run(*why, "tp=4", "--json")  # beside dp=2 there is no room for it
-    found = json.loads(out)
-    assert code == 0 and found["verdict"] == "illegal" and found["kept"]["dp"] == 2
+    code, out, _ = run(*why, "tp=4", "--json")  # dp=2 leaves no ranks for it
+    answer = json.loads(out)
+    assert code == 0 and answer["verdict"] == "illegal" and answer["kept"]["dp"] == 2
     code, out, _ = run(*why, "dp=4", "--json")  # a pin that is asked about gives way
-    found = json.loads(out)
-    assert code == 0 and found["verdict"] in ("slower", "faster") and "dp" not in found["kept"]
+    answer = json.loads(out)
+    assert code == 0 and answer["verdict"] in ("slower", "faster") and "dp" not in answer["kept"]
     code, out, _ = run(*why, "dp=4", "--memory-limit", "10kB", "--json")
     assert json.loads(out)["verdict"] == "infeasible" and json.loads(out)["kept"]["memory_limit"] == 10_000
     code, _, error = run(
@@ -279,8 +282,8 @@ def test_each_why_not_is_answered(run: Run, file: str, tmp_path: Path) -> None:
     assert code == 0, error
     assert next(line.partition(" ")[0] for line in out.splitlines() if "tp=2" in line) == "tp=2:"
     assert "\ndp=2, zero=1" in out
-    found = json.loads(run(*ask, "--json")[1])
-    assert [answer["asked"] for answer in found] == ["tp=2", "dp=2, zero=1"] and found[0][
+    answers = json.loads(run(*ask, "--json")[1])
+    assert [answer["asked"] for answer in answers] == ["tp=2", "dp=2, zero=1"] and answers[0][
         "verdict"
     ] == "chosen"
     code, out, error = run(*ask, "--why-not", "foo=3")
@@ -306,14 +309,16 @@ def test_a_pinned_degree_is_named_and_what_would_be_without_it(run: Run, file: s
     assert free.startswith("pp=2 (beside optimizer=sgd, as the plan was asked for) (without tp=2, which")
     assert "slower: its best is" in free or "faster: " in free
     code, out, _ = run(*why, "pp=2", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["verdict"] == "illegal" and found["kept"]["tp"] == 2 and found["dropped"] == {}
-    assert found["free"]["dropped"] == {"tp": 2} and found["free"]["step_seconds"] > 0
-    # the negative control: what has ranks beside the pin is answered at once
+    answer = json.loads(out)
+    assert (
+        code == 0 and answer["verdict"] == "illegal" and answer["kept"]["tp"] == 2 and answer["dropped"] == {}
+    )
+    assert answer["free"]["dropped"] == {"tp": 2} and answer["free"]["step_seconds"] > 0
+    # the negative control: a degree that leaves ranks for the pin is answered at once
     asked(run, file, "--world-size", "4", "--tp", "2", "--optimizer", "sgd", "-o", path)
     code, out, _ = run(*why, "pp=2", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["free"] is None and found["verdict"] in ("chosen", "slower", "faster")
+    answer = json.loads(out)
+    assert code == 0 and answer["free"] is None and answer["verdict"] in ("chosen", "slower", "faster")
 
 
 GIVES_WAY: dict[str, tuple[list[str], str, dict[str, object]]] = {
@@ -324,16 +329,18 @@ GIVES_WAY: dict[str, tuple[list[str], str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("case", GIVES_WAY)
-def test_what_cannot_be_beside_the_question_gives_way(run: Run, file: str, tmp_path: Path, case: str) -> None:
+def test_why_not_drops_pins_that_contradict_the_question(
+    run: Run, file: str, tmp_path: Path, case: str
+) -> None:
     pins, question, dropped = GIVES_WAY[case]
     path = str(tmp_path / "plan.json")
     asked(run, file, "--world-size", "4", *pins, "-o", path)
     why = ("explain", path, "--model", f"{file}:make", "--why-not", question)
     code, out, error = run(*why, "--json")
     assert code == 0, error
-    found = json.loads(out)
-    assert found["verdict"] in ("slower", "faster"), found
-    assert found["dropped"] == dropped and not set(dropped) & set(found["kept"])
+    answer = json.loads(out)
+    assert answer["verdict"] in ("slower", "faster"), answer
+    assert answer["dropped"] == dropped and not set(dropped) & set(answer["kept"])
     code, out, _ = run(*why)
     name, value = next(iter(sorted(dropped.items())))
     assert f"without {name}={value}" in out
@@ -370,10 +377,10 @@ def test_a_strategy_that_is_not_there(run: Run, file: str, tmp_path: Path) -> No
 
 
 def test_a_model_without_values_is_planned_as_one_with_them(run: Run, file: str) -> None:
-    found = asked(run, file, "--world-size", "4")
+    answer = asked(run, file, "--world-size", "4")
     model, batch = resolve(f"{file}:make").build()
     best = plan_function(model, batch, cluster="dgx-h100", world_size=4, top_k=plan.COMPARED)
-    assert isinstance(best, list) and found == best[0]
+    assert isinstance(best, list) and answer == best[0]
 
 
 def test_planning_takes_no_memory_for_parameters(file: str) -> None:
@@ -399,17 +406,17 @@ ALONE: dict[str, tuple[list[str], list[str]]] = {
         ["verify", "--global-batch-size", "32", "--model", "gpt2"],
         ["--global-batch-size 32", "--batch-size 32"],
     ),
-    "cluster beside diff": (
+    "cluster with diff": (
         ["explain", "a", "--diff", "b", "--cluster", "dgx-h100"],
-        ["--cluster does nothing beside --diff"],
+        ["--cluster has no effect together with --diff"],
     ),
-    "cluster beside schedule": (
+    "cluster with schedule": (
         ["explain", "a", "--schedule", "--cluster", "dgx-h100"],
-        ["--cluster does nothing beside --schedule"],
+        ["--cluster has no effect together with --schedule"],
     ),
-    "seed beside saved": (
+    "seed with saved": (
         ["trial", "a", "--saved", "b", "--seed", "0"],
-        ["--seed does nothing beside --saved"],
+        ["--seed has no effect together with --saved"],
     ),
 }
 
@@ -417,7 +424,7 @@ ALONE: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("case", ALONE)
 def test_nothing_is_asked_for_in_vain(run: Run, file: str, case: str) -> None:
     arguments, words = ALONE[case]
-    code, _, error = run(*(one.format(file=file) for one in arguments))
+    code, _, error = run(*(parameter.format(file=file) for parameter in arguments))
     assert code == 2 and error.startswith("Error: ") and error.count("\n") == 1
     for word in words:
         assert word in error, error

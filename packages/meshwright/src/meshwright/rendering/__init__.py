@@ -1,0 +1,1 @@
+"""Plans, schedules and tables drawn for the command line."""
