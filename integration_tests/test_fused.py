@@ -16,7 +16,7 @@ from meshwright_dtensor.cluster.cluster import LinkLevel
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 
@@ -135,7 +135,7 @@ def step(rank: int, world: int, name: str, options: dict[str, Any], plain: bool 
     for p, own in zip(model.parameters(), single.parameters(), strict=True):
         assert isinstance(p, MeshParameter) and own.grad is not None and p.grad is not None
         worst = max(worst, float((p.grad.full_tensor() - own.grad).abs().max() / own.grad.abs().max()))
-    fused = sum(any(isinstance(s, Runs) for s in p.global_layout.states) for p in model.parameters())  # type: ignore[attr-defined]
+    fused = sum(any(isinstance(s, IntervalShard) for s in p.global_layout.states) for p in model.parameters())  # type: ignore[attr-defined]
     return {
         "loss": (float(expected), float(loss.full_tensor())),
         "worst": worst,

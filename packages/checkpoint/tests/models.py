@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.parameter import as_mesh_parameter
-from meshwright_dtensor.sharding.boxes import region_of, take
-from meshwright_dtensor.sharding.intervals import owned, segments
+from meshwright_dtensor.sharding.boxes import read_region, region_of
+from meshwright_dtensor.sharding.intervals import segmented_shard, single_owner_shard
 
 WIDTH, HIDDEN, CLASSES = 16, 36, 9
 
@@ -62,10 +62,10 @@ def build(layout: str, seed: int = 0) -> nn.Module:
     assert layout == "runs"
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     states = {
-        "first.weight": segments(0, (24, 12), size),
-        "first.bias": segments(0, (24, 12), size),
+        "first.weight": segmented_shard(0, (24, 12), size),
+        "first.bias": segmented_shard(0, (24, 12), size),
         "second.weight": 1,
-        "head.weight": owned(0, CLASSES, size, size - 1),
+        "head.weight": single_owner_shard(0, CLASSES, size, size - 1),
     }
     new: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -85,7 +85,7 @@ def parallel(model: Any, mesh: Any) -> None:
 
 def mesh_parameter(full: torch.Tensor, mesh: Any, state: Any) -> Any:
     region = region_of(tuple(full.shape), tuple(mesh.shape), [mesh.get_local_rank(0)], (state,))
-    local = take(full, region).clone()
+    local = read_region(full, region).clone()
     placed = DTensor.from_local(
         local, mesh, [stored_placement(state)], run_check=False, shape=full.shape, stride=full.stride()
     )

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.rules import shardable
-from meshwright_dtensor.sharding.boxes import take
-from meshwright_dtensor.sharding.intervals import runs
+from meshwright_dtensor.sharding.boxes import read_region, shardable
+from meshwright_dtensor.sharding.intervals import interval_shard
 from meshwright_dtensor.sharding.states import gradient_kind, is_shard
 from meshwright_dtensor.tensor.global_tensor import local_in, wrap
 
@@ -34,7 +33,7 @@ def parts(value, mesh, states):
     """Any local tensors that make up ``value`` in ``states``; partial sums are random."""
     context = MeshContext.of(mesh)
     layout = context.layout(states, value.shape, value.dtype)
-    local = take(value, layout.region).clone()
+    local = read_region(value, layout.region).clone()
     for axis, state in enumerate(states):
         if state != "P":
             continue
@@ -88,4 +87,4 @@ def partitions(draw, total=None, n=None, dim=0):
     n = draw(st.integers(1, 4)) if n is None else n
     order = draw(st.permutations(range(total)))
     owner = [draw(st.integers(0, n - 1)) for _ in range(total)]
-    return runs(dim, [[(i, 1) for i in order if owner[i] == rank] for rank in range(n)])
+    return interval_shard(dim, [[(i, 1) for i in order if owner[i] == rank] for rank in range(n)])

@@ -40,7 +40,7 @@ _EXPORTS = MappingProxyType(
         "Layout": "mesh.layout",
         "MeshParameter": "parameter",
         "RunShard": "mesh.run_shard",
-        "Runs": "sharding.intervals",
+        "IntervalShard": "sharding.intervals",
         "as_mesh_parameter": "parameter",
         "build_mesh": "mesh.mesh",
         "canonical": "stored.permuted",

@@ -31,7 +31,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
-from meshwright_dtensor.sharding.boxes import take
+from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.elementwise import quickly
 from meshwright_dtensor.stored.mesh_value import mesh_value, optimizer_call
@@ -120,7 +120,7 @@ class MeshParameter(DTensor):
             same = layout_in_runs(value) is layout_in_runs(self)
             dtensor_local(self).grad = dtensor_local(value) if same else local_like(value, self._layout)
         else:
-            dtensor_local(self).grad = take(value.detach(), self._layout.region).clone()
+            dtensor_local(self).grad = read_region(value.detach(), self._layout.region).clone()
         self._shown_gradient = None
 
     @grad.deleter
@@ -161,7 +161,7 @@ class MeshParameter(DTensor):
                 other = other.full_tensor()
             if other.shape != self.shape:
                 other = other.expand(self.shape)
-            dtensor_local(self).copy_(take(other, self._layout.region), non_blocking)
+            dtensor_local(self).copy_(read_region(other, self._layout.region), non_blocking)
             return self
         other = other.current() if isinstance(other, MeshView) else other
         if layout_in_runs(self) is not layout_in_runs(other):

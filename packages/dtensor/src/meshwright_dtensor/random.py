@@ -21,13 +21,13 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.sharding.boxes import (
     Box,
     Place,
-    copy_of,
+    copy_region,
     dense_strides,
-    put,
+    read_region,
     single_box,
     slice_of,
-    take,
     whole_box,
+    write_region,
 )
 
 PIECE_NUMEL = 1 << 22
@@ -130,7 +130,7 @@ def draw_full_then_slice(
         return _draw_in_pieces(draw, shape, dim_order, dtype, one, piece_numel)
     full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
     draw(full)
-    return copy_of(full, box)
+    return copy_region(full, box)
 
 
 def is_drawn_alike(op: OpOverload) -> bool:
@@ -193,9 +193,9 @@ def run_random(
     full_args, full_kwargs = pytree.tree_unflatten(leaves, spec)
     outputs = op(*full_args, **full_kwargs)
     if op_mutates(op):
-        return args[0].copy_(take(full_args[0], result.box))
+        return args[0].copy_(read_region(full_args[0], result.box))
     box = result.box
-    return pytree.tree_map_only(torch.Tensor, lambda output: copy_of(output, box), outputs)
+    return pytree.tree_map_only(torch.Tensor, lambda output: copy_region(output, box), outputs)
 
 
 def _kind(op: OpOverload) -> str | None:
@@ -216,7 +216,7 @@ def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
     """
     strides = dense_strides(part.shape, part.dim_order)
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
-    put(full, part.box, local)
+    write_region(full, part.box, local)
     return full
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.rules import shardable
+from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
 from meshwright_dtensor.testing.rank_pool import RankPool
 

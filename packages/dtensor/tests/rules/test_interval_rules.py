@@ -16,8 +16,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright_dtensor import distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.sharding.boxes import region_of
-from meshwright_dtensor.sharding.intervals import Runs, intervals_of, merged, segments, zigzag
-from meshwright_dtensor.sharding.reshape import _flat, _within, joined, part_of, through_view
+from meshwright_dtensor.sharding.intervals import (
+    IntervalShard,
+    intervals_of,
+    merge_intervals,
+    segmented_shard,
+    zigzag_shard,
+)
+from meshwright_dtensor.sharding.reshape import (
+    _first_period,
+    _flat,
+    concatenated_state,
+    local_slice,
+    through_view,
+)
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -78,12 +90,12 @@ def test_parts_and_joins(data):
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     n = data.draw(st.integers(2, 3))
     states = [data.draw(partitions(size, n)) for size in sizes]
-    whole = joined(states, sizes, 0, n)
+    whole = concatenated_state(states, sizes, 0, n)
     start = 0
     for state, size in zip(states, sizes, strict=True):
         for rank in range(n):
             own = intervals_of(whole, sum(sizes), n)[rank]
-            part = part_of(own, start, start + size)
+            part = local_slice(own, start, start + size)
             if part is not None:
                 assert part[0] == intervals_of(state, size, n)[rank]
         start += size
@@ -110,9 +122,9 @@ def interleaved(x, w):
 
 
 W = (16, 8)
-FUSED = ("I", segments(0, (8, 4, 4), 2))
-HALVES = ("I", segments(0, (8, 8), 2))
-ZIGZAG = zigzag(1, 8, 2)
+FUSED = ("I", segmented_shard(0, (8, 4, 4), 2))
+HALVES = ("I", segmented_shard(0, (8, 8), 2))
+ZIGZAG = zigzag_shard(1, 8, 2)
 # name -> (function, shapes, states, collectives ahead and back)
 CASES = {
     "fused attention": (fused_attention, ((1, 4, 8), W), FUSED, 0, 1),
@@ -121,7 +133,7 @@ CASES = {
     "conv1d": (
         lambda x, w, b: torch.addmm(b, x.view(-1, 8), w).view(1, 4, 16).split(8, 2)[1].relu(),
         ((1, 4, 8), (8, 16), (16,)),
-        ("I", segments(1, (8, 8), 2), segments(0, (8, 8), 2)),
+        ("I", segmented_shard(1, (8, 8), 2), segmented_shard(0, (8, 8), 2)),
         0,
         1,
     ),
@@ -142,7 +154,7 @@ CASES = {
         lambda x, w: F.linear(F.layer_norm(x, (8,)).softmax(-1), w), ((2, 8, 8), W), (ZIGZAG, "I"), None, None),
     "sum over runs": (lambda x: x.sum(1), ((3, 8),), (ZIGZAG,), 1, 0),
     "mean over runs": (lambda x: x.mean((0, 1)), ((3, 8, 2),), (ZIGZAG,), 1, 0),
-    "matmul contracts runs": (lambda x, w: F.linear(x, w), ((3, 16), (5, 16)), (segments(1, (8, 4, 4), 2),) * 2, 1, 0),
+    "matmul contracts runs": (lambda x, w: F.linear(x, w), ((3, 16), (5, 16)), (segmented_shard(1, (8, 4, 4), 2),) * 2, 1, 0),
     "transpose": (lambda x: x.transpose(1, 2).permute(2, 0, 1).unsqueeze(0).squeeze(0) + 1, ((3, 8, 4),), (ZIGZAG,), 0, 0),
     "against a plain shard": (lambda x, y: x * y, ((3, 8), (3, 8)), (ZIGZAG, 1), None, None),
     "along the runs": (lambda x: x.cumsum(1), ((3, 8),), (ZIGZAG,), None, None),
@@ -214,7 +226,7 @@ def two_axes(rank, world):
         z = y.view(4, 8, 3)
     assert (
         not log.events
-        and isinstance(y.global_layout.states[1], Runs)
+        and isinstance(y.global_layout.states[1], IntervalShard)
         and z.global_layout.states == (0, ZIGZAG)
     )
     assert torch.equal(y.full_tensor(), value.view(-1, 3).relu())
@@ -241,15 +253,15 @@ def test_intervals_that_do_not_touch_need_no_merging(sized, outer, inner, grain)
     size, state = sized
     for own in intervals_of(state, size, 2):
         flat = _flat(own, outer, size, inner)
-        assert flat == merged(
+        assert flat == merge_intervals(
             [((o * size + start) * inner, length * inner) for o in range(outer) for start, length in own]
         )
         period = size * outer * inner // grain
-        found = _within(flat, period, grain)
-        assert found is None or found == merged(found)
+        found = _first_period(flat, period, grain)
+        assert found is None or found == merge_intervals(found)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_too_many_intervals_are_no_layout(n):
     assert through_view((10_000, 6), (60_000,), 1, n) is None
-    assert isinstance(through_view((10, 6), (60,), 1, n), Runs)
+    assert isinstance(through_view((10, 6), (60,), 1, n), IntervalShard)

@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused() -> None:
         chunk_box((4,), (2,), (2,), (0,))
     with pytest.raises(UsageError, match=r"S\(1\) on mesh axis 0"):
         chunk_box((4,), (2,), (0,), (1,))
-    with pytest.raises(UsageError, match="without dims"):
+    with pytest.raises(UsageError, match="0-dim tensor"):
         chunk_box((), (2,), (0,), (0,))
     with pytest.raises(UsageError, match="does not fit"):
         slice_of(torch.zeros(3), ((2, 2),))

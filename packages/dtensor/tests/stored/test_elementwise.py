@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import as_mesh_parameter
-from meshwright_dtensor.sharding.intervals import segments
+from meshwright_dtensor.sharding.intervals import segmented_shard
 from meshwright_dtensor.stored.elementwise import is_elementwise
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -121,7 +121,7 @@ def test_what_is_left_to_stock(rank_pool: RankPool) -> None:
 
 def run_runs(rank, world):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    fused = segments(0, (4, 8), world)
+    fused = segmented_shard(0, (4, 8), world)
     x, other = (
         as_mesh_parameter(distribute_tensor(torch.randn(12, 3), mesh, [Shard(0)]), (state,))
         for state in (fused, 0)

@@ -20,15 +20,15 @@ from meshwright_dtensor import (
 )
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.random import Part, run_random
-from meshwright_dtensor.sharding.boxes import region_of, take
-from meshwright_dtensor.sharding.intervals import owned, segments, zigzag
+from meshwright_dtensor.sharding.boxes import read_region, region_of
+from meshwright_dtensor.sharding.intervals import segmented_shard, single_owner_shard, zigzag_shard
 from meshwright_dtensor.stored.permuted import PermutedDTensor, install_true_order
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def parameter(value, mesh, state):
     coords = [mesh.get_local_rank(i) for i in range(mesh.ndim)]
-    local = take(value, region_of(value.shape, tuple(mesh.shape), coords, (state,))).clone()
+    local = read_region(value, region_of(value.shape, tuple(mesh.shape), coords, (state,))).clone()
     spec = [Shard(int(state))] if isinstance(state, int) else [Replicate()]
     stored = DTensor.from_local(local, mesh, spec, run_check=False, shape=value.shape, stride=value.stride())
     return as_mesh_parameter(stored, (state,))
@@ -47,10 +47,10 @@ def exits(rank, world, which):
     value = torch.randn(8 * world, 5)
     size = 8 * world
     makers = {
-        "parts": lambda: segments(0, (6 * world, 2 * world), world),
-        "owned": lambda: owned(0, size, world, 1),
+        "parts": lambda: segmented_shard(0, (6 * world, 2 * world), world),
+        "single_owner_shard": lambda: single_owner_shard(0, size, world, 1),
     }
-    state = makers.get(which, lambda: zigzag(0, size, world))()
+    state = makers.get(which, lambda: zigzag_shard(0, size, world))()
     model = model_of(value, mesh, state)
     p = model.weight
     copies = (p, p.detach(), copy.deepcopy(p), p.data, canonical(p))
@@ -87,7 +87,7 @@ def exits(rank, world, which):
     return True
 
 
-@pytest.mark.parametrize("which", ["parts", "owned", "zigzag"])
+@pytest.mark.parametrize("which", ["parts", "single_owner_shard", "zigzag"])
 def test_every_exit_and_entry_is_in_true_order(rank_pool: RankPool, which):
     assert all(rank_pool.run(2, exits, which))
 
@@ -100,7 +100,7 @@ def training(rank, world, kind, foreach):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     value, x = torch.randn(12, 6), torch.randn(4, 6)
-    model, single = model_of(value, mesh, segments(0, (4, 8), world)), nn.Linear(6, 12, bias=False)
+    model, single = model_of(value, mesh, segmented_shard(0, (4, 8), world)), nn.Linear(6, 12, bias=False)
     single.weight = nn.Parameter(value.clone())
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     options = {"momentum": 0.9} if kind == "sgd" else {}
@@ -133,7 +133,7 @@ def test_stock_optimizers(rank_pool: RankPool, kind, foreach):
 def refusals(rank, world):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     value = torch.arange(16.0).view(8, 2)
-    p = parameter(value, mesh, segments(0, (4, 4), world))
+    p = parameter(value, mesh, segmented_shard(0, (4, 4), world))
     held = p.detach()
     plain = canonical(held)
     with torch.no_grad():

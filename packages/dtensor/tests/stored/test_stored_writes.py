@@ -14,16 +14,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshwright_dtensor import as_mesh_parameter, distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.sharding.boxes import region_of, take
-from meshwright_dtensor.sharding.intervals import segments
+from meshwright_dtensor.sharding.boxes import read_region, region_of
+from meshwright_dtensor.sharding.intervals import segmented_shard
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
 def in_runs(value, mesh):
-    state = segments(0, (4, 4), mesh.size())
-    local = take(value, region_of(value.shape, tuple(mesh.shape), mesh.get_coordinate(), (state,))).clone()
+    state = segmented_shard(0, (4, 4), mesh.size())
+    local = read_region(
+        value, region_of(value.shape, tuple(mesh.shape), mesh.get_coordinate(), (state,))
+    ).clone()
     stored = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride()
     )

@@ -97,7 +97,7 @@ def run_cases(rank, world, sizes, names):
 
 
 def _legal(shape, states, sizes):
-    from meshwright_dtensor.rules import shardable
+    from meshwright_dtensor.sharding.boxes import shardable
 
     left = list(shape)
     for s, n in zip(states, sizes, strict=True):

@@ -9,7 +9,7 @@ import pytest
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.plan.plan import ContextSharing, ParallelPlan
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.strategy.strategy import AttentionUse, Link, SearchRequest
 from meshwright_parallel.strategies.context import LEAST_TOKENS, Context
 
@@ -105,7 +105,7 @@ def test_how_batches_enter() -> None:
         context.batch_state("ids", (4, 9), BatchSize(4, 9), 2, plan)
     zigzag = plan.replace(context=ContextSharing(balance="zigzag"))
     runs = context.batch_state("ids", (4, 8), size, 2, zigzag)
-    assert isinstance(runs, Runs)
+    assert isinstance(runs, IntervalShard)
     assert runs.intervals == (((0, 2), (6, 2)), ((2, 4),))
     with pytest.raises(UsageError, match=r"two chunks for each of 2 ranks .* multiple of 4, such as 8"):
         context.batch_state("ids", (4, 10), BatchSize(4, 10), 2, zigzag)

@@ -20,7 +20,7 @@ from planner_models import Mlp
 from test_ilp_optimal import BLOCKS, Block
 from torch import nn
 
-from meshwright_dtensor.sharding.intervals import segments
+from meshwright_dtensor.sharding.intervals import segmented_shard
 from meshwright_planner.placement.ilp import Program, Unsolved
 from meshwright_planner.placement.solution import Placement
 from meshwright_planner.placement.two_axes import solve as solve_module
@@ -149,7 +149,7 @@ def test_parts_of_a_fused_projection_are_cut_by_both_axes() -> None:
     found = problem.solve(FREE, divided=problem.weights())
     assert found is not None
     outer, inner = found.stored[problem.tape.parameters["qkv.weight"]]  # type: ignore[misc]
-    assert outer == segments(0, (32, 32, 32), 2) and inner == segments(0, (16, 16, 16), 2)
+    assert outer == segmented_shard(0, (32, 32, 32), 2) and inner == segmented_shard(0, (16, 16, 16), 2)
     assert found.stored[problem.tape.parameters["out.weight"]] == (1, 1)
     kinds = Counter((c.phase, c.collective.kind) for c in found.conversions)
     assert kinds == {("forward", "all_reduce"): 2}  # the sum of the output, once on each axis

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshwright_dtensor.comm.interval_exchange import exchanger, gatherer, scatterer, selector, spreader
 from meshwright_dtensor.comm.log import CommLog, record
-from meshwright_dtensor.sharding.intervals import Intervals, Runs, intervals_of
+from meshwright_dtensor.sharding.intervals import Intervals, IntervalShard, intervals_of
 from meshwright_dtensor.sharding.states import State, format_state
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class Step:
         if isinstance(a, int) and b == "R":
             return "all_gather"
         if isinstance(a, int) and isinstance(b, int):
-            if isinstance(a, Runs) or isinstance(b, Runs):
+            if isinstance(a, IntervalShard) or isinstance(b, IntervalShard):
                 return "all_to_all"  # with a length of its own for every pair of ranks
             return "all_to_all" if self._even(a) and self._even(b) else "all_gather"
         return None
 
     def _even(self, kind: State) -> bool:
-        if isinstance(kind, Runs):
+        if isinstance(kind, IntervalShard):
             return kind.even
         total = self.total_target if kind == self.target and isinstance(self.target, int) else self.total
         return total % self.context.sizes[self.axis] == 0
@@ -118,7 +118,7 @@ class Step:
         a, b, n = self.source, self.target, self.context.sizes[self.axis]
         if a == b or n == 1:
             return None
-        if isinstance(a, Runs) or isinstance(b, Runs):
+        if isinstance(a, IntervalShard) or isinstance(b, IntervalShard):
             return self._runs()
         group, rank = self.context.group(self.axis), self.context.coords[self.axis]
         if a == "R" and isinstance(b, int):

@@ -38,7 +38,7 @@ from meshwright_dtensor._torch.core import (
 from meshwright_dtensor.deferred.mapped_files import MappedFiles, choose_directory, is_hollow, is_mapped
 from meshwright_dtensor.deferred.page_release import Resident, release
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.sharding.boxes import Place, copy_of
+from meshwright_dtensor.sharding.boxes import Place, copy_region
 
 MIN_BYTES = 1 << 16
 
@@ -117,7 +117,7 @@ def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
 
     Works for any tensor. The rest of a deferred tensor is never read into ordinary memory.
     """
-    values = copy_of(tensor.detach(), box)
+    values = copy_region(tensor.detach(), box)
     if is_mapped(tensor):
         release(tensor.untyped_storage())
     return values

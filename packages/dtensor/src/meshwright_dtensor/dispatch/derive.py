@@ -26,7 +26,7 @@ from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.propagate.rewrites import check_mutations, chosen, hoist
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
 from meshwright_dtensor.sharding.boxes import Region, dim_order_of, local_shape_of, region_of
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
 from meshwright_dtensor.tensor.global_tensor import DetachedView
 from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
@@ -228,7 +228,7 @@ def coordinates(
     found: dict[tuple[Any, ...], tuple[int, ...]] = {}
     ranks = [
         range(n)
-        if any(isinstance(s[axis], Runs) and not s[axis].even for s in states)  # type: ignore[union-attr]
+        if any(isinstance(s[axis], IntervalShard) and not s[axis].even for s in states)  # type: ignore[union-attr]
         else (0, n - 1)
         if n > 1
         else (0,)

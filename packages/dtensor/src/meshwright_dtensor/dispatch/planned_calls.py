@@ -23,7 +23,7 @@ from meshwright_dtensor.comm.collectives import NOWHERE, Site
 from meshwright_dtensor.comm.log import CommLog
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.boxes import local_shape_of
-from meshwright_dtensor.sharding.intervals import Runs, fitted
+from meshwright_dtensor.sharding.intervals import IntervalShard, repeat_to_fit
 from meshwright_dtensor.sharding.states import State, States, parse_state
 from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.utils.names import did_you_mean
@@ -56,10 +56,10 @@ class Target:
             changed: States = ()
             for axis, own, n in zip(context.axes, layout.states, context.sizes, strict=True):
                 wanted = want.get(axis, own)
-                if isinstance(wanted, Runs) and wanted != own:
+                if isinstance(wanted, IntervalShard) and wanted != own:
                     outer = len(changed)
                     left = local_shape_of(tuple(layout.shape), context.sizes[:outer], (0,) * outer, changed)
-                    fit = fitted(wanted, left, n)
+                    fit = repeat_to_fit(wanted, left, n)
                     wanted = own if fit is None else fit
                 changed = (*changed, wanted)
             forced.append(changed if changed != layout.states else None)

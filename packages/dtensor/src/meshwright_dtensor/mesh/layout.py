@@ -19,7 +19,7 @@ from meshwright_dtensor.sharding.boxes import (
     region_shape,
     single_box,
 )
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States, format_state
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Layout:
         box = single_box(self.region)
         if box is None:
             raise UsageError(
-                f"{self!r} gives this rank several boxes; use layout.region with regions.region_boxes, take and put"
+                f"{self!r} gives this rank several boxes; use layout.region with boxes.region_boxes, read_region and write_region"
             )
         return box
 
@@ -119,7 +119,7 @@ class Layout:
 
 def placement_of(state: State) -> Placement:
     """The torch placement of a state: ``I`` and ``X`` are both Replicate, Runs are a :class:`RunShard`."""
-    if isinstance(state, Runs):
+    if isinstance(state, IntervalShard):
         return RunShard(int(state), state.intervals)
     if isinstance(state, int):
         return Shard(state)

@@ -15,14 +15,14 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.intervals import (
     Interval,
     Intervals,
-    Runs,
-    format_runs,
+    IntervalShard,
+    format_interval_shard,
+    interval_shard,
     intervals_of,
-    merged,
-    owned,
-    runs,
-    segments,
-    zigzag,
+    merge_intervals,
+    segmented_shard,
+    single_owner_shard,
+    zigzag_shard,
 )
 
 
@@ -47,25 +47,25 @@ class RunShard(Shard):
     def __init__(self, dim: int, intervals: Sequence[Sequence[Interval]]) -> None:
         super().__init__(dim)
         try:
-            runs(0, intervals)
+            interval_shard(0, intervals)
         except ValueError as error:
             raise UnsupportedError(f"{error}; every element of the dim belongs to exactly one rank") from None
-        self.intervals = tuple(merged(own) for own in intervals)
+        self.intervals = tuple(merge_intervals(own) for own in intervals)
 
     @classmethod
     def parts(cls, dim: int, sizes: Sequence[int], ranks: int) -> RunShard:
         """Consecutive parts (fused q|k|v), each cut into one chunk per rank; every size divides by ``ranks``."""
-        return cls._of(dim, lambda: segments(0, sizes, ranks), sum(sizes), ranks)
+        return cls._of(dim, lambda: segmented_shard(0, sizes, ranks), sum(sizes), ranks)
 
     @classmethod
     def zigzag(cls, dim: int, size: int, ranks: int) -> RunShard:
         """Rank ``r`` owns chunks ``r`` and ``2 ranks - 1 - r`` of ``2 ranks``; ``size`` divides by ``2 ranks``."""
-        return cls._of(dim, lambda: zigzag(0, size, ranks), size, ranks)
+        return cls._of(dim, lambda: zigzag_shard(0, size, ranks), size, ranks)
 
     @classmethod
     def owned(cls, dim: int, size: int, ranks: int, owner: int) -> RunShard:
         """Rank ``owner`` owns all of the dim."""
-        return cls._of(dim, lambda: owned(0, size, ranks, owner), size, ranks)
+        return cls._of(dim, lambda: single_owner_shard(0, size, ranks, owner), size, ranks)
 
     @classmethod
     def _of(cls, dim: int, make: Callable[[], int], size: int, ranks: int) -> RunShard:
@@ -77,7 +77,7 @@ class RunShard(Shard):
 
     def state(self, dim: int) -> int:
         """The state of a value sharded like this on non-negative ``dim``: Runs, or the dim where these are plain chunks."""
-        return runs(dim, self.intervals)
+        return interval_shard(dim, self.intervals)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunShard) and self.dim == other.dim and self.intervals == other.intervals
@@ -89,6 +89,6 @@ class RunShard(Shard):
         return hash((RunShard, self.dim, self.intervals))
 
     def __repr__(self) -> str:
-        return f"RunShard{format_runs(Runs(self.dim, self.intervals))[1:]}"
+        return f"RunShard{format_interval_shard(IntervalShard(self.dim, self.intervals))[1:]}"
 
     __str__ = __repr__

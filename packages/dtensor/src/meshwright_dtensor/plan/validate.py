@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.sharding.intervals import parse_runs
+from meshwright_dtensor.sharding.intervals import parse_interval_shard
 from meshwright_dtensor.utils.names import did_you_mean, listing
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _is_shard(text: str) -> bool:
     if _SHARD.fullmatch(text):
         return True
     try:
-        return parse_runs(text) is not None
+        return parse_interval_shard(text) is not None
     except ValueError as error:
         raise _illegal(str(error)) from None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from meshwright_dtensor.random import is_drawn_alike
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, is_random, refine
 from meshwright_dtensor.sharding.boxes import local_shape_of, uneven_dims
-from meshwright_dtensor.sharding.intervals import Runs, fitted
+from meshwright_dtensor.sharding.intervals import IntervalShard, repeat_to_fit
 from meshwright_dtensor.sharding.states import I, P, R, State, States, X, forward_kind, gradient_kind
 from meshwright_dtensor.trace.graph import Node, Ref, Value
 
@@ -154,8 +154,8 @@ class Chooser:
             shapes, frozen = self._local_shapes(k, node, earlier)
             view = NodeView(node, n, _lookup(shapes), lambda ref: self.values[ref.i].dtype, attention)
             want = goal if k == len(self.nodes) - 1 else None
-            if isinstance(want, Runs):
-                want = fitted(want, view.out_shapes[0], n) if view.out_shapes else None
+            if isinstance(want, IntervalShard):
+                want = repeat_to_fit(want, view.out_shapes[0], n) if view.out_shapes else None
             rows = self._rows(view, env, want)
             best: Strategy | None = None
             best_key: tuple[float, float, int, int] | None = None
@@ -178,7 +178,7 @@ class Chooser:
         lies = [(env.get(r.i, I),) for r in node.ins]
         if not is_random(node) and any(isinstance(s, int) for (s,) in lies):
             rows = self.book.lifted(
-                view, rows, lies, [(goal,)] if isinstance(goal, Runs) and len(node.outs) == 1 else ()
+                view, rows, lies, [(goal,)] if isinstance(goal, IntervalShard) and len(node.outs) == 1 else ()
             )
         if is_random(node):
             first = env.get(node.ins[0].i, I) if node.ins else I

@@ -29,7 +29,6 @@ from meshwright_dtensor.rules.node import (
     is_random,
     needs_data,
     replicate,
-    shardable,
 )
 from meshwright_dtensor.rules.refine import refine
 from meshwright_dtensor.rules.verify_row import check
@@ -51,5 +50,4 @@ __all__ = [
     "needs_data",
     "refine",
     "replicate",
-    "shardable",
 ]

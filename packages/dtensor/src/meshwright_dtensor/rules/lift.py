@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from meshwright_dtensor.rules.node import NodeView, Row, Strategy, base_name, mutation_ties
-from meshwright_dtensor.sharding.intervals import Runs, intervals_of, runs
-from meshwright_dtensor.sharding.reshape import joined, part_of, through_view
+from meshwright_dtensor.sharding.intervals import IntervalShard, interval_shard, intervals_of
+from meshwright_dtensor.sharding.reshape import concatenated_state, local_slice, through_view
 from meshwright_dtensor.sharding.states import R, State, States
 
 Known: TypeAlias = Sequence[Iterable[State]]
@@ -46,7 +46,7 @@ def extended(
         if row not in known and row not in found:
             found[row] = Strategy(row[0], row[1], source, complete)
 
-    some = [s for states in (*ins, *outs) for s in states if isinstance(s, Runs)]
+    some = [s for states in (*ins, *outs) for s in states if isinstance(s, IntervalShard)]
     if some:
         for row in rows:
             if row.source in _PROVEN and permutes(row):
@@ -63,7 +63,7 @@ def extended(
     return list(found.values())
 
 
-def _lifted(view: NodeView, row: Strategy, own: Runs) -> Row | None:
+def _lifted(view: NodeView, row: Strategy, own: IntervalShard) -> Row | None:
     """``row`` with every shard replaced by the same runs, where all of them are dims of that size."""
     shapes = (*view.in_shapes, *view.out_shapes)
     states = (*row.ins, *row.outs)
@@ -93,13 +93,13 @@ def _cut(view: NodeView, state: int, dim: int, bounds: Sequence[tuple[int, int]]
     own = intervals_of(state, view.in_shapes[0][dim], view.n)
     results = []
     for start, stop in bounds:
-        parts = [part_of(o, start, stop) for o in own]
+        parts = [local_slice(o, start, stop) for o in own]
         if any(p is None for p in parts):
             return None
         lengths = [p[2] for p in parts if p is not None]
         if min(lengths) == 0 or max(lengths) - min(lengths) > max(1, max(lengths) // _UNBALANCED):
             return None
-        results.append(runs(dim, [p[0] for p in parts if p is not None]))
+        results.append(interval_shard(dim, [p[0] for p in parts if p is not None]))
     return results
 
 
@@ -133,11 +133,11 @@ def _split(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Itera
         if int(state) != dim:
             continue
         cut = _cut(view, state, dim, list(itertools.pairwise(ends)))
-        if cut is not None and joined(cut, sizes, dim, n) == state:
+        if cut is not None and concatenated_state(cut, sizes, dim, n) == state:
             yield (state,), tuple(cut)
     for state in {s for states in outs for s in states if int(s) == dim}:
-        if not isinstance(state, Runs) and all(size % n == 0 for size in sizes):
-            yield (joined([dim] * len(sizes), sizes, dim, n),), (dim,) * len(sizes)
+        if not isinstance(state, IntervalShard) and all(size % n == 0 for size in sizes):
+            yield (concatenated_state([dim] * len(sizes), sizes, dim, n),), (dim,) * len(sizes)
 
 
 def _cat(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterator[Row]:
@@ -152,7 +152,7 @@ def _cat(view: NodeView, ins: list[list[int]], outs: list[list[int]]) -> Iterato
         given: list[State] = [R] * len(view.in_shapes)
         for i, state in zip(real, states, strict=True):
             given[i] = state
-        return tuple(given), (joined(states, sizes, dim, n),)
+        return tuple(given), (concatenated_state(states, sizes, dim, n),)
 
     along = [[s for s in ins[i] if int(s) == dim] for i in real]
     if all(along):

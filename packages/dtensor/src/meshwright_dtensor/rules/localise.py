@@ -11,7 +11,7 @@ import torch
 from meshwright_dtensor.rules.lift import slice_bounds
 from meshwright_dtensor.rules.node import NodeView, Slot, base_name, dims_of, numel
 from meshwright_dtensor.sharding.boxes import Region
-from meshwright_dtensor.sharding.reshape import part_of
+from meshwright_dtensor.sharding.reshape import local_slice
 from meshwright_dtensor.trace.graph import Ref
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def localise(
             and held[bounds[0]] != ((0, view.in_shapes[0][bounds[0]]),)
         ):
             dim, first, last = bounds
-            part = part_of(held[dim], first, last)
+            part = local_slice(held[dim], first, last)
             assert part is not None  # what the rows allow
             return op, (args[0], dim, part[1], part[1] + part[2]), {}
     elif name in _SPLITS:

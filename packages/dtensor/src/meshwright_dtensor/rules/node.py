@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from meshwright_dtensor._torch.core import pytree
+from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.sharding.states import P, R, States
 from meshwright_dtensor.trace.graph import Node, Ref, Value, is_ref
 
@@ -132,11 +133,6 @@ class Strategy:
     outs: States
     source: str
     complete: bool = False
-
-
-def shardable(size: int, n: int) -> bool:
-    """Whether ``torch.chunk`` into ``n`` parts leaves no rank empty."""
-    return size > 0 and (size % n == 0 or -(-size // n) * (n - 1) < size)
 
 
 def replicate(view: NodeView) -> Strategy:

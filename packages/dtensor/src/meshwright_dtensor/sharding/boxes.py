@@ -1,14 +1,9 @@
-"""Boxes: which slice of which global tensor a rank holds.
+"""Boxes and regions: which slices of a global tensor a rank holds.
 
-A box is one (offset, length) pair per tensor dim, in elements of the global tensor. It is the one notion of
-position that layouts, random numbers, deferred initialisation and resharding share. This module imports no
-torch.
-
-
-Regions: what a rank holds of a global tensor where that is more than one box.
-
-A region gives, per tensor dim, the intervals that the rank owns, in the order in which they lie in its local tensor: the
-product of the intervals are boxes.  A layout without :class:`~meshwright_dtensor.sharding.intervals.Runs` has regions of one box.
+A box is one (offset, length) pair per tensor dim, in elements of the global tensor. Layouts, random numbers, deferred
+initialisation and resharding all use it. A region gives, per tensor dim, the intervals that the rank holds, in local order:
+the product of the intervals is a list of boxes. Without an :class:`~meshwright_dtensor.sharding.intervals.IntervalShard` a
+region is one box. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,12 +15,19 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.intervals import Interval as Interval
-from meshwright_dtensor.sharding.intervals import Intervals, Runs, intervals_of, merged
+from meshwright_dtensor.sharding.intervals import Intervals, IntervalShard, intervals_of, merge_intervals
 
 if TYPE_CHECKING:
     import torch
 
 Box: TypeAlias = tuple[Interval, ...]
+Region: TypeAlias = tuple[Intervals, ...]
+Place: TypeAlias = Box | Region
+
+
+def shardable(size: int, n: int) -> bool:
+    """Whether ``torch.chunk`` into ``n`` parts leaves no rank empty."""
+    return size > 0 and (size % n == 0 or -(-size // n) * (n - 1) < size)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -49,19 +51,19 @@ def chunk_box(
     """The box of the rank at `coords` of a mesh of `mesh_sizes`, for a tensor of global `shape`.
 
     `states` has one entry per mesh axis: an int cuts that tensor dim, anything else leaves it whole. Axes
-    that cut the same dim nest, the earlier mesh axis outside (torch's order for `Shard`). Raises UsageError
-    for entries that do not fit, and for Runs that leave the rank several boxes (`regions.region_of` takes those).
-    """
-    if any(isinstance(state, Runs) for state in states):
-        pass
+    that cut the same dim nest, the earlier mesh axis outside (torch's order for `Shard`).
 
-        box_of_runs = single_box(region_of(shape, mesh_sizes, coords, states))
-        if box_of_runs is None:
+    Raises:
+        UsageError: entries do not fit, or the rank holds several boxes (`region_of` gives all of them).
+    """
+    if any(isinstance(state, IntervalShard) for state in states):
+        interval_box = single_box(region_of(shape, mesh_sizes, coords, states))
+        if interval_box is None:
             raise UsageError(
                 f"a tensor in states {tuple(states)} is more than one box on the rank at {tuple(coords)}; "
                 "use region_of and region_boxes (or Layout.region), which give all of them"
             )
-        return box_of_runs
+        return interval_box
     check_axes(len(shape), mesh_sizes, coords, states)
     box = list(whole_box(shape))
     for parts, index, state in zip(mesh_sizes, coords, states, strict=True):
@@ -87,10 +89,10 @@ def check_axes(
             )
         if isinstance(state, int) and not 0 <= int(state) < ndim:
             raise UsageError(
-                f"state S({int(state)}) on mesh axis {axis} shards a dim that a {ndim}-dim tensor has not; "
+                f"state S({int(state)}) on mesh axis {axis} shards a dim that a {ndim}-dim tensor does not have; "
                 f"use a dim in 0..{ndim - 1}"
                 if ndim
-                else f"state S({int(state)}) on mesh axis {axis} shards a tensor without dims; replicate it"
+                else f"state S({int(state)}) on mesh axis {axis} shards a 0-dim tensor; replicate it"
             )
 
 
@@ -100,7 +102,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def box_numel(box: Box) -> int:
-    """How many elements the box holds (1 for a tensor without dims)."""
+    """The number of elements of the box (1 for a 0-dim tensor)."""
     count = 1
     for _, length in box:
         count *= length
@@ -124,12 +126,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def relative_to(inner: Box, outer: Box) -> Box:
-    """`inner` in the coordinates of a tensor that holds `outer`: where to write what was read."""
+    """`inner` in the coordinates of a tensor that holds `outer`."""
     return tuple((start - base, length) for (start, length), (base, _) in zip(inner, outer, strict=True))
 
 
 def slice_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of the global `tensor` that `box` names; no copy. Raises UsageError if the box does not fit."""
+    """The view of `box` in the global `tensor`; no copy. Raises UsageError if the box does not fit."""
     if tensor.dim() != len(box) or any(
         start + length > size for (start, length), size in zip(box, tensor.shape, strict=True)
     ):
@@ -146,17 +148,14 @@ def slice_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dims by decreasing stride, outermost in memory first.
 
-    A dim of which a rank holds one element has the stride of the next longer dim outside of it: where strides tie, it
-    lies inside.
+    A local dim of size 1 has the stride of the next longer dim outside of it. If strides tie, it is the inner one.
     """
     strides, sizes = tensor.stride(), tensor.shape
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], sizes[dim] == 1)))
 
 
 def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor of `shape` without holes whose dims lie in memory as `dim_order`
-    says.
-    """
+    """The strides, in elements, of a dense tensor of `shape` with its dims in memory in `dim_order` (see `dim_order_of`)."""
     return _dense_strides(tuple(shape), tuple(dim_order))
 
 
@@ -175,20 +174,12 @@ def _dense_strides(shape: tuple[int, ...], dim_order: tuple[int, ...]) -> tuple[
     return tuple(strides)
 
 
-if TYPE_CHECKING:
-    import torch
-
-Region: TypeAlias = tuple[Intervals, ...]
-Place: TypeAlias = Box | Region
-"""A box, or the region of a rank that holds several."""
-
-
 def region_of(
     shape: Sequence[int], mesh_sizes: Sequence[int], coords: Sequence[int], states: Sequence[str | int]
 ) -> Region:
     """The region of the rank at `coords` of a mesh of `mesh_sizes`, for a tensor of global `shape`.
 
-    Arguments and nesting as in `chunk_box`, with Runs allowed. Raises UsageError for entries that do not fit.
+    Arguments and nesting as in `chunk_box`, and interval shards. Raises UsageError for entries that do not fit.
     """
     check_axes(len(shape), mesh_sizes, coords, states)
     region: list[Intervals] = [((0, size),) for size in shape]
@@ -197,34 +188,37 @@ def region_of(
             continue
         held = region[int(state)]
         try:
-            own = intervals_of(state, sum(length for _, length in held), parts)[index]
+            rank_intervals = intervals_of(state, sum(length for _, length in held), parts)[index]
         except ValueError as error:
             raise UsageError(
-                f"{error}; runs fit one size of dim: make them anew with runs() or segments()"
+                f"{error}; an interval shard fits one size of dim: make it for this size with "
+                "interval_shard() or segmented_shard()"
             ) from None
-        region[int(state)] = merged([piece for interval in own for piece in _cut(held, *interval)])
+        region[int(state)] = merge_intervals(
+            [piece for interval in rank_intervals for piece in _cut(held, *interval)]
+        )
     return tuple(region)
 
 
 def _cut(held: Intervals, start: int, length: int) -> Iterator[Interval]:
-    """The part `start .. start + length` (in local order) of what is held."""
-    at = 0
+    """The intervals of `held` from local position `start` on, for `length` elements."""
+    position = 0
     for offset, size in held:
-        low, high = max(start, at), min(start + length, at + size)
+        low, high = max(start, position), min(start + length, position + size)
         if low < high:
-            yield offset + low - at, high - low
-        at += size
+            yield offset + low - position, high - low
+        position += size
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
     """The shape of the local tensor."""
-    return tuple(sum(length for _, length in own) for own in region)
+    return tuple(sum(length for _, length in intervals) for intervals in region)
 
 
 def local_shape_of(
     shape: Sequence[int], mesh_sizes: Sequence[int], coords: Sequence[int], states: Sequence[str | int]
 ) -> tuple[int, ...]:
-    """The shape of what the rank at `coords` holds; arguments as in `region_of`."""
+    """The shape of the local tensor at `coords`; arguments as in `region_of`."""
     return region_shape(region_of(shape, mesh_sizes, coords, states))
 
 
@@ -234,25 +228,25 @@ def _shape(place: Place) -> tuple[int, ...]:
 
 
 def single_box(place: Place) -> Box | None:
-    """The box of a place that is one, else None."""
+    """The box if `place` is one box, else None."""
     box = []
-    for own in place:
-        if not isinstance(own[0], tuple):
+    for intervals in place:
+        if not isinstance(intervals[0], tuple):
             return place  # type: ignore[return-value]
-        if len(own) > 1:
+        if len(intervals) > 1:
             return None
-        box.append(own[0])
+        box.append(intervals[0])
     return tuple(box)  # type: ignore[arg-type]
 
 
 def region_boxes(place: Place) -> list[tuple[Box, Box]]:
-    """Every box of a place that holds something: (in the global tensor, in the local tensor).
+    """The boxes of `place` that are not empty: (in the global tensor, in the local tensor).
 
-    What a checkpoint writes, and reads into, for this rank.
+    A checkpoint writes them for this rank, and reads into them.
     """
     spans = []
-    for own in place:
-        intervals: Intervals = own if isinstance(own[0], tuple) else (own,)  # type: ignore[assignment]
+    for dim in place:
+        intervals: Intervals = dim if isinstance(dim[0], tuple) else (dim,)  # type: ignore[assignment]
         starts = itertools.accumulate((length for _, length in intervals), initial=0)
         spans.append(
             [
@@ -262,49 +256,46 @@ def region_boxes(place: Place) -> list[tuple[Box, Box]]:
             ]
         )
     return [
-        (tuple(there for there, _ in pairs), tuple(here for _, here in pairs))
+        (tuple(globally for globally, _ in pairs), tuple(locally for _, locally in pairs))
         for pairs in itertools.product(*spans)
     ]
 
 
-def take(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """What `place` names of the global `tensor`: a view where it is one box, else a dense copy in the memory order of
-    `tensor`.
-    """
+def read_region(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """`place` of the global `tensor`: a view if it is one box, else a dense copy in the memory order of `tensor`."""
     box = single_box(place)
-    return copy_of(tensor, place) if box is None else slice_of(tensor, box)
+    return copy_region(tensor, place) if box is None else slice_of(tensor, box)
 
 
-def copy_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """A copy of what `place` names of the global `tensor`, without holes, its dims in memory as in `tensor`."""
-    boxes = region_boxes(place)
+def copy_region(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """A dense copy of `place` of the global `tensor`, with the memory order of `tensor`."""
     shape = _shape(place)
     result = tensor.new_empty_strided(shape, dense_strides(shape, dim_order_of(tensor)))
-    for there, here in boxes:
-        slice_of(result, here).copy_(slice_of(tensor, there))
+    for global_box, local_box in region_boxes(place):
+        slice_of(result, local_box).copy_(slice_of(tensor, global_box))
     return result
 
 
-def put(tensor: torch.Tensor, place: Place, value: torch.Tensor) -> None:
-    """Write `value`, a local tensor, where `place` names it in the global `tensor`."""
-    for there, here in region_boxes(place):
-        slice_of(tensor, there).copy_(slice_of(value, here))
+def write_region(tensor: torch.Tensor, place: Place, value: torch.Tensor) -> None:
+    """Write the local tensor `value` to `place` of the global `tensor`."""
+    for global_box, local_box in region_boxes(place):
+        slice_of(tensor, global_box).copy_(slice_of(value, local_box))
 
 
 def uneven_dims(shape: Sequence[int], sizes: Sequence[int], states: Sequence[str | int]) -> set[int]:
-    """The dims that ranks own unequal parts of."""
+    """The dims whose local size differs between ranks."""
     uneven: set[int] = set()
-    left = list(shape)
+    local_shape = list(shape)
     for n, state in zip(sizes, states, strict=True):
         if not isinstance(state, int):
             continue
         dim = int(state)
-        if isinstance(state, Runs):
+        if isinstance(state, IntervalShard):
             if not state.even:
                 uneven.add(dim)
-            left[dim] = state.lengths[0]
+            local_shape[dim] = state.lengths[0]
         else:
-            if left[dim] % n:
+            if local_shape[dim] % n:
                 uneven.add(dim)
-            left[dim] = -(-left[dim] // n)
+            local_shape[dim] = -(-local_shape[dim] // n)
     return uneven

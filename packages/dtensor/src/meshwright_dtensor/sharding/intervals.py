@@ -1,8 +1,9 @@
-"""Runs: a tensor dim that each rank of an axis owns as an ordered list of intervals.
+"""Interval shards: each rank of an axis owns an ordered list of intervals of a tensor dim.
 
-A plain shard gives rank ``r`` one chunk.  Runs say for every rank which intervals it owns, in the order in which they lie
-in its local tensor: each part of a fused ``q|k|v`` cut over the ranks, the zig-zag order of a causal sequence, a sharded
-sequence flattened with its batch, or all rows on one rank.  This module imports nothing of torch.
+A plain shard gives rank ``r`` one chunk. An interval shard lists the intervals of every rank in
+their local order. It describes a fused ``q|k|v`` with each part cut over the ranks, the zig-zag
+order of a causal sequence, a sharded sequence flattened with its batch, and all rows on one rank.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from typing import TypeAlias
 Interval: TypeAlias = tuple[int, int]
 """(offset, length)"""
 Intervals: TypeAlias = tuple[Interval, ...]
-"""What one rank owns, in local order; ``((0, 0),)`` where it owns nothing."""
+"""The intervals of one rank, in local order; ``((0, 0),)`` if it owns nothing."""
 
-NOTHING: Intervals = ((0, 0),)
+EMPTY: Intervals = ((0, 0),)
 MAX_INTERVALS = 4096
-"""More intervals than this on one rank are no layout worth having: what would make them is gathered instead."""
+"""The most intervals of one rank; a tensor that would need more is gathered instead."""
 
 
-class Runs(int):
-    """The state of a value sharded in runs; as an ``int`` it is the tensor dim.
+class IntervalShard(int):
+    """The state of a tensor sharded by intervals; as an ``int`` it is the tensor dim.
 
-    Equal (and alike in sets and dicts) only to Runs of the same dim and intervals, never to a plain ``int``.  Made by
-    :func:`runs`, :func:`segments`, :func:`zigzag` or :func:`owned`, which give the plain dim where the intervals are the
-    chunks of a plain shard.
+    It equals only interval shards of the same dim and intervals, never a plain ``int``. Build it
+    with :func:`interval_shard`, :func:`segmented_shard`, :func:`zigzag_shard` or
+    :func:`single_owner_shard`: they return the plain dim if the intervals are those of a plain shard.
 
     Attributes:
-        intervals: what each rank owns.
+        intervals: the intervals of each rank.
         total: size of the whole dim.
-        lengths: how much each rank owns.
-        even: every rank owns equally much.
+        lengths: local size of the dim on each rank.
+        even: all ranks have the same local size.
     """
 
     intervals: tuple[Intervals, ...]
@@ -43,23 +44,24 @@ class Runs(int):
     even: bool
     _hash: int
 
-    def __new__(cls, dim: int, intervals: tuple[Intervals, ...]) -> Runs:
+    def __new__(cls, dim: int, intervals: tuple[Intervals, ...]) -> IntervalShard:
         self = super().__new__(cls, dim)
         self.intervals = intervals
-        self.lengths = tuple(sum(length for _, length in own) for own in intervals)
+        self.lengths = tuple(sum(length for _, length in held) for held in intervals)
         self.total = sum(self.lengths)
         self.even = len(set(self.lengths)) == 1
-        self._hash = hash((Runs, int(dim), intervals))
+        self._hash = hash((IntervalShard, int(dim), intervals))
         return self
 
-    def __reduce__(self) -> tuple[type[Runs], tuple[int, tuple[Intervals, ...]]]:
-        return Runs, (int(self), self.intervals)  # the hash is another one in every process
+    def __reduce__(self) -> tuple[type[IntervalShard], tuple[int, tuple[Intervals, ...]]]:
+        # not the hash, which differs between processes
+        return IntervalShard, (int(self), self.intervals)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         return (
-            type(other) is Runs
+            type(other) is IntervalShard
             and self._hash == other._hash
             and int(self) == int(other)
             and self.intervals == other.intervals
@@ -72,23 +74,23 @@ class Runs(int):
         return self._hash
 
     def __repr__(self) -> str:
-        return format_runs(self)
+        return format_interval_shard(self)
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """Sizes of the segments, each of which is cut into equal chunks; None where that is not what it is."""
+        """Sizes of the segments if each segment is cut into equal chunks, else None."""
         n = len(self.intervals)
         sizes = tuple(length * n for _, length in self.intervals[0])
         expected = _segments(sizes, n) if sum(sizes) == self.total else None
         return sizes if expected == self.intervals else None
 
-    def on(self, dim: int) -> Runs:
+    def on(self, dim: int) -> IntervalShard:
         """The same intervals of another dim."""
-        return self if int(self) == dim else _made(dim, self.intervals)
+        return self if int(self) == dim else _interned(dim, self.intervals)
 
 
-def merged(intervals: Sequence[Interval]) -> Intervals:
-    """The intervals without empty ones, neighbours joined."""
+def merge_intervals(intervals: Sequence[Interval]) -> Intervals:
+    """The intervals without empty ones, adjacent ones joined."""
     result: list[Interval] = []
     for offset, length in intervals:
         if length == 0:
@@ -97,25 +99,25 @@ def merged(intervals: Sequence[Interval]) -> Intervals:
             result[-1] = (result[-1][0], result[-1][1] + length)
         else:
             result.append((offset, length))
-    return tuple(result) or NOTHING
+    return tuple(result) or EMPTY
 
 
 @lru_cache(maxsize=4096)
-def chunks(total: int, n: int) -> tuple[Intervals, ...]:
-    """What each of ``n`` ranks owns of a plain shard (as ``torch.chunk`` cuts)."""
+def chunk_intervals(total: int, n: int) -> tuple[Intervals, ...]:
+    """The interval of each of ``n`` ranks in a plain shard (as ``torch.chunk`` cuts)."""
     step = -(-total // n)
     starts = [min(rank * step, total) for rank in range(n)]
-    return tuple(merged([(start, min(step, total - start))]) for start in starts)
+    return tuple(merge_intervals([(start, min(step, total - start))]) for start in starts)
 
 
 def intervals_of(state: int, total: int, n: int) -> tuple[Intervals, ...]:
-    """What each of ``n`` ranks owns of a dim of size ``total`` in a shard state, plain or Runs.
+    """The intervals of each of ``n`` ranks for a dim of size ``total``, plain or interval shard.
 
     Raises:
-        ValueError: Runs of another size or number of ranks.
+        ValueError: the interval shard is for another size or number of ranks.
     """
-    if not isinstance(state, Runs):
-        return chunks(total, n)
+    if not isinstance(state, IntervalShard):
+        return chunk_intervals(total, n)
     if state.total != total or len(state.intervals) != n:
         raise ValueError(
             f"{state!r} owns {state.total} elements on {len(state.intervals)} ranks, the dim has {total} on {n}"
@@ -123,30 +125,33 @@ def intervals_of(state: int, total: int, n: int) -> tuple[Intervals, ...]:
     return state.intervals
 
 
-def runs(dim: int, intervals: Sequence[Sequence[Interval]]) -> int:
-    """The state in which rank ``r`` owns ``intervals[r]`` of tensor dim ``dim``: Runs, or the dim of a plain shard.
+def interval_shard(dim: int, intervals: Sequence[Sequence[Interval]]) -> int:
+    """The state in which rank ``r`` owns ``intervals[r]`` of tensor dim ``dim``; the dim for a plain shard.
 
     Raises:
         ValueError: the intervals do not cover ``0 .. total`` exactly once.
     """
-    own = tuple(merged(i) for i in intervals)
-    at = 0
-    for offset, length in sorted(interval for i in own for interval in i if interval[1]):
-        if offset != at or length < 0:
-            raise ValueError(f"the intervals {own} leave a gap or overlap at {min(offset, at)}")
-        at += length
-    if dim < 0 or not own:
-        raise ValueError(f"runs need a dim >= 0 and at least one rank, not dim {dim} and {len(own)} ranks")
-    return int(dim) if own == chunks(at, len(own)) else _made(int(dim), own)
+    ranks = tuple(merge_intervals(held) for held in intervals)
+    total = 0
+    for offset, length in sorted(interval for held in ranks for interval in held if interval[1]):
+        if offset != total or length < 0:
+            raise ValueError(f"the intervals {ranks} leave a gap or overlap at {min(offset, total)}")
+        total += length
+    if dim < 0 or not ranks:
+        raise ValueError(
+            f"an interval shard needs a dim >= 0 and at least one rank, not dim {dim} and {len(ranks)} ranks"
+        )
+    return int(dim) if ranks == chunk_intervals(total, len(ranks)) else _interned(int(dim), ranks)
 
 
-def fitted(state: Runs, shape: Sequence[int], n: int) -> int | None:
-    """``state`` for a tensor of this shape: as it is, or repeated where the dim is a multiple of what it owns.
+def repeat_to_fit(state: IntervalShard, shape: Sequence[int], n: int) -> int | None:
+    """``state`` for a tensor of this shape, its pattern repeated if the dim is a multiple of its size.
 
-    A plan is made for the rows that one data rank has; flattened with the sequence, more rows repeat the pattern.
+    A plan is made for the rows of one data rank. Flattened with the sequence, more rows repeat the
+    pattern.
 
     Returns:
-        The state, or None where it does not fit.
+        The state, or None if it does not fit.
     """
     dim = int(state)
     if dim >= len(shape) or len(state.intervals) != n or shape[dim] % state.total:
@@ -157,17 +162,17 @@ def fitted(state: Runs, shape: Sequence[int], n: int) -> int | None:
     starts = [k * state.total for k in range(times)]
     if times * max(map(len, state.intervals)) > MAX_INTERVALS:
         return None
-    return runs(
-        dim, [[(start + a, length) for start in starts for a, length in own] for own in state.intervals]
+    return interval_shard(
+        dim, [[(start + a, length) for start in starts for a, length in held] for held in state.intervals]
     )
 
 
 @lru_cache(maxsize=8192)
-def _made(dim: int, intervals: tuple[Intervals, ...]) -> Runs:
-    return Runs(dim, intervals)
+def _interned(dim: int, intervals: tuple[Intervals, ...]) -> IntervalShard:
+    return IntervalShard(dim, intervals)
 
 
-def segments(dim: int, sizes: Sequence[int], n: int) -> int:
+def segmented_shard(dim: int, sizes: Sequence[int], n: int) -> int:
     """Consecutive parts of these sizes, each cut into ``n`` equal chunks.
 
     Raises:
@@ -175,21 +180,21 @@ def segments(dim: int, sizes: Sequence[int], n: int) -> int:
     """
     if any(size % n or size <= 0 for size in sizes):
         raise ValueError(f"the parts {tuple(sizes)} do not all divide by {n} ranks")
-    return runs(dim, _segments(tuple(sizes), n))
+    return interval_shard(dim, _segments(tuple(sizes), n))
 
 
 def _segments(sizes: tuple[int, ...], n: int) -> tuple[Intervals, ...]:
     starts = [0, *itertools.accumulate(sizes)]
     return tuple(
-        merged(
+        merge_intervals(
             [(start + rank * (size // n), size // n) for start, size in zip(starts[:-1], sizes, strict=True)]
         )
         for rank in range(n)
     )
 
 
-def zigzag(dim: int, total: int, n: int) -> int:
-    """``2 n`` chunks of which rank ``r`` owns number ``r`` and number ``2 n - 1 - r``: equal work under a causal mask.
+def zigzag_shard(dim: int, total: int, n: int) -> int:
+    """``2 n`` chunks; rank ``r`` owns chunks ``r`` and ``2 n - 1 - r``: equal work under a causal mask.
 
     Raises:
         ValueError: ``total`` does not divide by ``2 n``.
@@ -199,59 +204,57 @@ def zigzag(dim: int, total: int, n: int) -> int:
         raise ValueError(
             f"{total} elements do not divide into the {2 * n} chunks of a zig-zag over {n} ranks"
         )
-    return runs(dim, [((r * step, step), ((2 * n - 1 - r) * step, step)) for r in range(n)])
+    return interval_shard(dim, [((r * step, step), ((2 * n - 1 - r) * step, step)) for r in range(n)])
 
 
-def owned(dim: int, total: int, n: int, owner: int) -> int:
-    """Rank ``owner`` owns the whole dim, the others nothing of it.
+def single_owner_shard(dim: int, total: int, n: int, owner: int) -> int:
+    """Rank ``owner`` owns the whole dim.
 
     Raises:
         ValueError: ``owner`` is no rank of the axis.
     """
     if not 0 <= owner < n:
-        raise ValueError(f"owner {owner} is none of the ranks 0..{n - 1}")
-    return runs(dim, [((0, total if r == owner else 0),) for r in range(n)])
+        raise ValueError(f"owner {owner} is not a rank of the axis: choose 0..{n - 1}")
+    return interval_shard(dim, [((0, total if r == owner else 0),) for r in range(n)])
 
 
-def format_runs(state: Runs) -> str:
-    """``"S(0; 768+768+768)"`` for parts that are each cut into chunks (``4*16`` for many equal ones), else what each rank
-    owns: ``"S(1; 0:4,12:4 | 4:8)"``.
-    """
+def format_interval_shard(state: IntervalShard) -> str:
+    """Text: ``"S(0; 768+768+768)"`` for segments (``4*16`` for many equal ones), else ``"S(1; 0:4,12:4 | 4:8)"``."""
     parts = state.parts
     if parts is not None:
         grouped = [(size, len(list(group))) for size, group in itertools.groupby(parts)]
         text = "+".join(f"{c}*{size}" if c > 4 else "+".join([str(size)] * c) for size, c in grouped)
     else:
-        text = " | ".join(",".join(f"{a}:{b}" for a, b in own) for own in state.intervals)
+        text = " | ".join(",".join(f"{a}:{b}" for a, b in held) for held in state.intervals)
     return f"S({int(state)}; {text})"
 
 
-_PARTS = re.compile(r"S\((\d{1,5}); ?((?:\d{1,5}\*)?\d{1,12}(?:\+(?:\d{1,5}\*)?\d{1,12})*)\)")
-_OWNED = re.compile(r"S\((\d{1,5}); ?((?:\d{1,12}:\d{1,12})(?: ?[,|] ?\d{1,12}:\d{1,12})*)\)")
+_SEGMENTS = re.compile(r"S\((\d{1,5}); ?((?:\d{1,5}\*)?\d{1,12}(?:\+(?:\d{1,5}\*)?\d{1,12})*)\)")
+_INTERVALS = re.compile(r"S\((\d{1,5}); ?((?:\d{1,12}:\d{1,12})(?: ?[,|] ?\d{1,12}:\d{1,12})*)\)")
 
 
-def parse_runs(text: str, n: int | None = None) -> int | None:
-    """The state that :func:`format_runs` wrote for an axis of ``n`` ranks, or None if ``text`` is no such form.
+def parse_interval_shard(text: str, n: int | None = None) -> int | None:
+    """The state of a text by :func:`format_interval_shard` on an axis of ``n`` ranks; None for other text.
 
-    Parts say nothing of the number of ranks: without ``n`` they are only checked, as parts of one rank.
+    Segments do not tell the number of ranks: without ``n`` they are only checked, as for one rank.
 
     Raises:
-        ValueError: parts do not divide by ``n``, or intervals are no partition or are not those of ``n`` ranks.
+        ValueError: segments do not divide by ``n``, or the intervals are no partition over ``n`` ranks.
     """
-    found = _PARTS.fullmatch(text)
-    if found is not None:
+    match = _SEGMENTS.fullmatch(text)
+    if match is not None:
         sizes: list[int] = []
-        for term in found[2].split("+"):
+        for term in match[2].split("+"):
             times, _, size = term.rpartition("*")
             sizes += [int(size)] * int(times or 1)
-        return segments(int(found[1]), sizes, n or 1)
-    found = _OWNED.fullmatch(text)
-    if found is None:
+        return segmented_shard(int(match[1]), sizes, n or 1)
+    match = _INTERVALS.fullmatch(text)
+    if match is None:
         return None
-    own = [
+    ranks = [
         [(int(a), int(b)) for a, _, b in (pair.strip().partition(":") for pair in rank.split(","))]
-        for rank in found[2].split("|")
+        for rank in match[2].split("|")
     ]
-    if n is not None and len(own) != n:
-        raise ValueError(f"state {text!r} names what {len(own)} ranks own, and the axis has {n}")
-    return runs(int(found[1]), own)
+    if n is not None and len(ranks) != n:
+        raise ValueError(f"state {text!r} gives intervals for {len(ranks)} ranks, but the axis has {n}")
+    return interval_shard(int(match[1]), ranks)

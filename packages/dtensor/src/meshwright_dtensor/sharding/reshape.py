@@ -1,7 +1,7 @@
-"""Where a shard goes through a change of shape: one function for any view, reshape, flatten or unflatten.
+"""Shards through view, reshape, flatten and unflatten.
 
-What a rank owns of one dim is a pattern in the flat (row-major) order of the elements.  A view keeps the flat order, so the
-shard of the result is the dim whose intervals make the same pattern, if there is one; then no data has to move.
+The elements of a rank are a pattern in the flat (row-major) order. A view keeps that order, so the result is sharded on the
+dim whose intervals give the same pattern, if there is such a dim. Then no data moves.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import lru_cache
 from itertools import pairwise
 
 from meshwright_dtensor.sharding.intervals import (
+    EMPTY,
     MAX_INTERVALS,
-    NOTHING,
     Interval,
     Intervals,
+    interval_shard,
     intervals_of,
-    merged,
-    runs,
+    merge_intervals,
 )
 
 Shape = tuple[int, ...]
@@ -26,115 +26,126 @@ Shape = tuple[int, ...]
 
 @lru_cache(maxsize=65536)
 def through_view(before: Shape, after: Shape, state: int, n: int) -> int | None:
-    """The state of a tensor of shape ``after`` that holds on each rank what one of shape ``before`` holds in ``state``.
+    """The shard of shape ``after`` with the same elements on each rank as shard ``state`` of shape ``before``.
 
     Args:
-        state: shard of a dim of ``before``, plain or Runs.
+        state: shard of a dim of ``before``, plain or by intervals.
         n: ranks of the axis.
 
     Returns:
-        The state, or None where the elements of a rank are no intervals of one dim (or too many to be of use).
+        The state, or None if no dim of ``after`` gives these elements (or only with too many intervals).
     """
     if 0 in before or math.prod(before) != math.prod(after):
         return None
     group = next((g for g in _groups(before, after) or () if int(state) in g[0]), None)
     if group is None:
         return None
-    here, there = group
-    place = here.index(int(state))
-    outer = math.prod(before[d] for d in here[:place])
-    inner = math.prod(before[d] for d in here[place + 1 :])
-    own = intervals_of(state, before[int(state)], n)
-    if outer * max(map(len, own)) > MAX_INTERVALS:
+    group_before, group_after = group
+    index = group_before.index(int(state))
+    outer = math.prod(before[d] for d in group_before[:index])
+    inner = math.prod(before[d] for d in group_before[index + 1 :])
+    ranks = intervals_of(state, before[int(state)], n)
+    if outer * max(map(len, ranks)) > MAX_INTERVALS:
         return None
     size = before[int(state)]
-    pattern = [_flat(intervals, outer, size, inner) for intervals in own]
-    for k, dim in enumerate(there):
-        if after[dim] == 1 and math.prod(after[d] for d in there) > 1:
+    patterns = [_flat(held, outer, size, inner) for held in ranks]
+    for k, dim in enumerate(group_after):
+        if after[dim] == 1 and math.prod(after[d] for d in group_after) > 1:
             continue
-        times = math.prod(after[d] for d in there[:k])
-        grain = math.prod(after[d] for d in there[k + 1 :])
-        found = [_within(flat, after[dim], grain) for flat in pattern]
-        if any(f is None for f in found) or times > MAX_INTERVALS:
+        outer = math.prod(after[d] for d in group_after[:k])
+        inner = math.prod(after[d] for d in group_after[k + 1 :])
+        intervals = [_first_period(flat, after[dim], inner) for flat in patterns]
+        if any(held is None for held in intervals) or outer > MAX_INTERVALS:
             continue
-        if all(_flat(f or (), times, after[dim], grain) == p for f, p in zip(found, pattern, strict=True)):
-            return runs(dim, [f or () for f in found])
+        if all(
+            _flat(held or (), outer, after[dim], inner) == flat
+            for held, flat in zip(intervals, patterns, strict=True)
+        ):
+            return interval_shard(dim, [held or () for held in intervals])
     return None
 
 
-def _flat(own: Sequence[Interval], outer: int, size: int, inner: int) -> Intervals:
-    apart = all(length for _, length in own) and not any(sum(a) == b[0] for a, b in pairwise(own))
-    # repeated, the last one may touch the first
-    if own and apart and (outer == 1 or own[0][0] > 0 or sum(own[-1]) < size):
+def _flat(intervals: Sequence[Interval], outer: int, size: int, inner: int) -> Intervals:
+    """The intervals of a dim of ``size`` as intervals in the flat order of ``outer x size x inner`` elements."""
+    disjoint = all(length for _, length in intervals) and not any(
+        sum(a) == b[0] for a, b in pairwise(intervals)
+    )
+    # the last interval of a repetition may touch the first one of the next
+    if intervals and disjoint and (outer == 1 or intervals[0][0] > 0 or sum(intervals[-1]) < size):
         step = size * inner
-        scaled = [(start * inner, length * inner) for start, length in own]
+        scaled = [(start * inner, length * inner) for start, length in intervals]
         return tuple([(o + start, length) for o in range(0, outer * step, step) for start, length in scaled])
-    return merged([(o * size * inner + s * inner, n * inner) for o in range(outer) for s, n in own])
+    return merge_intervals(
+        [(o * size * inner + s * inner, n * inner) for o in range(outer) for s, n in intervals]
+    )
 
 
-def _within(flat: Intervals, size: int, grain: int) -> Intervals | None:
-    """What the pattern owns of the first ``size * grain`` elements, in units of ``grain``; None if it cuts a unit."""
-    period, found = size * grain, []
+def _first_period(flat: Intervals, size: int, inner: int) -> Intervals | None:
+    """The intervals in the first ``size * inner`` elements, in units of ``inner``; None if one cuts a unit."""
+    period, intervals = size * inner, []
     for start, length in flat:
         if start >= period:
             break
         length = min(length, period - start)
-        if start % grain or length % grain:
+        if start % inner or length % inner:
             return None
-        found.append((start // grain, length // grain))
-    return tuple(found) or NOTHING  # as far apart as the pattern's
+        intervals.append((start // inner, length // inner))
+    # not merged: they do not touch, since those of the pattern do not
+    return tuple(intervals) or EMPTY
 
 
 def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
-    """The smallest runs of dims of either shape that hold equally many elements."""
+    """The smallest groups of consecutive dims of both shapes that hold equally many elements."""
     i = j = 0
     result = []
     while i < len(before) or j < len(after):
-        here: list[int] = []
-        there: list[int] = []
+        dims_before: list[int] = []
+        dims_after: list[int] = []
         a = b = 1
         if i < len(before):
-            here, a, i = [i], before[i], i + 1
+            dims_before, a, i = [i], before[i], i + 1
         if j < len(after):
-            there, b, j = [j], after[j], j + 1
+            dims_after, b, j = [j], after[j], j + 1
         while a != b:
             if a < b:
                 if i >= len(before):
                     return None
-                here.append(i)
+                dims_before.append(i)
                 a *= before[i]
                 i += 1
             else:
                 if j >= len(after):
                     return None
-                there.append(j)
+                dims_after.append(j)
                 b *= after[j]
                 j += 1
-        result.append((here, there))
+        result.append((dims_before, dims_after))
     return result
 
 
-def part_of(own: Intervals, start: int, stop: int) -> tuple[Intervals, int, int] | None:
-    """Of what one rank owns, the part in ``start .. stop`` of the dim: (its intervals counted from ``start``, where it begins
-    in the local tensor, its length); None where it is not in one piece there.
+def local_slice(intervals: Intervals, start: int, stop: int) -> tuple[Intervals, int, int] | None:
+    """The part of a rank's ``intervals`` in ``start .. stop`` of the dim; None if it is not contiguous in the local tensor.
+
+    Returns:
+        Its intervals counted from ``start``, its offset in the local tensor, its length.
     """
-    at, found, places = 0, [], []
-    for offset, length in own:
+    position, pieces, local = 0, [], []
+    for offset, length in intervals:
         low, high = max(start, offset), min(stop, offset + length)
         if low < high:
-            found.append((low - start, high - low))
-            places.append((at + low - offset, high - low))
-        at += length
-    joined = merged(places)
-    return None if len(joined) > 1 else (merged(found), *joined[0])
+            pieces.append((low - start, high - low))
+            local.append((position + low - offset, high - low))
+        position += length
+    merged = merge_intervals(local)
+    return None if len(merged) > 1 else (merge_intervals(pieces), *merged[0])
 
 
-def joined(states: Sequence[int], sizes: Sequence[int], dim: int, n: int) -> int:
-    """The state of operands of these sizes in these states, laid end to end along ``dim``."""
+def concatenated_state(states: Sequence[int], sizes: Sequence[int], dim: int, n: int) -> int:
+    """The state of the concatenation along ``dim`` of operands of these sizes in these states."""
     ranks: list[list[Interval]] = [[] for _ in range(n)]
     start = 0
     for state, size in zip(states, sizes, strict=True):
-        for rank, own in enumerate(intervals_of(state, size, n)):
-            ranks[rank] += [(start + offset, length) for offset, length in own]
+        for rank, intervals in enumerate(intervals_of(state, size, n)):
+            ranks[rank] += [(start + offset, length) for offset, length in intervals]
         start += size
-    return runs(dim, ranks)
+    return interval_shard(dim, ranks)

@@ -1,4 +1,4 @@
-"""The state of a value on one mesh axis: how it lies there going forward, and how its gradient lies there coming back.
+"""The state of a tensor on one mesh axis: the placement of its value, and the placement of its gradient.
 
 Four states make forward and backward communication add up exactly (I, R, V and P in the literature of SPMD types):
 
@@ -11,20 +11,19 @@ P     partial (sum over the axis)   replicated
 d     sharded on tensor dim ``d``   sharded on tensor dim ``d``
 ====  ============================  ==============================
 
-A shard is written as its plain ``int`` dim in code and as ``"S(d)"`` in text.  Where ranks own other parts of the dim than
-its chunks, the ``int`` is a :class:`~meshwright_dtensor.sharding.intervals.Runs` (``"S(0; 768+768+768)"``): ask
-``isinstance(state, int)``
-whether a state is a shard, and compare ``int(state)`` with a dim.  This module imports no torch.
+A shard is its plain ``int`` dim in code and ``"S(d)"`` in text. If ranks own other parts of the dim than its chunks, the
+``int`` is a :class:`~meshwright_dtensor.sharding.intervals.IntervalShard` (``"S(0; 768+768+768)"``). Test
+``isinstance(state, int)`` for a shard, and compare ``int(state)`` with a dim. This module imports no torch.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from meshwright_dtensor.sharding.intervals import Runs, format_runs, parse_runs
+from meshwright_dtensor.sharding.intervals import IntervalShard, format_interval_shard, parse_interval_shard
 
 State = str | int
-"""One of :data:`I`, :data:`X`, :data:`P` or the ``int`` tensor dim of a shard (:class:`Runs` where it is not cut in chunks)."""
+""":data:`I`, :data:`X`, :data:`P` or the ``int`` tensor dim of a shard (an :class:`IntervalShard` if not cut in chunks)."""
 
 States = tuple[State, ...]
 """One state per mesh axis, outermost axis first."""
@@ -45,38 +44,39 @@ def is_shard(state: State) -> bool:
 
 
 def forward_kind(state: State) -> State:
-    """``"R"``, ``"P"`` or the shard dim: how the value itself lies on the axis."""
+    """``"R"``, ``"P"`` or the shard dim: the placement of the value."""
     return state if isinstance(state, int) else _FORWARD[state]
 
 
 def gradient_kind(state: State) -> State:
-    """``"R"``, ``"P"`` or the shard dim: how the gradient of the value lies on the axis."""
+    """``"R"``, ``"P"`` or the shard dim: the placement of the gradient."""
     return state if isinstance(state, int) else _GRADIENT[state]
 
 
 def format_state(state: State) -> str:
-    """Text form: ``"I"``, ``"X"``, ``"P"``, ``"R"``, ``"S(2)"`` or that of `format_runs`."""
-    if isinstance(state, Runs):
-        return format_runs(state)
+    """Text form: ``"I"``, ``"X"``, ``"P"``, ``"R"``, ``"S(2)"`` or that of `format_interval_shard`."""
+    if isinstance(state, IntervalShard):
+        return format_interval_shard(state)
     return f"S({state})" if isinstance(state, int) else state
 
 
 def parse_state(text: str, n: int | None = None) -> State:
     """The state that :func:`format_state` wrote, on an axis of ``n`` ranks.
 
-    Parts of a fused dim (``"S(0; 64+32+32)"``) need ``n``; without it the text is only checked.
+    Segments of a fused dim (``"S(0; 64+32+32)"``) need ``n``; without it the text is only checked.
 
     Raises:
-        ValueError: with the text and the legal forms, or what is wrong with the runs.
+        ValueError: the text is none of the legal forms, or its intervals are no partition.
     """
     if text in (I, X, P):
         return text
     if text.startswith("S(") and text.endswith(")"):
         if text[2:-1].isdigit():
             return int(text[2:-1])
-        state = parse_runs(text, n)
+        state = parse_interval_shard(text, n)
         if state is not None:
             return state
     raise ValueError(
-        f"state {text!r} is none of 'I', 'X', 'P', 'S(dim)' with dim >= 0, 'S(dim; part+part)', 'S(dim; offset:length | ...)'"
+        f"state {text!r} is unknown: use 'I', 'X', 'P', 'S(dim)' with dim >= 0, 'S(dim; part+part)' "
+        "or 'S(dim; offset:length | ...)'"
     )

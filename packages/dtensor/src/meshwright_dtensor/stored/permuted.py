@@ -27,8 +27,8 @@ from meshwright_dtensor.comm.collectives import Site
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
-from meshwright_dtensor.sharding.boxes import take
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.boxes import read_region
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.elementwise import on_local_parts, quickly
 
@@ -106,7 +106,7 @@ def in_order_of(first: Any, result: DTensor) -> DTensor:
 
 def in_runs(states: Iterable[Any]) -> bool:
     """Whether any state is Runs."""
-    return any(isinstance(s, Runs) for s in states)
+    return any(isinstance(s, IntervalShard) for s in states)
 
 
 def tagged(dtensor: DTensor, layout: Layout) -> DTensor:
@@ -254,7 +254,7 @@ def _spec_like(parameter: DTensor, dtype: torch.dtype) -> Any:
 def local_like(x: Tensor, layout: Layout) -> Tensor:
     """This rank's part in ``layout`` of a global value or a DTensor, a new tensor without autograd."""
     if not isinstance(x, DTensor):
-        return take(x.detach(), layout.region).clone()
+        return read_region(x.detach(), layout.region).clone()
     own = layout_in_runs(x)
     if own is None:
         context = MeshContext.of(x.device_mesh)

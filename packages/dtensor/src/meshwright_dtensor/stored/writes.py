@@ -28,7 +28,7 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor.dispatch.tensor_methods import VIEWS, is_in_place
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.sharding.boxes import take
+from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.stored.elementwise import is_elementwise, on_local_parts
 from meshwright_dtensor.stored.gather import (
     as_global,
@@ -316,7 +316,7 @@ def _write_parts(
         if x is target:
             return dtensor_local(target)
         x = whole_of(x)
-        return take(x.expand(layout.shape), layout.region) if isinstance(x, Tensor) and x.dim() else x
+        return read_region(x.expand(layout.shape), layout.region) if isinstance(x, Tensor) and x.dim() else x
 
     parts, options = pytree.tree_map(part, (args, dict(kwargs)))
     with torch.no_grad():
@@ -352,7 +352,7 @@ def write_whole(
                 "tensor"
             )
         if not share_memory(whole, local):
-            local.copy_(take(whole, layout.region))
+            local.copy_(read_region(whole, layout.region))
 
 
 def set_data(target: DTensor, value: Any) -> None:

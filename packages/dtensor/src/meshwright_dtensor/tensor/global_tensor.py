@@ -21,7 +21,8 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of
 from meshwright_dtensor.mesh.mesh import Placements, meant
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.boxes import shardable
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
 
 Tensor = torch.Tensor
@@ -315,14 +316,12 @@ def check_shardable(context: MeshContext, shape: Sequence[int], states: States) 
     Raises:
         UnsupportedError: naming dim, size, and number of ranks.
     """
-    from meshwright_dtensor.rules import shardable
-
     sizes = list(shape)
     for axis, state in enumerate(states):
         n = context.sizes[axis]
         if not isinstance(state, int) or n == 1:
             continue
-        if isinstance(state, Runs):
+        if isinstance(state, IntervalShard):
             if state.total != sizes[state] or len(state.intervals) != n:
                 raise UnsupportedError(
                     f"runs {state!r} of {state.total} elements on {len(state.intervals)} ranks do not fit dim {int(state)} of "

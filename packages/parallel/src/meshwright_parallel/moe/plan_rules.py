@@ -12,7 +12,7 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.parameter import layout_of_dtensor
 from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, is_shard, parse_state
 from meshwright_parallel.moe.detect import Detection, Experts, detect
 from meshwright_parallel.moe.dispatch import Dispatch
@@ -110,7 +110,7 @@ def divided_inside(experts: Experts, degrees: Mapping[str, int]) -> bool:
         size = experts.candidate.module.get_parameter(path).shape[int(state)]
         return (
             size % (2 * ranks) == 0
-            if not isinstance(state, Runs)
+            if not isinstance(state, IntervalShard)
             else all(p % ranks == 0 for p in state.parts or ())
         )
 

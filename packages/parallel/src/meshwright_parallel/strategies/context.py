@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.sharding.intervals import zigzag
+from meshwright_dtensor.sharding.intervals import zigzag_shard
 from meshwright_dtensor.strategy.strategy import (
     AttentionUse,
     CollectiveUse,
@@ -151,7 +151,7 @@ class Context(Strategy):
                 f"batch tensor {name!r} has a sequence of {length} tokens (dim 1), which cp={degree} divides into {how}: "
                 f"the length must be a multiple of {unit}, such as {near}; pad the batch to it"
             )
-        return zigzag(1, length, degree) if paired else 1
+        return zigzag_shard(1, length, degree) if paired else 1
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Tell the core how attention is shared on this axis."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.sharding.intervals import owned
+from meshwright_dtensor.sharding.intervals import single_owner_shard
 from meshwright_dtensor.strategy.strategy import (
     CollectiveUse,
     GradientKind,
@@ -138,7 +138,7 @@ class Expert(Strategy):
 
             owner = owner_of(plan, fqn, degree)
             if owner is not None:
-                return owned(0, shape[0], degree, owner)
+                return single_owner_shard(0, shape[0], degree, owner)
         state = planned_state(plan, fqn, self.axis)
         if isinstance(state, int) and int(state) == 0 and type(state) is int and shape and shape[0] % degree:
             rule = (

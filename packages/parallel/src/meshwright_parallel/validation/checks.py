@@ -15,7 +15,7 @@ from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
 from meshwright_dtensor.model.tied_parameters import all_names, with_ties
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, format_state
 from meshwright_dtensor.strategy.resolve import parameter_states
 from meshwright_dtensor.strategy.strategy import Strategy
@@ -220,7 +220,7 @@ def _check_shape(
             raise PlanError(
                 f"{where}.{axis}", format_state(state), text, f"S({len(shape) - 1})" if shape else "I"
             )
-        if isinstance(state, Runs):
+        if isinstance(state, IntervalShard):
             if state.total != left[state] or len(state.intervals) != degree:
                 text = (
                     f"its runs cover {state.total} rows on {len(state.intervals)} ranks, dim {int(state)} of {shown} has "

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
 from meshwright_dtensor.strategy.strategy import CollectiveKind
 from meshwright_planner.cost.prices import Collective, backward_move, convertible, forward_move
@@ -109,7 +109,9 @@ class Build:
             columns = []
             for state in states:
                 nbytes = total * self.costs.share(state) if name.startswith("param:") else 0.0
-                tie = sum(TIE * (1 + int(s) + isinstance(s, Runs) / 2) for s in along(state) if s != "I")
+                tie = sum(
+                    TIE * (1 + int(s) + isinstance(s, IntervalShard) / 2) for s in along(state) if s != "I"
+                )
                 column = self.program.variable(nbytes * self.memory.price + tie, integer=True, memory=nbytes)
                 columns.append(column)
                 self.producers[value][state].append(column)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from meshwright_dtensor.rules.lift import Known, slice_bounds
 from meshwright_dtensor.rules.node import NodeView, Strategy, base_name
-from meshwright_dtensor.sharding.intervals import Runs, segments
+from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
 from meshwright_dtensor.sharding.reshape import through_view
 from meshwright_dtensor.sharding.states import State
 from meshwright_planner.trace.quotient import Quotient
@@ -48,11 +48,11 @@ class Domains:
         quotient: Quotient,
         rules: LiftingRules,
         degree: int,
-        pinned: Mapping[int, Runs] | None = None,
+        pinned: Mapping[int, IntervalShard] | None = None,
     ) -> None:
         """`pinned`: representative parameter value -> runs in which the user stores it."""
         self.tape, self.quotient, self.rules, self.degree = tape, quotient, rules, degree
-        self.runs: dict[int, dict[Runs, None]] = defaultdict(dict)
+        self.runs: dict[int, dict[IntervalShard, None]] = defaultdict(dict)
         self._sources: dict[tuple[int, int], list[int]] = defaultdict(list)
         # rows of a node for the runs that its inputs and outputs had: asked for round after round
         self._found: dict[int, tuple[tuple[Known, Known], list[Strategy]]] = {}
@@ -79,7 +79,7 @@ class Domains:
         """The runs of each input and of each output of representative node `index`."""
         return self._ins(index), self._outs(index)
 
-    def of(self, value: int) -> list[Runs]:
+    def of(self, value: int) -> list[IntervalShard]:
         """The runs of a representative value."""
         return list(self.runs.get(value, ()))
 
@@ -118,16 +118,16 @@ class Domains:
                 if size % self.degree or size == 1 or dim == len(before) - 1:
                     continue  # features flattened with rows are one interval a row
                 state = through_view(before, after, dim, self.degree)
-                if isinstance(state, Runs) and len(state.intervals[0]) <= _FEW:
+                if isinstance(state, IntervalShard) and len(state.intervals[0]) <= _FEW:
                     self._add(node.outs[0].i, state)
 
     def _parts(self, value: int, dim: int, sizes: Sequence[int]) -> None:
         if all(size and size % self.degree == 0 for size in sizes):
-            self._add(value, segments(dim, sizes, self.degree))
+            self._add(value, segmented_shard(dim, sizes, self.degree))
 
     def _add(self, value: int, state: State) -> bool:
         own = self.runs[self.quotient.value(value)]
-        if not isinstance(state, Runs) or not state.even or state in own:
+        if not isinstance(state, IntervalShard) or not state.even or state in own:
             return False
         own[state] = None
         return True

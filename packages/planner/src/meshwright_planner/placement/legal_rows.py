@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from meshwright_dtensor.rules.lift import Known
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.rules.refine import refine
-from meshwright_dtensor.sharding.intervals import Runs
+from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.cost.backward import Back, Backwards
@@ -92,7 +92,7 @@ class Legality:
         pinned = {
             quotient.value(tape.parameters[name]): state
             for name, state in (pins or {}).items()
-            if isinstance(state, Runs) and name in tape.parameters
+            if isinstance(state, IntervalShard) and name in tape.parameters
         }
         self._sequence = sequence_dims(tape, quotient.nodes, rules.strategies, costs.degree, quotient.value)
         self._wants = sequence

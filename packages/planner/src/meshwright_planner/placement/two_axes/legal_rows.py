@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.rules.refine import refine
 from meshwright_dtensor.sharding.boxes import local_shape_of
-from meshwright_dtensor.sharding.intervals import Runs, segments
+from meshwright_dtensor.sharding.intervals import IntervalShard, segmented_shard
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.cost.prices import Collective, Work, work_of
@@ -144,7 +144,7 @@ class JointLegality(Legality):
     def _fits(self, ref: Ref, left: tuple[int, ...], first: State, second: State) -> bool:
         if not isinstance(second, int):
             return True
-        whole = not isinstance(second, Runs) and self.axes[1].leaves_whole(ref.i, int(second))
+        whole = not isinstance(second, IntervalShard) and self.axes[1].leaves_whole(ref.i, int(second))
         return not whole and self._nests(self.tape.values[ref.i].shape, left, first, second)
 
     def _nests(self, shape: tuple[int, ...], left: tuple[int, ...], first: State, second: State) -> bool:
@@ -154,7 +154,7 @@ class JointLegality(Legality):
         dim, (outer, inner) = int(second), self.costs.degrees
         if isinstance(first, int) and int(first) == dim and shape[dim] % (outer * inner):
             return False
-        if isinstance(second, Runs):
+        if isinstance(second, IntervalShard):
             return second.total == left[dim] and second.even
         return left[dim] > 0 and balanced(left[dim], inner)
 
@@ -213,15 +213,15 @@ def inside(state: State, outer: State, degree: int) -> State | None:
 
     Parts of a fused dim that the outer axis has cut one by one are shorter inside.
     """
-    if not isinstance(state, Runs) or not isinstance(outer, int) or int(outer) != int(state):
+    if not isinstance(state, IntervalShard) or not isinstance(outer, int) or int(outer) != int(state):
         return state
     parts = state.parts
-    if parts is None or not isinstance(outer, Runs) or outer.parts != parts:
+    if parts is None or not isinstance(outer, IntervalShard) or outer.parts != parts:
         return None
     n = len(outer.intervals)
     if any(size % (n * degree) for size in parts):
         return None
-    return segments(int(state), [size // n for size in parts], degree)
+    return segmented_shard(int(state), [size // n for size in parts], degree)
 
 
 def priced(option: Option, costs: JointCosts, again: int) -> Option:
