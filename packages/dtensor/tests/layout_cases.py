@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.sharding.boxes import read_region, shardable
 from meshwright_dtensor.sharding.intervals import interval_shard
 from meshwright_dtensor.sharding.states import gradient_kind, is_shard
@@ -32,7 +33,7 @@ def convertible(a, b):
 def parts(value, mesh, states):
     """Any local tensors that make up ``value`` in ``states``; partial sums are random."""
     context = MeshContext.of(mesh)
-    layout = context.layout(states, value.shape, value.dtype)
+    layout = layout_of(context, states, value.shape, value.dtype)
     local = read_region(value, layout.region).clone()
     for axis, state in enumerate(states):
         if state != "P":
@@ -56,7 +57,7 @@ def one(mesh, shape, source, target):
     local.requires_grad_()
     x = wrap(local, layout)
     out = local_in(x, target)
-    there = context.layout(target, value.shape, value.dtype)
+    there = layout_of(context, target, value.shape, value.dtype)
     assert tuple(out.shape) == tuple(there.local_shape)
     torch.testing.assert_close(local_in(wrap(out.detach(), there), context.replicated), value)
     # the gradient that arrives lies as the target's gradient kind says; what leaves, as the source's
@@ -66,7 +67,7 @@ def one(mesh, shape, source, target):
     if out.requires_grad:
         out.backward(arriving)
     back = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in layout.states)
-    found = wrap(local.grad, context.layout(back, value.shape, value.dtype))
+    found = wrap(local.grad, layout_of(context, back, value.shape, value.dtype))
     torch.testing.assert_close(local_in(found, context.replicated), seed)
 
 

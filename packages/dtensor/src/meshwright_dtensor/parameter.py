@@ -26,10 +26,11 @@ from meshwright_dtensor._torch.core import (
     with_dtype,
 )
 from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch.tensor_methods import is_in_place
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States
@@ -204,7 +205,9 @@ class MeshParameter(DTensor):
     def _whole_stored(self) -> Tensor:
         """The whole value as it is stored, in its own precision."""
         layout, local = self._layout, dtensor_local(self).detach()
-        conversion = layout.context.conversion(layout.states, layout.context.replicated, layout.shape)
+        conversion = conversion_between(
+            layout.context, layout.states, layout.context.replicated, layout.shape
+        )
         return local.view_as(local) if conversion is None else conversion.apply(local)
 
     @property
@@ -354,7 +357,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
     # nn.Parameter went through a cached op of torch, which may have put an equal mesh of an earlier run in its place
     set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
     parameter.__class__ = MeshParameter
-    parameter._layout = context.layout(states, dtensor.shape, dtensor.dtype)
+    parameter._layout = layout_of(context, states, dtensor.shape, dtensor.dtype)
     parameter._order = states if in_runs(states) else None
     parameter.compute_with(None)
     return parameter  # type: ignore[no-any-return]
@@ -385,8 +388,8 @@ def layout_of_dtensor(dtensor: DTensor) -> Layout:
     if isinstance(dtensor, PermutedDTensor):
         return dtensor._layout
     context = MeshContext.of(dtensor.device_mesh)
-    return context.layout(
-        states_of(dtensor.placements, dtensor.ndim, context.ndim), dtensor.shape, dtensor.dtype
+    return layout_of(
+        context, states_of(dtensor.placements, dtensor.ndim, context.ndim), dtensor.shape, dtensor.dtype
     )
 
 
@@ -399,5 +402,5 @@ def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
         local = p.to_local()
     if states == layout.states:
         return local
-    conversion = layout.context.conversion(layout.states, states, layout.shape)
+    conversion = conversion_between(layout.context, layout.states, states, layout.shape)
     return local if conversion is None else conversion.apply(local, site)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright_dtensor.comm import log as log_module
 from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.sharding.states import is_shard
 from meshwright_dtensor.tensor.global_tensor import distribute, local_in, wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -107,7 +108,7 @@ def partial_once(rank, world):
     """A Partial that both a replicated and a partial-gradient consumer read is reduced once."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     context = MeshContext.of(mesh)
-    x = wrap(torch.randn(3, 4).requires_grad_(), context.layout(("P",), (3, 4), torch.float32))
+    x = wrap(torch.randn(3, 4).requires_grad_(), layout_of(context, ("P",), (3, 4), torch.float32))
     with log_module.communication() as log:
         local_in(x, ("I",))
         local_in(x, ("X",))

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.mesh.attention_sharing import FORMS, share_attention
-from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.context import FORMS, MeshContext, share_attention
 from meshwright_dtensor.rules.composites import sdpa_blocks
 from meshwright_dtensor.rules.composites.sdpa_blocks import attended, blocks
 from meshwright_dtensor.tensor.global_tensor import distribute

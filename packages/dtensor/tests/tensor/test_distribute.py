@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.mesh.attention_sharing import share_attention
+from meshwright_dtensor.mesh.context import share_attention
 from meshwright_dtensor.tensor.global_tensor import distribute, wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
 

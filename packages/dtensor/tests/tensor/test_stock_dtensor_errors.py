@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.tensor.global_tensor import distribute, wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -32,7 +33,7 @@ def partial(value, mesh, rank, world):
     context = MeshContext.of(mesh)
     shares = torch.randn((world - 1, *value.shape), generator=torch.Generator().manual_seed(3))
     local = shares[rank] if rank < world - 1 else value - shares.sum(0)
-    return wrap(local, context.layout(("P",), value.shape, value.dtype))
+    return wrap(local, layout_of(context, ("P",), value.shape, value.dtype))
 
 
 def close(found, expected):

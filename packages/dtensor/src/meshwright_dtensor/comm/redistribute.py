@@ -115,7 +115,7 @@ class Conversion:
     def dual(self) -> Conversion:
         """The conversion that the gradient makes on its way back, itself with a gradient."""
         source, target = (tuple(_DUAL.get(s, s) for s in states) for states in (self.target, self.source))
-        conversion = self.context.conversion(source, target, self.shape)
+        conversion = conversion_between(self.context, source, target, self.shape)
         assert conversion is not None  # states that differ have duals that differ
         return conversion
 
@@ -126,6 +126,13 @@ class Conversion:
                 return t
             return _apply(t, self, site)
         return self.forward(t.detach() if self._forward else t, site)
+
+
+def conversion_between(
+    context: MeshContext, source: States, target: States, shape: torch.Size
+) -> Conversion | None:
+    """Converts a local tensor from ``source`` to ``target`` states; None when they are equal."""
+    return None if source == target else context.cached(Conversion, source, target, shape)
 
 
 def _in_order(t: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -1,26 +1,25 @@
-"""A user's ``autograd.Function`` that works element by element (an activation) runs on the shards as it is.
+"""Decides whether a user's ``autograd.Function`` (an activation) is elementwise, and so runs on the local tensors as it is.
 
-Whether it does is tried on fake tensors of the global and of the local shape: forward and backward must record the same
-pointwise operations with the same numbers.  Any other Function is given whole values (fallback).
+It is tried on fake tensors of the global and of the local shape: forward and backward must record the same pointwise
+operations with the same numbers.  Any other Function is given whole values (see fallback).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from meshwright_dtensor._torch.core import fake_mode, quiet_fakes, without_modes
+from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.trace.graph import Recorder
 
-if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.layout import Layout
-
 Tensor = torch.Tensor
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
-_MAKES_ALIKE = frozenset({"aten.ones_like", "aten.zeros_like", "aten.full_like", "aten.empty_like"})
+_FACTORIES = frozenset({"aten.ones_like", "aten.zeros_like", "aten.full_like", "aten.empty_like"})
 
 
 def runs_on_shards(cls: Any, args: Sequence[Any], kwargs: Any) -> bool:
@@ -33,22 +32,23 @@ def runs_on_shards(cls: Any, args: Sequence[Any], kwargs: Any) -> bool:
         return False
     if not all(isinstance(a, (Tensor, *_PLAIN)) for a in args):
         return False
-    key = (cls, layout, tuple(type(a) if isinstance(a, Tensor) else (type(a), a) for a in args))
-    known = layout.context.functions
-    if key not in known:
-        known[key] = _is_elementwise(cls, args, layout)
-    return known[key]
+    arguments = tuple(None if isinstance(a, Tensor) else (type(a), a) for a in args)
+    return layout.context.cached(_is_elementwise, cls, layout, arguments)
 
 
-def _is_elementwise(cls: Any, args: Sequence[Any], layout: Layout) -> bool:
+_Arguments = tuple[tuple[type, Any] | None, ...]
+"""The arguments of a Function: None for a tensor, else (type, value)."""
+
+
+def _is_elementwise(_context: MeshContext, cls: Any, layout: Layout, arguments: _Arguments) -> bool:
     if layout.shape == layout.local_shape or 0 in layout.local_shape:
         return False
-    whole, local = (_recorded(cls, args, shape, layout.dtype) for shape in (layout.shape, layout.local_shape))
-    return whole is not None and whole == local
+    whole = _recorded(cls, arguments, layout.shape, layout.dtype)
+    return whole is not None and whole == _recorded(cls, arguments, layout.local_shape, layout.dtype)
 
 
 def _recorded(
-    cls: Any, args: Sequence[Any], shape: torch.Size, dtype: torch.dtype
+    cls: Any, arguments: _Arguments, shape: torch.Size, dtype: torch.dtype
 ) -> list[tuple[str, str]] | None:
     """The operations of forward and backward with their arguments, None if one is not pointwise."""
     mode = fake_mode()
@@ -56,32 +56,30 @@ def _recorded(
         with without_modes(), quiet_fakes(), torch.enable_grad(), mode:
             fakes = [
                 torch.empty(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
-                for a in args
-                if isinstance(a, Tensor)
+                for argument in arguments
+                if argument is None
             ]
-            given = iter(fakes)
+            inputs = iter(fakes)
             recorder = Recorder({}, fakes)
             with recorder:
-                out = cls.apply(*[next(given) if isinstance(a, Tensor) else a for a in args])
+                out = cls.apply(*[next(inputs) if a is None else a[1] for a in arguments])
                 if not isinstance(out, Tensor) or out.shape != shape:
                     return None
                 if out.requires_grad:
                     torch.autograd.grad(out, fakes, torch.empty_like(out), allow_unused=True)
-    except (
-        Exception
-    ):  # whatever a user's code raises on fakes: it is then given whole values, where it may well run
+    # the user's code may raise anything on fakes; on whole values it may still run
+    except Exception:
         return None
-    found = []
+    operations = []
     for node in recorder.nodes:
         shapes = {recorder.values[r.i].shape for r in (*node.ins, *node.outs)}
-        alike = ".".join(node.name.split(".")[:2]) in _MAKES_ALIKE
+        factory = ".".join(node.name.split(".")[:2]) in _FACTORIES
         if (
             node.op is None
-            or not (alike or torch.Tag.pointwise in node.op.tags)
+            or not (factory or torch.Tag.pointwise in node.op.tags)
             or shapes - {tuple(shape), ()}
+            or torch.Tag.nondeterministic_seeded in node.op.tags
         ):
             return None
-        if torch.Tag.nondeterministic_seeded in node.op.tags:
-            return None
-        found.append((node.name, repr((node.args, node.kwargs))))
-    return found
+        operations.append((node.name, repr((node.args, node.kwargs))))
+    return operations

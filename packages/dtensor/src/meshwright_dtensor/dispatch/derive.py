@@ -22,9 +22,11 @@ from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, witho
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.dispatch.planned_calls import here
 from meshwright_dtensor.errors import MeshwrightError
+from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.propagate.rewrites import check_mutations, chosen, hoist
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
+from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.sharding.boxes import Region, dim_order_of, local_shape_of, region_of
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
@@ -113,7 +115,7 @@ def trace(
         return swap.get(id(x), x) if isinstance(x, Tensor) else x
 
     fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-    recorder = Recorder(context.rulebook.composites, fakes)
+    recorder = Recorder(rule_book(context).composites, fakes)
     with _ATTENTION_FLAGS, quiet_fakes(), torch.no_grad(), mode, sdpa_kernel(SDPBackend.MATH), recorder:
         out = func(*fake_args, **fake_kwargs)
     return Traced(recorder.nodes, recorder.values, recorder.references(out), recorder.detaches)
@@ -160,7 +162,7 @@ def derive(
     given = dict(enumerate(start))
     plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
     with without_modes():
-        chooser = Chooser(context, context.rulebook, traced.nodes, traced.values, plain)
+        chooser = Chooser(context, rule_book(context), traced.nodes, traced.values, plain)
         choice = chosen(chooser, given, {i for i, w in enumerate(weights) if w}, goal)
     results = refs_in(traced.out)
     produced, wanted, hoisted = hoist(traced.nodes, results, choice, given)
@@ -210,7 +212,7 @@ def _is_output(traced: Traced) -> bool:
 
 def _layout_of(context: MeshContext, traced: Traced, states: dict[int, States], ref: Ref) -> Layout:
     value = traced.values[ref.i]
-    return context.layout(states.get(ref.i, context.replicated), value.shape, value.dtype)
+    return layout_of(context, states.get(ref.i, context.replicated), value.shape, value.dtype)
 
 
 @dataclass(slots=True)
@@ -268,7 +270,7 @@ def _prove(
     for k, node in enumerate(traced.nodes):
         if node.op is None:
             ctx = local_context(context, node, traced.values, choice, k)
-            if not context.rulebook.composite(node.name).plain(ctx):
+            if not rule_book(context).composite(node.name).plain(ctx):
                 return f"contains {node.name}, which needs its own local form"
     layout = out if hasattr(out, "local_shape") else None
     reason = ""

@@ -17,14 +17,15 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor.comm.collectives import NOWHERE, Site
 from meshwright_dtensor.comm.log import CommLog
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.derive import derive, describe
 from meshwright_dtensor.dispatch.guard import install_guard
 from meshwright_dtensor.dispatch.planned_calls import FRAMES, Target
-from meshwright_dtensor.dispatch.program import Program, build
+from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
@@ -135,7 +136,7 @@ def dispatch(
             )
         context = _context_of(tensors)
         program = _make(context, func, args, kwargs, tensors, target)
-        context.remember(frozen, program)
+        remember(context, frozen, program)
     site = NOWHERE
     if CommLog._active:
         site = Site(stack[-1].where if stack else "", function_name(func))
@@ -213,7 +214,7 @@ def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Te
     if states is None:
         return t  # type: ignore[no-any-return]
     context: MeshContext = program.context
-    conversion = context.conversion(context.replicated, states, t.shape)
+    conversion = conversion_between(context, context.replicated, states, t.shape)
     return t if conversion is None else conversion.apply(t, site)
 
 
@@ -253,7 +254,7 @@ def _make(
             own = isinstance(t, MeshParameter) and t._copy is not None
             locals_.append(parameter_local(t, layouts[-1].states) if own else dtensor_local(t))
         else:
-            layouts.append(context.layout(context.replicated, t.shape, t.dtype))
+            layouts.append(layout_of(context, context.replicated, t.shape, t.dtype))
             locals_.append(t)
     name, described = describe(func, layouts)
     in_place = tensor_methods.is_in_place(name) or kwargs.get("inplace") is True
@@ -263,7 +264,7 @@ def _make(
             "the base itself (x[index] = value works on sharded tensors) or use the out-of-place form"
         )
     if name in tensor_methods.DATA_DEPENDENT:
-        context.note(name, 3, described, "depends on the data")
+        note(context, name, 3, described, "depends on the data")
         return fallback.Replicated(context, func, in_place)
     forced: list[States | None] = [None] * len(tensors)
     goal: tuple[Any, ...] = ()
@@ -292,9 +293,9 @@ def _make(
         program = build(context, func, args, kwargs, layouts, places, d, bare)
         program.writes = in_place
     except Underivable as e:
-        context.note(name, 3, described, str(e))
+        note(context, name, 3, described, str(e))
         return fallback.Replicated(context, func, in_place)
-    context.note(name, d.tier, described, d.reason)
+    note(context, name, d.tier, described, d.reason)
     return program
 
 

@@ -7,24 +7,26 @@ sees only what runs on the locals, so the backward pass runs in C++, except insi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch.derive import Derivation, held_by, local_context, local_shape
-from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.context import MeshContext, TierEntry
+from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.random import Part, is_drawn_alike, run_random
 from meshwright_dtensor.rules import NodeView, is_random, localise
+from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.trace.graph import Ref, is_ref
 
-if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import MeshContext
-
 Tensor = torch.Tensor
+MAX_PROGRAMS = 16384
 
 
 class Program:
@@ -90,7 +92,7 @@ def build(
     unchanged = bare and all(t is None for t in targets)
     inputs = [places.index(i) for i in range(len(d.first))]
     if d.tier == 1 and d.composite is not None:
-        composite = context.rulebook.composite(d.composite.node.name)
+        composite = rule_book(context).composite(d.composite.node.name)
         run = _located(composite.local(d.composite), composite.located)
         order = [inputs[r.i] for r in d.composite.node.ins]
         return Program(context, targets, d, _composite_runner(run, order, len(layouts)), False, unchanged)
@@ -165,7 +167,9 @@ class _Steps:
             reads = []
             for ref, want in zip(node.ins, choice.ins[k], strict=True):
                 shape = torch.Size(traced.values[ref.i].shape)
-                reads.append((ref.i, context.conversion(states.get(ref.i, context.replicated), want, shape)))
+                reads.append(
+                    (ref.i, conversion_between(context, states.get(ref.i, context.replicated), want, shape))
+                )
             for ref, made in zip(node.outs, choice.outs[k], strict=True):
                 states[ref.i] = made
             self.steps.append((self._local(d, k), reads, [r.i for r in node.outs]))
@@ -173,8 +177,10 @@ class _Steps:
     def _local(self, d: Derivation, k: int) -> Callable[[list[Tensor]], Any]:
         node, values, context = d.traced.nodes[k], d.traced.values, self.context
         if node.op is None:
-            return context.rulebook.composite(node.name).local(
-                local_context(context, node, values, d.choice, k)
+            return (
+                rule_book(context)
+                .composite(node.name)
+                .local(local_context(context, node, values, d.choice, k))
             )
         if is_random(node):
             return _random_step(context, d, k)
@@ -225,7 +231,7 @@ def _random_step(context: MeshContext, d: Derivation, k: int) -> Callable[[list[
     if not node.ins:
         return lambda locals_: node.op(*node.args, **node.kwargs)
     pairs = zip(node.ins, d.choice.ins[k], strict=True)
-    layouts = [context.layout(s, values[r.i].shape, values[r.i].dtype) for r, s in pairs]
+    layouts = [layout_of(context, s, values[r.i].shape, values[r.i].dtype) for r, s in pairs]
 
     alike, shape_only = is_drawn_alike(node.op), "_like." in node.name
 
@@ -244,3 +250,23 @@ def _random_step(context: MeshContext, d: Derivation, k: int) -> Callable[[list[
             return run_random(node.op, a, kw, parts)
 
     return run
+
+
+def remember(context: MeshContext, key: Any, program: Any) -> None:
+    """Keep a program, forgetting the oldest when there are too many (a scalar that varies makes many keys)."""
+    if len(context.programs) >= MAX_PROGRAMS:
+        context.programs.popitem(last=False)
+    context.programs[key] = program
+
+
+def note(context: MeshContext, function: str, tier: int, layouts: str, reason: str) -> None:
+    """Count a program; tier 2 and 3 are listed, and tier 3 is an error in strict mode."""
+    context.report.tiers[tier] += 1
+    if tier == 1:
+        return
+    context.report.entries.append(TierEntry(function, tier, layouts, reason))
+    if context.strict and tier == 3:
+        raise UnsupportedError(
+            f"strict mode: {function} on {layouts} would gather its inputs and run replicated ({reason}); "
+            "add a rule through the meshwright_op_rules hook, or turn strict off"
+        )

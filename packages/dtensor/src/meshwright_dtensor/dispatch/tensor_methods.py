@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
@@ -72,7 +73,7 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     local = local_in(x, states)
     if gradient is not None:
         if not isinstance(gradient, GlobalTensor):
-            plain = layout.context.layout(layout.context.replicated, gradient.shape, gradient.dtype)
+            plain = layout_of(layout.context, layout.context.replicated, gradient.shape, gradient.dtype)
             gradient = wrap(gradient, plain)
         given["gradient"] = local_in(gradient, states)
     inputs = given.pop("inputs", None)
@@ -110,14 +111,14 @@ def _gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if g is None:
         return None
     states = _gradient_states(x)
-    return wrap(g, x._layout.context.layout(states, x._layout.shape, g.dtype))
+    return wrap(g, layout_of(x._layout.context, states, x._layout.shape, g.dtype))
 
 
 def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, g = args
     if g is not None:
         if not isinstance(g, GlobalTensor):
-            g = wrap(g, x._layout.context.layout(x._layout.context.replicated, g.shape, g.dtype))
+            g = wrap(g, layout_of(x._layout.context, x._layout.context.replicated, g.shape, g.dtype))
         g = local_in(g, _gradient_states(x))
     x._local.grad = g
 
@@ -131,11 +132,11 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     context, states = x._layout.context, _gradient_states(x)
 
     def run(g: Tensor) -> Tensor | None:
-        new = hook(wrap(g, context.layout(states, x._layout.shape, g.dtype)))
+        new = hook(wrap(g, layout_of(context, states, x._layout.shape, g.dtype)))
         if new is None:
             return None
         if not isinstance(new, GlobalTensor):
-            new = wrap(new, context.layout(context.replicated, new.shape, new.dtype))
+            new = wrap(new, layout_of(context, context.replicated, new.shape, new.dtype))
         return local_in(new, states)
 
     return x._local.register_hook(run)
@@ -167,12 +168,12 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         locals_.append(local_in(out, states))
         if seed is not None and not isinstance(seed, GlobalTensor):
             seed = wrap(
-                seed, out._layout.context.layout(out._layout.context.replicated, seed.shape, seed.dtype)
+                seed, layout_of(out._layout.context, out._layout.context.replicated, seed.shape, seed.dtype)
             )
         local_seeds.append(None if seed is None else local_in(seed, states))
     found = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
     return tuple(
-        wrap(g, t._layout.context.layout(_gradient_states(t), t._layout.shape, g.dtype))
+        wrap(g, layout_of(t._layout.context, _gradient_states(t), t._layout.shape, g.dtype))
         if isinstance(t, GlobalTensor) and g is not None
         else _gradient_of(t, g)
         if isinstance(t, DTensor) and g is not None

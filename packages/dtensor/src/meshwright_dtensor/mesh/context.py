@@ -1,32 +1,26 @@
-"""A space: one device mesh with everything the core remembers about it (layouts, conversions, programs).
-
-The space of a mesh lives on the mesh object itself, so nothing is kept in module globals and a mesh that is dropped
-takes its caches along.
-"""
+"""MeshContext: a device mesh with its process groups, its settings and its caches."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.sharding.states import States
-
-if TYPE_CHECKING:
-    from meshwright_dtensor.comm.redistribute import Conversion
-    from meshwright_dtensor.dispatch.fallback import Replicated
-    from meshwright_dtensor.dispatch.program import Program
-    from meshwright_dtensor.mesh.attention_sharing import AttentionForm
-    from meshwright_dtensor.rules import RuleBook
+from meshwright_dtensor.utils.names import listing, suggestion
 
 _ATTRIBUTE = "_meshwright_context"
-MAX_PROGRAMS = 16384
+T = TypeVar("T")
+
+AttentionForm = Literal["all_gather", "ring", "all_to_all"]
+
+FORMS: Final[tuple[AttentionForm, ...]] = ("all_gather", "ring", "all_to_all")
+"""Ways to compute attention over a sharded sequence: gather keys and values, pass them around the ring, shard the heads."""
 
 
 @dataclass(slots=True)
@@ -52,7 +46,15 @@ def _nothing() -> None:
 
 
 class MeshContext:
-    """Caches and collectives of one :class:`DeviceMesh` (axis names required)."""
+    """One :class:`DeviceMesh` (axis names required) with its caches, stored on the mesh object.
+
+    Attributes:
+        replicated: the states of a value that every rank holds whole.
+        report: how calls were mapped to local programs.
+        strict: whether a call that has to run replicated is an error.
+        attention: mesh axis -> how attention is computed where the sequence is sharded over it.
+        programs: local programs of calls, oldest first (see dispatch.program).
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.mesh_dim_names is None:
@@ -67,13 +69,9 @@ class MeshContext:
         self.replicated: States = ("I",) * mesh.ndim
         self.report = Report()
         self.strict = False
-        self.attention: dict[str, AttentionForm] = {}  # by axis name, see context.share_attention
-        self._layouts: dict[tuple[Any, ...], Layout] = {}
-        self._conversions: dict[tuple[Any, ...], Conversion | None] = {}
-        self.programs: OrderedDict[Any, Program | Replicated] = OrderedDict()
-        self.functions: dict[Any, bool] = {}
-        self._rulebook: RuleBook | None = None
-        self._inner: dict[tuple[str, ...], MeshContext] = {}
+        self.attention: dict[str, AttentionForm] = {}
+        self.programs: OrderedDict[Any, Any] = OrderedDict()
+        self._cache: dict[Any, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A mesh that is copied or pickled (inside a DTensor, say) goes without its caches."""
@@ -81,31 +79,28 @@ class MeshContext:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> MeshContext:
-        """The space of ``mesh``, made on first use."""
+        """The context of ``mesh``, made on first use."""
         context = mesh.__dict__.get(_ATTRIBUTE)
         if context is None:
             context = MeshContext(mesh)
             setattr(mesh, _ATTRIBUTE, context)
         return context
 
-    @property
-    def rulebook(self) -> RuleBook:
-        """The sharding rules, first-party and from plugins."""
-        if self._rulebook is None:
-            from meshwright_dtensor.rules import RuleBook
-
-            self._rulebook = RuleBook.default()
-        return self._rulebook
+    def cached(self, make: Callable[..., T], *key: Any) -> T:
+        """``make(self, *key)``, called once for each key."""
+        try:
+            return self._cache[make, key]  # type: ignore[no-any-return]
+        except KeyError:
+            value = self._cache[make, key] = make(self, *key)
+            return value
 
     def inner(self, axes: tuple[str, ...]) -> MeshContext:
-        """The space of the ranks that differ from this one in their places on `axes` only; it reports to this one.
+        """The context of the ranks that differ from this rank on ``axes`` only; it shares this context's report.
 
-        `axes`: some of this space's, in their order. No communication; the first call for a combination makes the space.
+        Args:
+            axes: some of this context's axes, in their order.
         """
-        context = self._inner.get(axes)
-        if context is None:
-            context = self._inner[axes] = MeshContext.of(self.mesh[axes])
-            context.report, context.attention = self.report, self.attention
+        context = self.cached(_inner, axes)
         context.strict = self.strict
         return context
 
@@ -113,45 +108,26 @@ class MeshContext:
         """Process group of mesh axis ``axis``."""
         return self.mesh.get_group(axis)
 
-    def layout(self, states: States, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Layout:
-        """The one :class:`Layout` object with these fields."""
-        key = (states, tuple(shape), dtype)
-        layout = self._layouts.get(key)
-        if layout is None:
-            # on an axis of one rank every state is the same
-            states = tuple("I" if n == 1 else s for s, n in zip(states, self.sizes, strict=True))
-            plain = (states, tuple(shape), dtype)
-            layout = self._layouts.get(plain)
-            if layout is None:
-                layout = self._layouts[plain] = Layout(self, states, torch.Size(shape), dtype)
-            self._layouts[key] = layout
-        return layout
 
-    def conversion(self, source: States, target: States, shape: torch.Size) -> Conversion | None:
-        """What turns a local tensor in ``source`` states into one in ``target`` states; None when they are equal."""
-        if source == target:
-            return None
-        key = (source, target, shape)
-        if key not in self._conversions:
-            from meshwright_dtensor.comm.redistribute import Conversion
+def _inner(outer: MeshContext, axes: tuple[str, ...]) -> MeshContext:
+    context = MeshContext.of(outer.mesh[axes])
+    context.report, context.attention = outer.report, outer.attention
+    return context
 
-            self._conversions[key] = Conversion(self, source, target, shape)
-        return self._conversions[key]
 
-    def remember(self, key: Any, program: Program | Replicated) -> None:
-        """Keep a program, forgetting the oldest when there are too many (a scalar that varies makes many keys)."""
-        if len(self.programs) >= MAX_PROGRAMS:
-            self.programs.popitem(last=False)
-        self.programs[key] = program
+def share_attention(mesh: DeviceMesh, axis: str, form: str) -> None:
+    """Let attention run where queries, keys and values are all sharded over ``axis`` along the sequence.
 
-    def note(self, function: str, tier: int, layouts: str, reason: str) -> None:
-        """Count a program; tier 2 and 3 are listed, and are errors in strict mode."""
-        self.report.tiers[tier] += 1
-        if tier == 1:
-            return
-        self.report.entries.append(TierEntry(function, tier, layouts, reason))
-        if self.strict and tier == 3:
-            raise UnsupportedError(
-                f"strict mode: {function} on {layouts} would gather its inputs and run replicated ({reason}); "
-                "add a rule through the meshwright_op_rules hook, or turn strict off"
-            )
+    Args:
+        axis: name of a mesh axis.
+        form: one of :data:`FORMS`.
+
+    Raises:
+        UsageError: no such axis, or no such form.
+    """
+    context = MeshContext.of(mesh)
+    if axis not in context.axes:
+        raise UsageError(f"mesh axis {axis!r} does not exist; the axes are {listing(context.axes)}")
+    if form not in FORMS:
+        raise UsageError(f"attention form {form!r} is none of {listing(FORMS)}{suggestion(form, FORMS)}")
+    context.attention[axis] = form

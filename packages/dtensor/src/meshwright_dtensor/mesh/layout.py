@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.run_shard import RunShard
 from meshwright_dtensor.sharding.boxes import (
     Box,
@@ -25,11 +26,9 @@ from meshwright_dtensor.sharding.states import State, States, format_state
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright_dtensor.mesh.context import MeshContext
-
 
 class Layout:
-    """Mesh, one state per mesh axis, global shape and dtype.  Interned: made by :meth:`MeshContext.layout` only.
+    """Mesh, one state per mesh axis, global shape and dtype.  Made by :func:`layout_of` only, so equal layouts are identical.
 
     Attributes:
         context: caches and collectives of the mesh.
@@ -103,7 +102,7 @@ class Layout:
         others = tuple("I" if axis in axes else s for axis, s in enumerate(self.states))
         shape = local_shape_of(tuple(self.shape), context.sizes, context.coords, others)
         inner = context.inner(tuple(context.axes[axis] for axis in axes))
-        return inner.layout(tuple(self.states[axis] for axis in axes), shape, self.dtype)
+        return layout_of(inner, tuple(self.states[axis] for axis in axes), shape, self.dtype)
 
     def __repr__(self) -> str:
         axes = ", ".join(
@@ -115,6 +114,21 @@ class Layout:
     def nbytes(self) -> int:
         """Size of the global value in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def layout_of(
+    context: MeshContext, states: States, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype
+) -> Layout:
+    """The one :class:`Layout` object with these fields."""
+    return context.cached(_layout, states, tuple(shape), dtype)
+
+
+def _layout(context: MeshContext, states: States, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    # on an axis of one rank every state is the same
+    canonical = tuple("I" if n == 1 else s for s, n in zip(states, context.sizes, strict=True))
+    if canonical != states:
+        return context.cached(_layout, canonical, shape, dtype)
+    return Layout(context, states, torch.Size(shape), dtype)
 
 
 def placement_of(state: State) -> Placement:

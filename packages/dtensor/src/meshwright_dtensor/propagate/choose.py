@@ -18,7 +18,7 @@ from meshwright_dtensor.sharding.states import I, P, R, State, States, X, forwar
 from meshwright_dtensor.trace.graph import Node, Ref, Value
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.attention_sharing import AttentionForm
+    from meshwright_dtensor.mesh.context import AttentionForm
 
 _WEIGHT = 1000.0
 """How much dearer it is to move a parameter than an activation of the same size."""

@@ -12,7 +12,7 @@ from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.strategy.cost import Phase
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.attention_sharing import AttentionForm
+    from meshwright_dtensor.mesh.context import AttentionForm
 
 
 @dataclass(frozen=True)

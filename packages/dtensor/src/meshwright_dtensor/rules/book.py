@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from meshwright_dtensor.errors import PluginError
+from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.lift import Known, extended
 from meshwright_dtensor.rules.node import (
@@ -132,6 +133,15 @@ class RuleBook:
     def _checked(self, view: NodeView, rows: Iterable[Row], source: str) -> list[Strategy]:
         first, *others = finish(view, rows, source)
         return [first, *(row for row in others if check(view, row))]
+
+
+def rule_book(context: MeshContext) -> RuleBook:
+    """The first-party rules and those of plugins, for calls on this mesh."""
+    return context.cached(_default)
+
+
+def _default(context: MeshContext) -> RuleBook:
+    return RuleBook.default()
 
 
 def first_party_rules() -> dict[str, RuleEntry]:

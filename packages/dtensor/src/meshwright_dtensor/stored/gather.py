@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import dtensor_local, dtensor_spec, pytree
 from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import tagged
@@ -33,15 +34,15 @@ def stored_layout(x: DTensor) -> Layout:
         return layout
     spec = dtensor_spec(x)
     context = MeshContext.of(spec.mesh)
-    return context.layout(
-        states_of(spec.placements, x.ndim, context.ndim), spec.shape, spec.tensor_meta.dtype
+    return layout_of(
+        context, states_of(spec.placements, x.ndim, context.ndim), spec.shape, spec.tensor_meta.dtype
     )
 
 
 def gathered(x: DTensor) -> Tensor:
     """The whole stored value, outside of autograd; the local tensor itself where every rank holds all (a collective call)."""
     layout, local = stored_layout(x), dtensor_local(x).detach()
-    conversion = layout.context.conversion(layout.states, layout.context.replicated, layout.shape)
+    conversion = conversion_between(layout.context, layout.states, layout.context.replicated, layout.shape)
     return local if conversion is None else conversion.forward(local, _SITE)
 
 
@@ -94,7 +95,7 @@ def as_stored(x: Any) -> Any:
         shape=layout.shape,
         stride=dense_strides(layout.shape, dim_order_of(local)),
     )
-    return tagged(mesh_value(stored), layout.context.layout(states, layout.shape, layout.dtype))
+    return tagged(mesh_value(stored), layout_of(layout.context, states, layout.shape, layout.dtype))
 
 
 def by_global_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from meshwright_dtensor._torch.core import (
     with_dtype,
 )
 from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
@@ -60,7 +61,9 @@ class PermutedDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value in true order on every rank (a collective call)."""
         layout = self._layout
-        conversion = layout.context.conversion(layout.states, layout.context.replicated, layout.shape)
+        conversion = conversion_between(
+            layout.context, layout.states, layout.context.replicated, layout.shape
+        )
         local = dtensor_local(self)
         return local if conversion is None else conversion.apply(local)
 
@@ -100,7 +103,7 @@ def in_order_of(first: Any, result: DTensor) -> DTensor:
     if layout is None or type(result) is not DTensor:
         return result
     if result.dtype != layout.dtype:
-        layout = layout.context.layout(layout.states, layout.shape, result.dtype)
+        layout = layout_of(layout.context, layout.states, layout.shape, result.dtype)
     return tagged(result, layout)
 
 
@@ -159,7 +162,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
                     "stock DTensor would use its permuted order; use x.full_tensor() or x.redistribute(...), in true order"
                 )
             if out.dtype != layout.dtype:
-                layout = layout.context.layout(layout.states, layout.shape, out.dtype)
+                layout = layout_of(layout.context, layout.states, layout.shape, out.dtype)
             tagged(out, layout)
     return result
 
@@ -212,8 +215,8 @@ def canonical(x: DTensor, parameter: DTensor | None = None) -> DTensor:
 
 
 def _converted(x: DTensor, layout: Layout, states: States) -> DTensor:
-    target = layout.context.layout(states, layout.shape, x.dtype)
-    conversion = layout.context.conversion(layout.states, target.states, layout.shape)
+    target = layout_of(layout.context, states, layout.shape, x.dtype)
+    conversion = conversion_between(layout.context, layout.states, target.states, layout.shape)
     with torch.no_grad():
         local = dtensor_local(x).detach()
         local = local if conversion is None else conversion.forward(local, _SITE)
@@ -242,7 +245,7 @@ def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
         )
     return tagged(
         dtensor_from(local_like(x, layout), _spec_like(parameter, x.dtype)),
-        layout.context.layout(layout.states, layout.shape, x.dtype),
+        layout_of(layout.context, layout.states, layout.shape, x.dtype),
     )
 
 
@@ -258,12 +261,12 @@ def local_like(x: Tensor, layout: Layout) -> Tensor:
     own = layout_in_runs(x)
     if own is None:
         context = MeshContext.of(x.device_mesh)
-        own = context.layout(states_of(x.placements, x.ndim, context.ndim), x.shape, x.dtype)
+        own = layout_of(context, states_of(x.placements, x.ndim, context.ndim), x.shape, x.dtype)
     if own.context.mesh != layout.context.mesh:
         raise UnsupportedError(
             f"a DTensor over {own.context.mesh} does not go with a parameter over {layout.context.mesh}; give its full_tensor()"
         )
-    conversion = layout.context.conversion(own.states, layout.states, layout.shape)
+    conversion = conversion_between(layout.context, own.states, layout.states, layout.shape)
     with torch.no_grad():
         local = dtensor_local(x).detach()
         return local.clone() if conversion is None else conversion.forward(local, _SITE)

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch.core import dtensor_local, make_subclass
 from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, states_of
+from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of
 from meshwright_dtensor.mesh.mesh import Placements, meant
 from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.sharding.intervals import IntervalShard
@@ -144,7 +145,7 @@ class GlobalTensor(torch.Tensor):
         layout = self._layout
         states = states_of(placements, layout.ndim, layout.context.ndim)
         check_shardable(layout.context, layout.shape, states)
-        target = layout.context.layout(states, layout.shape, layout.dtype)
+        target = layout_of(layout.context, states, layout.shape, layout.dtype)
         return self if target is layout else wrap(local_in(self, target.states), target)
 
     # ---- representation and copies
@@ -273,7 +274,7 @@ def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
     between = _reduced_first(layout.states, states)
     if between is not None:
         return local_in(_through(t, between, site), states, site)
-    conversion = layout.context.conversion(layout.states, states, layout.shape)
+    conversion = conversion_between(layout.context, layout.states, states, layout.shape)
     local = t._local
     if conversion is None:
         return local
@@ -298,7 +299,7 @@ def _through(t: GlobalTensor, states: States, site: Site) -> GlobalTensor:
     layout = t._layout
     kept: Any = t.__dict__.get("_middle")
     if kept is None or kept._local is not local or kept._layout.states != states:
-        kept = wrap(local, layout.context.layout(states, layout.shape, layout.dtype))
+        kept = wrap(local, layout_of(layout.context, states, layout.shape, layout.dtype))
         t.__dict__["_middle"] = kept
     return kept  # type: ignore[no-any-return]
 
@@ -372,10 +373,10 @@ def distribute(
     context = MeshContext.of(mesh)
     states = states_of(placements, tensor.ndim, context.ndim)
     check_shardable(context, tensor.shape, states)
-    source = context.layout(context.replicated, tensor.shape, tensor.dtype)
-    target = context.layout(states, tensor.shape, tensor.dtype)
+    source = layout_of(context, context.replicated, tensor.shape, tensor.dtype)
+    target = layout_of(context, states, tensor.shape, tensor.dtype)
     _guard()
-    conversion = context.conversion(source.states, target.states, target.shape)
+    conversion = conversion_between(context, source.states, target.states, target.shape)
     if conversion is None:
         return wrap(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach(), target)
     return wrap(conversion.apply(tensor), target)
@@ -392,7 +393,7 @@ def from_local(
     context = MeshContext.of(mesh)
     states = states_of(placements, len(shape), context.ndim)
     check_shardable(context, shape, states)
-    layout = context.layout(states, tuple(shape), local.dtype)
+    layout = layout_of(context, states, tuple(shape), local.dtype)
     if tuple(local.shape) != tuple(layout.local_shape):
         raise UnsupportedError(
             f"local tensor of shape {list(local.shape)} is not this rank's part of {layout!r}, "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.model.blocks import parameter_units
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.parameter import MeshParameter
@@ -55,11 +56,11 @@ def _unsharded(parameter: MeshParameter, axis: str, dtype: torch.dtype | None) -
     if not isinstance(shard_dim, int):
         if compute_dtype == stored.dtype:
             return None
-        layout = stored.context.layout(stored.states, stored.shape, compute_dtype)
+        layout = layout_of(stored.context, stored.states, stored.shape, compute_dtype)
         return UnshardedParameter(parameter, layout, "", None)
     mesh_dim = stored.context.axes.index(axis)
     states[mesh_dim] = "X"
-    layout = stored.context.layout(tuple(states), stored.shape, compute_dtype)
+    layout = layout_of(stored.context, tuple(states), stored.shape, compute_dtype)
     # from the strides of the global value: ranks must agree, and their shards may differ in length
     stride = parameter.stride()
     order = tuple(sorted(range(parameter.dim()), key=lambda d: (-stride[d], stored.shape[d] == 1)))

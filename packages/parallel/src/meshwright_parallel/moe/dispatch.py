@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import layout_of_dtensor
 from meshwright_dtensor.plan.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import State, States, is_shard
@@ -100,7 +100,7 @@ class Dispatch:
         if states[own] == "X":
             out = nn.functional.pad(out, (0, 0, start, whole - start - length))
         left: States = tuple(s if is_shard(s) else "P" if s == "X" else "I" for s in states)
-        return wrap(out, context.layout(left, tokens.shape, out.dtype))
+        return wrap(out, layout_of(context, left, tokens.shape, out.dtype))
 
     def _through(
         self,

@@ -19,7 +19,7 @@ from torch import nn
 from meshwright_dtensor.dispatch.planned_calls import FRAMES, Frame
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout
+from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.plan.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import States
@@ -86,7 +86,9 @@ class Apart:
         local, left = (out._local, out._layout.states) if isinstance(out, GlobalTensor) else (out, ())
         inside = dict(zip(kept, left, strict=False))
         whole = tuple(s if i in axes else inside.get(i, "I") for i, s in enumerate(states))
-        return _shaped(wrap(local, flat._layout.context.layout(whole, flat.shape, local.dtype)), tokens.shape)
+        return _shaped(
+            wrap(local, layout_of(flat._layout.context, whole, flat.shape, local.dtype)), tokens.shape
+        )
 
     def _dividing(self, layout: Layout) -> frozenset[int]:
         """The axes that divide the rows, and on which the gradients of all parameters are summed later."""
@@ -114,7 +116,7 @@ class Apart:
         local = local_in(tensor, states)
         if not kept:
             return local
-        return wrap(local, like.context.layout(states, tensor.shape, tensor.dtype).inside(kept))
+        return wrap(local, layout_of(like.context, states, tensor.shape, tensor.dtype).inside(kept))
 
     def _idle(self, assignment: Tensor, context: MeshContext, axes: Collection[int]) -> list[nn.Module]:
         """The experts of a container that work on other ranks only, which must have a gradient here as they have there."""

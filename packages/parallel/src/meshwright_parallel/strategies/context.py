@@ -1,7 +1,7 @@
 """Context parallelism: the sequence of the batch is shared along the axis `cp`, through the whole unmodified model.
 
 Embeddings, norms and feed-forward layers work on a rank's own tokens; attention is shared (see
-`meshwright_dtensor.mesh.attention_sharing`): keys and values are gathered, or travel around the ranks, or heads are spread in place
+`meshwright_dtensor.mesh.context`): keys and values are gathered, or travel around the ranks, or heads are spread in place
 of
 the sequence. Parameters are replicated; their gradients are summed by the reduction engine, with those of data ranks.
 
@@ -155,7 +155,7 @@ class Context(Strategy):
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Tell the core how attention is shared on this axis."""
-        from meshwright_dtensor.mesh.attention_sharing import share_attention
+        from meshwright_dtensor.mesh.context import share_attention
 
         share_attention(mesh, self.axis, "all_gather" if plan.context is None else plan.context.attention)
 

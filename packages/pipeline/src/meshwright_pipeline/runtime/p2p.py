@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
 
@@ -53,7 +54,7 @@ class Crossing:
         if self.states is None or mesh is None:
             return local
         context = MeshContext.of(mesh)
-        return wrap(local, context.layout(self.states, self.shape, self.dtype))
+        return wrap(local, layout_of(context, self.states, self.shape, self.dtype))
 
 
 Wire = tuple[Crossing, ...]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor.comm.collectives import NOWHERE, Site, Step
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.random import draw_full_then_slice
@@ -110,7 +111,7 @@ def _transport(ctx: LocalContext, axes: list[int]) -> tuple[Gather, Scatter]:
     k, v = ctx.in_shapes[1:3]
     states: States = ctx.ins[1]
     whole: States = tuple(X if axis in axes else s for axis, s in enumerate(states))
-    there = MeshContext.of(ctx.mesh).conversion(states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
+    there = conversion_between(MeshContext.of(ctx.mesh), states, whole, torch.Size((*k[:-1], k[-1] + v[-1])))
     assert there is not None
     back = there.dual()  # whose backward pass is this forward pass, logged as backward
     return (
