@@ -25,7 +25,7 @@ from meshwright_dtensor._torch.core import (
     stock_call,
     with_dtype,
 )
-from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch.tensor_methods import is_in_place
 from meshwright_dtensor.errors import UnsupportedError

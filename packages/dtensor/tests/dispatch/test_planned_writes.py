@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor import distribute
-from meshwright_dtensor.dispatch.planned_calls import Target, hook_frames
+from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.testing.rank_pool import RankPool
+from meshwright_dtensor.trace.module_stack import install_frames
 
 
 class Jitter(nn.Module):
@@ -32,7 +33,7 @@ def written(rank: int, world: int, lies: Any, wanted: Any) -> None:
     loss = block(alone, by)
     loss.backward()
     x = distribute(values.clone(), mesh, [lies]).detach().requires_grad_()
-    handles = hook_frames(
+    handles = install_frames(
         nn.ModuleDict({"block": block}), {"block": {"mul_": {0: Target(((("tp", wanted),),))}}}
     )
     there = block(x, distribute(by, mesh, ["I"]))

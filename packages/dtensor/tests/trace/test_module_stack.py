@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright_dtensor.dispatch.planned_calls import FRAMES, Target, hook_frames
+from meshwright_dtensor.dispatch.planned_calls import Target
+from meshwright_dtensor.trace.module_stack import FRAMES, install_frames
 
 FIRST, SECOND = Target((None,)), Target(((("tp", 0),),))
 RULES = {"block": {"tanh": {0: FIRST, 1: SECOND}}}
@@ -36,7 +37,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("passes", [1, 2])
 def test_what_runs_again_has_the_targets_of_the_first_run(passes: int) -> None:
     block = Block()
-    handles = hook_frames(nn.ModuleDict({"block": block}), RULES)
+    handles = install_frames(nn.ModuleDict({"block": block}), RULES)
     loss = block(torch.ones(2, requires_grad=True)).sum()
     for _ in range(passes):
         loss.backward(retain_graph=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_dtensor.comm.interval_exchange import exchanger, gatherer, scatterer, selector, spreader
-from meshwright_dtensor.comm.log import CommLog, record
+from meshwright_dtensor.comm.log import CommLog, Site, record
 from meshwright_dtensor.sharding.intervals import Intervals, IntervalShard, intervals_of
 from meshwright_dtensor.sharding.states import State, format_state
 
@@ -23,17 +23,6 @@ if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where in the model a conversion was asked for."""
-
-    module: str = ""
-    function: str = ""
-
-
-NOWHERE = Site()
 
 
 @dataclass(slots=True)

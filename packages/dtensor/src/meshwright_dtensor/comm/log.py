@@ -11,6 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from meshwright_dtensor.trace.module_stack import FRAMES, named_modules_tracked
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Module and function that ask for a collective."""
+
+    module: str = ""
+    function: str = ""
+
+
+NOWHERE = Site()
+
 
 @dataclass(frozen=True, slots=True)
 class CommEvent:
@@ -70,16 +83,22 @@ class CommLog:
 @contextlib.contextmanager
 def communication() -> Iterator[CommLog]:
     """Collect the collectives performed inside."""
-    from meshwright_dtensor.dispatch.planned_calls import named_modules_watched
-
     log = CommLog()
-    watching = named_modules_watched() if not CommLog._active else contextlib.nullcontext()
+    tracking = named_modules_tracked() if not CommLog._active else contextlib.nullcontext()
     CommLog._active = (*CommLog._active, log)
     try:
-        with watching:
+        with tracking:
             yield log
     finally:
         CommLog._active = tuple(other for other in CommLog._active if other is not log)
+
+
+def current_site(function: str) -> Site:
+    """The running module and ``function``; :data:`NOWHERE` while no log is open."""
+    if not CommLog._active:
+        return NOWHERE
+    frame = FRAMES.current()
+    return Site("" if frame is None else frame.where, function)
 
 
 def record(

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from meshwright_dtensor._torch.core import bind_apply
-from meshwright_dtensor.comm.collectives import NOWHERE, Site, Step
+from meshwright_dtensor.comm.collectives import Step
+from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of
 from meshwright_dtensor.sharding.states import (
     State,

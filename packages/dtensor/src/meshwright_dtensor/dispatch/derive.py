@@ -19,8 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, without_modes
-from meshwright_dtensor.comm.log import record
-from meshwright_dtensor.dispatch.planned_calls import here
+from meshwright_dtensor.comm.log import current_site, record
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
@@ -371,7 +370,13 @@ def local_context(
             i: context.attention[name] for i, name in enumerate(context.axes) if name in context.attention
         },
         record=lambda kind, axis, nbytes, phase: record(
-            kind, context.axes[axis], nbytes, phase, here(node.name).module, node.name, f"inside {node.name}"
+            kind,
+            context.axes[axis],
+            nbytes,
+            phase,
+            current_site(node.name).module,
+            node.name,
+            f"inside {node.name}",
         ),
     )
 

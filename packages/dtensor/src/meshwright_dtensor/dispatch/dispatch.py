@@ -15,13 +15,12 @@ from meshwright_dtensor._torch.core import (
     make_subclass,
     pytree,
 )
-from meshwright_dtensor.comm.collectives import NOWHERE, Site
-from meshwright_dtensor.comm.log import CommLog
+from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.derive import derive, describe
 from meshwright_dtensor.dispatch.guard import install_guard
-from meshwright_dtensor.dispatch.planned_calls import FRAMES, Target
+from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
@@ -32,6 +31,7 @@ from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
 from meshwright_dtensor.trace.graph import function_name
+from meshwright_dtensor.trace.module_stack import FRAMES
 
 Tensor = torch.Tensor
 _HASHED = frozenset(

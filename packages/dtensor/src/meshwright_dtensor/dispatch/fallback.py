@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from meshwright_dtensor._torch.core import pytree
-from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.log import NOWHERE, Site, current_site
 from meshwright_dtensor.dispatch.autograd_function import runs_on_shards
-from meshwright_dtensor.dispatch.planned_calls import here
 from meshwright_dtensor.dispatch.tensor_methods import VIEWS
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import layout_of
@@ -168,7 +167,7 @@ def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, (GlobalTensor, DTensor))]
     first = tensors[0]
     context = first._layout.context if isinstance(first, GlobalTensor) else layout_of_dtensor(first).context
-    site = here(getattr(cls, "__name__", "Function"))
+    site = current_site(getattr(cls, "__name__", "Function"))
     full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
     # a Function may save its input by identity or write to it: never hand it storage that others hold
     aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}

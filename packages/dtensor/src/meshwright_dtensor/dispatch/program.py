@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshwright_dtensor._torch.core import pytree
-from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch.derive import Derivation, held_by, local_context, local_shape
 from meshwright_dtensor.errors import UnsupportedError

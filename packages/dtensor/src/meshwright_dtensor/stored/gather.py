@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import dtensor_local, dtensor_spec, pytree
-from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext

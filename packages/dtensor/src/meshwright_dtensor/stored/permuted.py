@@ -23,11 +23,11 @@ from meshwright_dtensor._torch.core import (
     stock_call,
     with_dtype,
 )
-from meshwright_dtensor.comm.collectives import Site
+from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, states_of, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States

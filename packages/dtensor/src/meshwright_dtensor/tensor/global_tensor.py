@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch.core import dtensor_local, make_subclass
-from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.dispatch.planned_calls import FRAMES, Frame
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
@@ -24,6 +23,7 @@ from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, param
 from meshwright_dtensor.plan.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute, local_in, wrap
+from meshwright_dtensor.trace.module_stack import FRAMES, Frame
 from meshwright_parallel.moe.all_to_all import named_anywhere, tied
 from meshwright_parallel.moe.local_parameters import Swapped
 from meshwright_parallel.moe.routing import named_experts

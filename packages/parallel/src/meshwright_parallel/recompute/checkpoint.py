@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NORMS
 
-from meshwright_dtensor.dispatch.planned_calls import FRAMES, Frame
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
+from meshwright_dtensor.trace.module_stack import FRAMES, Frame
 from meshwright_parallel._torch.checkpoint import Region, recomputed_region
 from meshwright_parallel.recompute.argument_copies import ArgumentCopies, version_of
 

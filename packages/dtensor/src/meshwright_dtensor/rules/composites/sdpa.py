@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from meshwright_dtensor.comm.collectives import NOWHERE, Site
+from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.random import draw_full_then_slice
 from meshwright_dtensor.rules.composites.base import Composite, LocalContext, LocalFunction
 from meshwright_dtensor.rules.composites.dropout import noise_

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from meshwright_dtensor.comm.collectives import NOWHERE, Site, Step
+from meshwright_dtensor.comm.collectives import Step
+from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext

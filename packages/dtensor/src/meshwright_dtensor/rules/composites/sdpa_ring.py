@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright_dtensor.comm.collectives import Site
-from meshwright_dtensor.comm.log import CommLog, record
+from meshwright_dtensor.comm.log import CommLog, Site, record
 from meshwright_dtensor.rules.composites.sdpa_blocks import (
     Merged,
     Terms,
