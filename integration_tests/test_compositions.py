@@ -38,5 +38,5 @@ def test_every_pair_and_triple_is_listed() -> None:
 
 @pytest.mark.parametrize("parts", [each.parts for each in compositions() if not each.legal])
 def test_what_cannot_be_is_refused(parts: tuple[str, ...]) -> None:
-    with pytest.raises(PlanError, match="no module of experts that could be shared; leave ep out"):
+    with pytest.raises(PlanError, match="no module of experts that can be sharded; leave ep out"):
         planned(Composition("llama", parts))

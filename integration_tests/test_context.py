@@ -340,9 +340,9 @@ def test_the_command_line_pins_degree_and_form(capsys: pytest.CaptureFixture[str
 
 def test_the_search_shares_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """One long row on two ranks that cannot hold it: only the sequence can be divided; short rows are left alone."""
-    from meshwright_parallel.strategies import local_context
+    from meshwright_parallel.strategies import context
 
-    monkeypatch.setattr(local_context, "LEAST_TOKENS", 128)
+    monkeypatch.setattr(context, "LEAST_TOKENS", 128)
     ids = torch.zeros(1, 512, dtype=torch.long)
     model = llama(max_position_embeddings=512, num_attention_heads=4, num_key_value_heads=1)
     batch = {"input_ids": ids, "labels": ids}

@@ -1,4 +1,4 @@
-"""The context strategy: what it tells the planner and how batches enter. Training on real ranks: integration_tests."""
+"""The context strategy: its costs, and the placement of batches. Training on real ranks: integration_tests."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.strategy.strategy import AttentionUse, Link, SearchRequest
 from meshwright_parallel.strategies.context import LEAST_TOKENS, Context
 
-LINK = Link("wire", latency_s=1e-6, bandwidth_Bps=1e9)
+LINK = Link("cable", latency_s=1e-6, bandwidth_Bps=1e9)
 USE = AttentionUse(
     query_bytes=4000, key_value_bytes=2000, output_bytes=4000, heads=8, key_heads=2, causal=True, count=3
 )
 REQUEST = SearchRequest(world_size=8, batch_size=1, sequence_length=64, attention=(USE,))
 
 
-def way(
+def costed(
     form: str | None, degree: int = 4, **changes: object
 ) -> tuple[float, dict[tuple[str, str], tuple[int, int]]]:
+    """Exposed seconds, and (kind, phase) -> (number, bytes) of collectives."""
     options = {} if form is None else {"context_attention": form}
     request = replace(REQUEST, options=options, **changes)  # type: ignore[arg-type]
     cost = Context().cost(request, degree, LINK)
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
     for use in cost.collectives:
-        count, nbytes = found.get((use.kind, use.phase), (0, 0))
-        found[use.kind, use.phase] = count + use.count, nbytes + use.count * use.nbytes
-    return cost.exposed_seconds, found
+        count, nbytes = totals.get((use.kind, use.phase), (0, 0))
+        totals[use.kind, use.phase] = count + use.count, nbytes + use.count * use.nbytes
+    return cost.exposed_seconds, totals
 
 
-def test_degrees_divide_the_sequence_and_leave_every_rank_many_tokens() -> None:
+def test_degrees_divide_the_sequence_and_leave_each_rank_many_tokens() -> None:
     def degrees(length: int | None, **changes: object) -> list[int]:
         return list(Context().degrees(SearchRequest(12, 4, sequence_length=length, **changes)))  # type: ignore[arg-type]
 
@@ -46,30 +47,30 @@ def test_degrees_divide_the_sequence_and_leave_every_rank_many_tokens() -> None:
     assert degrees(12, pins={"cp": 2}, options={"context_balance": "zigzag"}) == [1, 2, 3, 6]
 
 
-def test_what_each_form_communicates() -> None:
-    assert way("all_gather")[1] == {
+def test_collectives_of_each_form() -> None:
+    assert costed("all_gather")[1] == {
         ("all_gather", "forward"): (3, 3 * 8000),
         ("all_gather", "backward"): (3, 3 * 8000),
         ("reduce_scatter", "backward"): (3, 3 * 8000),
     }
-    assert way("ring")[1] == {
+    assert costed("ring")[1] == {
         ("send_recv", "forward"): (9, 9 * 2000),
         ("send_recv", "backward"): (21, 21 * 2000),
     }
-    # two heads of keys are doubled to be shared by four ranks
-    assert way("all_to_all")[1] == {
+    # two key heads are repeated, so that four ranks have one each
+    assert costed("all_to_all")[1] == {
         ("all_to_all", "forward"): (12, 3 * 4 * (4000 + 4000 + 2 * 2000)),
         ("all_to_all", "backward"): (12, 3 * 4 * (4000 + 4000 + 2 * 2000)),
     }
 
 
-def test_the_cheapest_form_is_taken() -> None:
-    seconds = {form: way(form)[0] for form in ("all_gather", "ring", "all_to_all")}
-    assert way(None)[0] == min(seconds.values())
-    busy = replace(USE, seconds=1.0)  # sends hide behind compute
+def test_the_cheapest_form_is_chosen() -> None:
+    seconds = {form: costed(form)[0] for form in ("all_gather", "ring", "all_to_all")}
+    assert costed(None)[0] == min(seconds.values())
+    busy = replace(USE, seconds=1.0)  # sends overlap with compute
     cost = Context().cost(replace(REQUEST, attention=(busy,)), 4, LINK)
     assert cost.fields["context"] == {"attention": "ring", "balance": "zigzag"}
-    assert cost.exposed_seconds == pytest.approx(3 * 3.0)  # three times as many keys as the tape saw
+    assert cost.exposed_seconds == pytest.approx(3 * 3.0)  # three times as many keys as on the tape
     assert cost.overlapped_seconds > 0
     odd = replace(USE, heads=6)
     fields = Context().cost(replace(REQUEST, attention=(odd,)), 4, LINK).fields
@@ -79,7 +80,7 @@ def test_the_cheapest_form_is_taken() -> None:
         Context().cost(pinned, 4, LINK)
 
 
-def test_zigzag_where_it_helps() -> None:
+def test_zigzag_is_chosen_for_causal_attention() -> None:
     def balance(**changes: object) -> tuple[str, float]:
         cost = Context().cost(replace(REQUEST, **changes), 4, LINK)  # type: ignore[arg-type]
         return cost.fields["context"]["balance"], cost.exposed_seconds
@@ -91,10 +92,10 @@ def test_zigzag_where_it_helps() -> None:
     ring = {"context_attention": "ring"}
     chunks = balance(attention=busy, options={**ring, "context_balance": "none"})[1]
     zigzag = balance(attention=busy, options=ring)[1]
-    assert chunks > zigzag + 3 * 2.5  # the last rank sees seven quarters of what zig-zag does
+    assert chunks > zigzag + 3 * 2.5  # the last rank has 7/4 of the work that it has with zig-zag
 
 
-def test_how_batches_enter() -> None:
+def test_batch_is_sharded_on_its_sequence() -> None:
     plan = ParallelPlan(world_size=2, degrees={"cp": 2})
     context, size = Context(), BatchSize(4, 8)
     assert context.batch_state("ids", (4, 8), size, 2, plan) == 1
@@ -113,7 +114,7 @@ def test_how_batches_enter() -> None:
         context.batch_state("pixels", (4, 3, 12, 12), BatchSize(4), 2, plan)
 
 
-def test_the_size_of_a_batch() -> None:
+def test_batch_size_is_read_from_its_tensors() -> None:
     ids, embeddings, images, rows = ((4, 8), False), ((4, 9, 3), True), ((4, 3, 12, 12), True), ((4,), False)
     assert BatchSize.of([rows, ids, embeddings]) == BatchSize(4, 8)
     assert BatchSize.of([embeddings, ids]) == BatchSize(4, 9)
@@ -121,7 +122,7 @@ def test_the_size_of_a_batch() -> None:
     assert BatchSize.of([((), True)]) == BatchSize(None, None)
 
 
-def test_the_plan_field() -> None:
+def test_plan_field_context() -> None:
     plan = ParallelPlan(world_size=2, degrees={"cp": 2}, context={"attention": "ring"})  # type: ignore[arg-type]
     assert ParallelPlan.from_json(plan.to_json()) == plan
     assert "ring" in plan.explain()

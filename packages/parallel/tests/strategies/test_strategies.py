@@ -16,7 +16,7 @@ from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
 from meshwright_parallel.strategies.tensor import Tensor, TensorOuter
 from meshwright_parallel.strategies.zero import Zero
 
-LINK = Link("wire", latency_s=1e-5, bandwidth_Bps=1e9)
+LINK = Link("cable", latency_s=1e-5, bandwidth_Bps=1e9)
 
 
 def test_divisors() -> None:
@@ -41,7 +41,7 @@ def test_degrees() -> None:
 
 
 def test_the_outer_tensor_axis_is_used_where_it_is_pinned() -> None:
-    """Unpinned it has one degree, so that plans and the time that planning takes are those without it."""
+    """Without a pin it has one degree, so that plans and planning time stay the same."""
     outer = TensorOuter()
     assert list(outer.degrees(SearchRequest(world_size=12, batch_size=8))) == [1]
     pinned = SearchRequest(world_size=12, batch_size=8, pins={"tp_outer": 3})
@@ -60,29 +60,28 @@ def test_data_cost() -> None:
     (use,) = bare.collectives
     assert (use.kind, use.count, use.nbytes, use.phase) == ("all_reduce", 40, BUCKET_BYTES, "backward")
     long = Data().cost(SearchRequest(8, 8, gradient_bytes=40 * BUCKET_BYTES, backward_seconds=100.0), 4, LINK)
-    assert long.exposed_seconds == pytest.approx(
-        LINK.seconds("all_reduce", BUCKET_BYTES, 4)
-    )  # the last bucket
+    last_bucket = LINK.seconds("all_reduce", BUCKET_BYTES, 4)
+    assert long.exposed_seconds == pytest.approx(last_bucket)
     assert long.exposed_seconds + long.overlapped_seconds == pytest.approx(bare.exposed_seconds)
-    one = Data().cost(SearchRequest(8, 8, gradient_bytes=1000, backward_seconds=100.0), 4, LINK)
-    assert one.overlapped_seconds == 0.0  # a single bucket starts when the backward pass has ended
+    single = Data().cost(SearchRequest(8, 8, gradient_bytes=1000, backward_seconds=100.0), 4, LINK)
+    assert single.overlapped_seconds == 0.0  # a single bucket starts when the backward pass has ended
 
 
-def test_what_stays_of_gradients() -> None:
-    """On a CPU what lies in buckets, where whole gradients are summed or shared; on accelerators nothing."""
+def test_bucket_memory_stays_on_a_cpu_only() -> None:
+    """On a CPU the memory of all-reduce buckets stays between steps; on accelerators none does."""
     small, large = (ParameterSize((rows, 1024), (), (4, 4), True) for rows in (512, 1024))
     block, rest = (large, small), (replace(small, trainable=False), replace(large, itemsize=(4, 2)))
     request = SearchRequest(2, 2, gradient_bytes=22 * 2**20, units=(block, block, block, rest))
     assert Data().cost(request, 2, LINK).lasting == 0.0
-    found = Data().cost(replace(request, accelerated=False), 2, LINK)
-    assert (found.lasting, found.bucket) == (pytest.approx((3 * 2 + 4) / 22), BUCKET_BYTES)
+    on_cpu = Data().cost(replace(request, accelerated=False), 2, LINK)
+    assert (on_cpu.lasting, on_cpu.bucket) == (pytest.approx((3 * 2 + 4) / 22), BUCKET_BYTES)
     costs = [Zero().cost(replace(request, units=(block,), stage=stage), 2, LINK) for stage in (1, 2, 3)]
     assert not any(cost.lasting or cost.bucket for cost in costs)
-    assert costs[0] == costs[1]  # whole gradients are freed as they are shared in either
+    assert costs[0] == costs[1]  # both free whole gradients as they are reduce-scattered
 
 
-def test_what_stage_3_holds() -> None:
-    """A block, the next with the row that it is gathered from, and what is outside of blocks."""
+def test_stage_3_keeps_two_blocks_unsharded() -> None:
+    """One block, the next with the row that it is gathered from, and the parameters outside of blocks."""
     large, small = (ParameterSize((rows, 1024), (), (4, 2), True) for rows in (512, 256))
     request = SearchRequest(4, 4, stage=3, units=((large,), (small,), (large,), (small,)))
     whole = 2**20 * (2 + 1 + 2 + 1)
@@ -91,15 +90,13 @@ def test_what_stage_3_holds() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nothing_less_than_nothing_is_hidden(stage: int) -> None:
-    """Where nothing hides, all is exposed, to the last bit."""
+def test_overlapped_seconds_are_never_negative(stage: int) -> None:
+    """Without compute all communication is exposed, to the last bit."""
     dice = random.Random(stage)
     request = SearchRequest(4, 4, stage=stage, accelerated=False)
     for _ in range(500):
         sizes = [ParameterSize((4 * dice.randint(256, 999), 1024), (), (4, 4), True) for _ in range(3)]
-        units = tuple(
-            tuple(dice.choices(sizes, k=dice.randint(1, 9))) for _ in range(2)
-        )  # equal ones are counted
+        units = tuple(tuple(dice.choices(sizes, k=dice.randint(1, 9))) for _ in range(2))
         assert Zero().cost(replace(request, units=units), 4, LINK).overlapped_seconds >= 0.0
 
 
@@ -127,11 +124,11 @@ def test_states() -> None:
 def test_registered_through_the_entry_point() -> None:
     host = discover()
     assert not host.problems
-    found = host.strategies()
+    strategies = host.strategies()
     for name, axis, target in (("data", "dp", Data), ("zero", "zero", Zero), ("tensor", "tp", Tensor)):
-        assert found[name].record.axis == axis
-        assert found[name].distribution == "meshwright-parallel"
-        strategy = found[name].load()()
+        assert strategies[name].record.axis == axis
+        assert strategies[name].distribution == "meshwright-parallel"
+        strategy = strategies[name].load()()
         assert type(strategy) is target
         assert isinstance(strategy, Strategy)
         assert (strategy.name, strategy.axis) == (name, axis)
@@ -140,52 +137,49 @@ def test_registered_through_the_entry_point() -> None:
 @pytest.mark.parametrize(
     ("shape", "ranks"), [((20480, 81920), 1120), ((4096, 14336), 640), ((20480, 81920), 3072)]
 )
-def test_what_no_dim_divides_is_shared_all_the_same(shape: tuple[int, int], ranks: int) -> None:
+def test_parameter_is_sharded_unevenly_where_no_dim_divides(shape: tuple[int, int], ranks: int) -> None:
     matrix = ParameterSize(shape, (), (4, 2), True)
     cost = Zero().cost(SearchRequest(ranks, ranks, stage=3, units=((matrix,), (matrix,))), ranks, LINK)
     assert {use.kind for use in cost.collectives} == {"all_gather", "reduce_scatter"}
-    # a share each, with no more than a twentieth of padding
+    # one shard per rank, with at most a twentieth of padding
     assert 1 / ranks <= cost.optimizer <= 1.05 / ranks
 
 
-def test_nothing_here_imports_torch() -> None:
+def test_strategies_import_without_torch() -> None:
     code = (
         "import sys, meshwright_parallel, meshwright_parallel.plugin, meshwright_parallel.strategies.data, "
-        "meshwright_parallel.strategies.local_context, meshwright_parallel.strategies.tensor, "
+        "meshwright_parallel.strategies.context, meshwright_parallel.strategies.tensor, "
         "meshwright_parallel.strategies.zero; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_gradient_that_is_not_cut_makes_no_step_faster() -> None:
+def test_all_reduced_gradient_makes_a_step_slower() -> None:
     large = ParameterSize((4096, 4096), (), (4, 4), True)
     small = ParameterSize((3,), (), (4, 4), True)  # three elements for four ranks
 
     def step(last: tuple[ParameterSize, ...]) -> tuple[float, set[str]]:
-        asked = SearchRequest(
+        request = SearchRequest(
             8, 8, stage=2, units=((large,), last), forward_seconds=100.0, backward_seconds=100.0
         )
-        cost = Zero().cost(asked, 4, LINK)
+        cost = Zero().cost(request, 4, LINK)
         return cost.exposed_seconds, {use.kind for use in cost.collectives}
 
-    whole, kinds = step((large,))
-    # what lies outside of blocks and the first block are gathered before anything hides it, and shared last
-    assert "all_reduce" not in kinds and whole == pytest.approx(
-        3 * LINK.seconds("all_gather", 4 * 4096**2, 4)
-    )
-    beside, kinds = step((large, small))
-    assert "all_reduce" in kinds and beside > whole
+    sharded, kinds = step((large,))
+    # exposed: the gathers of the first block and of the parameters outside of blocks, and the last reduce-scatter
+    assert "all_reduce" not in kinds
+    assert sharded == pytest.approx(3 * LINK.seconds("all_gather", 4 * 4096**2, 4))
+    with_small, kinds = step((large, small))
+    assert "all_reduce" in kinds and with_small > sharded
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_ranks_of_a_pipeline_share_hides_behind_a_microbatch_at_most(
-    microbatches: int, stage: int
-) -> None:
-    """Gradients are shared when all have gone back, of one microbatch too; a gather hides behind the pass that it is for."""
+def test_gather_of_a_pipeline_stage_overlaps_with_its_own_microbatch(microbatches: int, stage: int) -> None:
+    """Gradients are reduced after the last backward, even of a single microbatch."""
     block = ParameterSize((4096, 4096), (), (4, 4), True)
     units = ((block,),) * 5
-    asked = SearchRequest(
+    request = SearchRequest(
         8,
         8,
         stage=stage,
@@ -194,17 +188,17 @@ def test_what_ranks_of_a_pipeline_share_hides_behind_a_microbatch_at_most(
         backward_seconds=100.0,
         microbatches=microbatches,
     )
-    one = LINK.seconds("all_gather", 4 * 4096**2, 4)
-    staged = Zero().cost(replace(asked, stages=1), 4, LINK)
-    often = microbatches if stage == 3 else 1
-    backward = often if stage == 3 else 0  # the first gather of each backward
-    shares = 5 * LINK.seconds("reduce_scatter", 4 * 4096**2, 4)
-    assert staged.exposed_seconds == pytest.approx(shares + 2 * one * often + one * backward)
-    assert staged.stall.exposed == pytest.approx(one * (2 if stage == 3 else 1))
-    assert staged.stall.microbatches == often
-    assert Zero().cost(asked, 4, LINK).exposed_seconds < staged.exposed_seconds
-    # where passes hide nothing, all of it is exposed, and no more
-    alone = Zero().cost(replace(asked, stages=3, forward_seconds=0.0, backward_seconds=0.0), 4, LINK)
+    gather = LINK.seconds("all_gather", 4 * 4096**2, 4)
+    staged = Zero().cost(replace(request, stages=1), 4, LINK)
+    times = microbatches if stage == 3 else 1
+    backward = times if stage == 3 else 0  # the first gather of each backward
+    reductions = 5 * LINK.seconds("reduce_scatter", 4 * 4096**2, 4)
+    assert staged.exposed_seconds == pytest.approx(reductions + 2 * gather * times + gather * backward)
+    assert staged.stall.exposed == pytest.approx(gather * (2 if stage == 3 else 1))
+    assert staged.stall.microbatches == times
+    assert Zero().cost(request, 4, LINK).exposed_seconds < staged.exposed_seconds
+    # without compute all communication is exposed, and no more
+    alone = Zero().cost(replace(request, stages=3, forward_seconds=0.0, backward_seconds=0.0), 4, LINK)
     assert alone.exposed_seconds == pytest.approx(
         sum(use.count * LINK.seconds(use.kind, use.nbytes, 4) for use in alone.collectives)
     )

@@ -162,7 +162,7 @@ def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
         if rule is None or (rule.kind == "fused" and not own & shared):
             continue
         if rule.count % plan.degree(axis):
-            text = f"experts are shared equally, and the {rule.count} of {name!r} do not divide by {plan.degree(axis)}"
+            text = f"every rank needs equally many experts, and {plan.degree(axis)} does not divide the {rule.count} of {name!r}"
             raise PlanError(f"degrees.{axis}", plan.degree(axis), text)
         kept: Any = module
         kept.forward = Dispatch(module, name, rule, axis, module.forward)

@@ -1,18 +1,19 @@
-"""Context parallelism: the sequence of the batch is shared along the axis `cp`, through the whole unmodified model.
+"""Context parallelism: the sequence of the batch is sharded along the axis `cp`, through the whole unmodified model.
 
-Embeddings, norms and feed-forward layers work on a rank's own tokens; attention is shared (see
-`meshwright_dtensor.mesh.context`): keys and values are gathered, or travel around the ranks, or heads are spread in place
-of
-the sequence. Parameters are replicated; their gradients are summed by the reduction engine, with those of data ranks.
+Embeddings, norms and feed-forward layers compute on a rank's own tokens. Attention communicates, in one of three forms (see
+`meshwright_dtensor.mesh.context`): keys and values are all-gathered, or passed around a ring, or an all-to-all
+shards heads in place of the sequence. Parameters are replicated, and the reduction engine sums their gradients.
 
-Sources: ring attention (Liu et al., 2023); heads in place of the sequence (DeepSpeed-Ulysses, Jacobs et al., 2023); two
-chunks per rank, one from each end, for equal work under a causal mask (striped and zig-zag attention; Llama 3, 2024).
+Sources: ring attention (Liu et al., 2023); all-to-all (DeepSpeed-Ulysses, Jacobs et al., 2023); two chunks per rank, one
+from each end, for equal work under a causal mask (striped and zig-zag attention; Llama 3, 2024).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import UsageError
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
     from meshwright_dtensor.sharding.states import State
 
 LEAST_TOKENS = 2048
-"""Tokens that a rank keeps, at least, under degrees that the search tries unasked."""
+"""Least tokens per rank of the degrees that the search tries without a pin."""
 
 FORMS = ("all_gather", "all_to_all", "ring")
 
 
 class Context(Strategy):
-    """Batch tensors with the sequence as dim 1 are sharded on it; parameters have partial gradients."""
+    """Batch tensors whose dim 1 is the sequence are sharded on it. Parameters have partial gradients."""
 
     name: ClassVar[str] = "context"
     axis: ClassVar[str] = "cp"
@@ -53,7 +54,7 @@ class Context(Strategy):
     locates: ClassVar[bool] = True
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
-        """Divisors of the world size that divide the sequence; unasked, only where every rank keeps many tokens."""
+        """Divisors of the world size that divide the sequence; without a pin, only those that leave each rank many tokens."""
         length = request.sequence_length
         if length is None:
             return [1]
@@ -66,13 +67,13 @@ class Context(Strategy):
         ]
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """The cheapest way to share attention, or the one that is pinned.
+        """The cost of the cheapest form of attention, or of the pinned one.
 
-        The planner records a rank's part of the sequence, where queries meet the keys of that part only: the rest of the
-        work, `degree` - 1 times as much, is added here, on the rank that has most of it.
+        The planner's tape has attention of a rank's own chunk only. The rest of the work, `degree` - 1 times as much, is added
+        here, for the rank that has most of it.
 
         Raises:
-            UsageError: the form that is pinned needs heads that the degree divides.
+            UsageError: the pinned form needs a number of heads that the degree divides.
         """
         if degree <= 1:
             return StrategyCost()
@@ -84,12 +85,12 @@ class Context(Strategy):
                 f"context_attention={pinned!r}: attention over {heads} heads (a rank's, as other axes leave them) cannot be "
                 f"spread over cp={degree}; pin cp to a divisor of {heads}, or use 'ring' or 'all_gather'"
             )
-        ways = [
-            self._way(form, balance, request, degree, link)
+        costs = [
+            self._cost_of(form, balance, request, degree, link)
             for form in FORMS
             if form == pinned or (pinned is None and _possible(form, request, degree))
         ]
-        return min(ways, key=lambda cost: cost.exposed_seconds)
+        return min(costs, key=lambda cost: cost.exposed_seconds)
 
     @staticmethod
     def _balance(request: SearchRequest, degree: int) -> str:
@@ -99,29 +100,25 @@ class Context(Strategy):
         return pinned or ("zigzag" if causal and fits else "none")
 
     @staticmethod
-    def _way(form: str, balance: str, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
+    def _cost_of(form: str, balance: str, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         exposed, hidden, times = 0.0, 0.0, request.microbatches
         collectives: list[CollectiveUse] = []
         for use in request.attention:
             uneven = use.causal and balance == "none" and form != "all_to_all"
-            # chunk r of n sees r whole chunks and half of its own
-            most = 2.0 * degree - 1.0 if uneven else float(degree)
-            compute = use.seconds * most
-            moved = _moves(form, use, degree)
-            seconds = sum(m.count * link.seconds(m.kind, m.nbytes, degree) for m in moved)
+            # chunk r attends to r whole chunks and half of itself: the last rank has most work
+            compute = use.seconds * (2.0 * degree - 1.0 if uneven else float(degree))
+            call = _collectives(form, use, degree)
+            seconds = sum(c.count * link.seconds(c.kind, c.nbytes, degree) for c in call)
             left = max(0.0, seconds - compute * (degree - 1) / degree) if form == "ring" else seconds
             exposed += use.count * (left + compute - use.seconds)
             hidden += use.count * (seconds - left)
-            collectives += [
-                CollectiveUse(m.kind, m.nbytes, m.count * use.count, m.phase, m.why) for m in moved
-            ]
-        fields = {"context": {"attention": form, "balance": balance}}
+            collectives += [replace(c, count=c.count * use.count) for c in call]
         return StrategyCost(
             exposed_seconds=exposed,
             stall=Stall(exposed / times, hidden / times, times),
             overlapped_seconds=hidden,
             collectives=tuple(collectives),
-            fields=fields,
+            fields={"context": {"attention": form, "balance": balance}},
         )
 
     def batch_state(
@@ -130,31 +127,31 @@ class Context(Strategy):
         """S(1), in chunks or zig-zag, where dim 1 is the sequence; else replicated.
 
         Raises:
-            UsageError: the sequence cannot be divided as the plan says.
+            UsageError: the batch has no sequence, or one that the degree does not divide.
         """
         length = size.tokens
         if len(shape) < 2:
             return "I"
         if length is None:
             raise UsageError(
-                f"batch tensor {name!r} of shape {tuple(shape)}: the batch has no sequence (ids of [rows, tokens], or "
-                f"embeddings of [rows, tokens, features]) that cp={degree} could divide; leave cp out"
+                f"cp={degree} needs a batch with a sequence: ids [rows, tokens] or embeddings [rows, tokens, features]. This batch "
+                f"has no sequence, and batch tensor {name!r} has shape {tuple(shape)}; leave cp out"
             )
         if shape[1] != length:
             return "I"
-        paired = plan is not None and plan.context is not None and plan.context.balance == "zigzag"
-        unit = degree * (2 if paired else 1)
-        if length % unit:
-            how = f"two chunks for each of {degree} ranks (zigzag)" if paired else f"{degree} equal chunks"
-            near = max(unit, round(length / unit) * unit)
+        is_zigzag = plan is not None and plan.context is not None and plan.context.balance == "zigzag"
+        multiple = degree * (2 if is_zigzag else 1)
+        if length % multiple:
+            how = f"two chunks for each of {degree} ranks (zigzag)" if is_zigzag else f"{degree} equal chunks"
+            nearest = max(multiple, round(length / multiple) * multiple)
             raise UsageError(
                 f"batch tensor {name!r} has a sequence of {length} tokens (dim 1), which cp={degree} divides into {how}: "
-                f"the length must be a multiple of {unit}, such as {near}; pad the batch to it"
+                f"the length must be a multiple of {multiple}, such as {nearest}; pad the batch to it"
             )
-        return zigzag_shard(1, length, degree) if paired else 1
+        return zigzag_shard(1, length, degree) if is_zigzag else 1
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Tell the core how attention is shared on this axis."""
+        """Tell the core which form of attention this axis uses."""
         from meshwright_dtensor.mesh.context import share_attention
 
         share_attention(mesh, self.axis, "all_gather" if plan.context is None else plan.context.attention)
@@ -164,8 +161,8 @@ def _possible(form: str, request: SearchRequest, degree: int) -> bool:
     return form != "all_to_all" or all(use.heads % degree == 0 for use in request.attention)
 
 
-def _moves(form: str, use: AttentionUse, degree: int) -> list[CollectiveUse]:
-    """What one attention call communicates, forward and backward."""
+def _collectives(form: str, use: AttentionUse, degree: int) -> list[CollectiveUse]:
+    """The collectives of one attention call, forward and backward."""
     kv = use.key_value_bytes
     if form == "ring":
         what = "keys and values to the next rank"
@@ -180,10 +177,8 @@ def _moves(form: str, use: AttentionUse, degree: int) -> list[CollectiveUse]:
             CollectiveUse("all_gather", kv * degree, 1, "backward", "keys and values, again"),
             CollectiveUse("reduce_scatter", kv * degree, 1, "backward", "gradients of keys and values"),
         ]
-    copies = _copies(use, degree)
-    sizes = {use.query_bytes: 1}
-    for nbytes, count in ((use.output_bytes, 1), (kv * copies // 2, 2)):
-        sizes[nbytes] = sizes.get(nbytes, 0) + count
+    sizes = Counter((use.query_bytes, use.output_bytes))
+    sizes[kv * _key_repeats(use, degree) // 2] += 2
     return [
         CollectiveUse("all_to_all", nbytes * degree, count, phase, "heads in place of the sequence")
         for phase in ("forward", "backward")
@@ -191,7 +186,7 @@ def _moves(form: str, use: AttentionUse, degree: int) -> list[CollectiveUse]:
     ]
 
 
-def _copies(use: AttentionUse, degree: int) -> int:
-    """How often heads of keys are repeated so that `degree` ranks share them evenly."""
+def _key_repeats(use: AttentionUse, degree: int) -> int:
+    """How often key heads are repeated so that each of `degree` ranks has equally many."""
     times = degree // math.gcd(use.key_heads, degree)
     return times if use.heads % (use.key_heads * times) == 0 else use.heads // use.key_heads

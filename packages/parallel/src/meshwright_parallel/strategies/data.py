@@ -1,7 +1,7 @@
-"""Data parallelism: the rows of the batch are shared along the axis `dp`, and gradients are summed.
+"""Data parallelism: the rows of the batch are sharded along the axis `dp`, and gradients are summed.
 
-A batch tensor whose dim 0 is the batch is sharded on it. Whatever else enters is replicated, which is always right,
-since a plain tensor is the global value.
+A batch tensor whose dim 0 is the batch is sharded on it. Any other input is replicated, which is always right, since a plain
+tensor is the global value.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from meshwright_dtensor.sharding.states import State
 
 BUCKET_BYTES = 25 * 2**20
-"""Size at which a bucket of gradients is summed; from here on nothing is gained by moving more at once."""
+"""Size at which a gradient bucket is reduced. Larger buckets gain nothing."""
 SINGLE_BYTES = 2**19
-"""Size from which a tensor that ranks share is moved alone, from where it lies, on a CPU: it would be copied twice."""
+"""Size from which a sharded tensor has a collective of its own, without copies, on a CPU."""
 SUMMED_ALONE_BYTES = 2**22
-"""The same for a gradient that is only summed: below, the stalls of one more collective cost more than the copy."""
+"""The same for an all-reduced gradient. Below this size one more collective costs more than the copy."""
 
 
 class Data(Strategy):
-    """Batch inputs are S(0), replicated parameters have partial gradients that the reduction engine sums."""
+    """Batch inputs are S(0). Replicated parameters have partial gradients, which the reduction engine sums."""
 
     name: ClassVar[str] = "data"
     axis: ClassVar[str] = "dp"
@@ -46,31 +46,32 @@ class Data(Strategy):
         return [d for d in divisors(request.world_size) if request.batch_size % d == 0]
 
     def batch_factor(self, degree: int) -> int:
-        """The local batch is a `degree`-th of the batch."""
+        """The local batch is the batch divided by `degree`."""
         return degree
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """Bucketed ring all-reduces of the gradients, hidden behind the backward pass but for the last bucket.
+        """Bucketed all-reduces of the gradients, overlapped with the backward pass except for the last bucket.
 
-        The buckets start evenly spread over the backward pass: the last can only start when that has ended, and the
-        link works on them one after the other, so what is exposed is the larger of the last bucket and of what the
-        backward pass cannot hide.
+        The buckets start evenly spread over the backward pass. The last one starts when the pass has ended, and the link reduces
+        one bucket after the other. So the exposed time is that of the last bucket, or what the backward pass cannot hide.
         """
         if degree <= 1 or request.gradient_bytes <= 0:
             return StrategyCost()
-        staying = 0 if request.accelerated else sum(_staying(unit) * n for unit, n in counted(request.units))
+        reused = 0
+        if not request.accelerated:
+            reused = sum(_reused_bytes(group) * n for group, n in counted(request.units))
         count = max(1, round(request.gradient_bytes / BUCKET_BYTES))
-        each = request.gradient_bytes / count
-        one = link.seconds("all_reduce", each, degree)
-        total = one * count
+        bucket_bytes = request.gradient_bytes / count
+        bucket_seconds = link.seconds("all_reduce", bucket_bytes, degree)
+        total = bucket_seconds * count
         hideable = request.backward_seconds * (count - 1) / count
-        exposed = max(one, total - hideable)
-        use = CollectiveUse("all_reduce", round(each), count, "backward", "gradients, in buckets")
+        exposed = max(bucket_seconds, total - hideable)
+        use = CollectiveUse("all_reduce", round(bucket_bytes), count, "backward", "gradients, in buckets")
         return StrategyCost(
             exposed_seconds=exposed,
             overlapped_seconds=max(0.0, total - exposed),
             collectives=(use,),
-            lasting=min(1.0, staying / request.gradient_bytes),
+            lasting=min(1.0, reused / request.gradient_bytes),
             bucket=BUCKET_BYTES,
         )
 
@@ -80,16 +81,16 @@ class Data(Strategy):
 
 
 def counted(units: Iterable[Sequence[ParameterSize]]) -> Iterable[tuple[Sequence[ParameterSize], int]]:
-    """Each unit with how often it is there: most are one and the same object, and to hash one is dear."""
+    """Each unit with its number of occurrences, by identity: most are the same object, and hashing one is slow."""
     numbers = Counter(map(id, units))
     return [(unit, numbers[key]) for key, unit in {id(unit): unit for unit in units}.items()]
 
 
-def _staying(unit: Iterable[ParameterSize]) -> int:
-    """Bytes of gradients in buckets, whose memory a CPU takes again each step (engine.buckets.Filling.alone says which)."""
+def _reused_bytes(unit: Iterable[ParameterSize]) -> int:
+    """Bytes of gradients in buckets, whose memory a CPU reuses in each step (see engine.buckets.BucketSizes)."""
     return sum(
         p.numel * p.itemsize[0]
         for p in unit
-        # what is computed with in another dtype is copied anyway
+        # a gradient in another dtype than the parameter is copied in any case
         if p.trainable and (p.itemsize[0] != p.itemsize[1] or p.numel * p.itemsize[0] < SUMMED_ALONE_BYTES)
     )

@@ -1,8 +1,8 @@
-"""Expert parallelism: experts are shared along the axis `ep`, and every token is sent to the ranks that have its experts.
+"""Expert parallelism: experts are sharded along the axis `ep`, and every token is sent to the ranks that have its experts.
 
-For everything but experts `ep` is a data axis: the rows of the batch are shared along it, and the gradients of all other
-parameters are summed over it. A plan says which modules hold experts (`plan.experts`) and shards their parameters
-("ep": "S(0)"); the strategy finds both while planning, and does what the plan says when it is applied.
+For all other modules `ep` is a data axis: the rows of the batch are sharded along it, and gradients are summed over it.
+A plan says which modules hold experts (`plan.experts`) and shards their parameters ("ep": "S(0)"). Planning finds both by
+probing the model.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from meshwright_parallel.moe.detect import Detection
 
 
-PASSES: tuple[tuple[Phase, str], ...] = (("forward", "tokens"), ("backward", "gradients"))
+PHASES: tuple[tuple[Phase, str], ...] = (("forward", "tokens"), ("backward", "gradients"))
 
 
 class Expert(Strategy):
-    """Batch inputs are S(0); experts are S(0) and get their tokens by all-to-all; other parameters are X."""
+    """Batch inputs are S(0). Experts are S(0) and get their tokens by all-to-all. Other parameters are X."""
 
     name: ClassVar[str] = "expert"
     axis: ClassVar[str] = "ep"
@@ -53,16 +53,16 @@ class Expert(Strategy):
 
     # ---- planning
     def survey(self, model: nn.Module) -> Survey | None:
-        """The modules of experts, proved on small copies of them."""
+        """The modules of experts, found by probing small copies of them."""
         from meshwright_parallel.moe.detect import detect
         from meshwright_parallel.moe.plan_rules import notes_of, parameters_of
 
-        found = detect(model)
+        detection = detect(model)
         return Survey(
-            parameters=frozenset(parameters_of(found)),
-            modules=tuple(e.candidate.name for e in found.experts),
-            notes=notes_of(found),
-            details=found,
+            parameters=frozenset(parameters_of(detection)),
+            modules=tuple(e.candidate.name for e in detection.experts),
+            notes=notes_of(detection),
+            details=detection,
         )
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
@@ -73,42 +73,42 @@ class Expert(Strategy):
         ]
 
     def refusal(self, request: SearchRequest, degree: int) -> str | None:
-        """Why this degree cannot be."""
+        """Why this degree is impossible, or None."""
         if not _count(request):
             notes = "; ".join(request.survey.notes) if request.survey is not None else ""
-            return f"the model has no module of experts that could be shared{f' ({notes})' if notes else ''}; leave ep out"
-        counts = sorted({e.candidate.count for e in _found(request).experts})
+            return f"the model has no module of experts that can be sharded{f' ({notes})' if notes else ''}; leave ep out"
+        counts = sorted({e.candidate.count for e in _detection(request).experts})
         if _count(request) % degree:
-            return f"experts are shared equally, and {listing(map(str, counts))} experts do not divide by {degree}"
+            return f"every rank needs equally many experts, and {degree} does not divide {listing(map(str, counts))} experts"
         return None
 
     def batch_factor(self, degree: int) -> int:
-        """The local batch is a `degree`-th of the batch."""
+        """The local batch is the batch divided by `degree`."""
         return degree
 
     def placements(self, survey: Survey, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
-        """How the parameters of experts lie on this axis."""
+        """Placements of the experts' parameters on this axis."""
         from meshwright_parallel.moe.plan_rules import placements_of
 
         return placements_of(survey.details, degrees)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """Tokens travel there and back, forward and backward, and nothing hides that; experts take a `degree`-th each.
+        """All-to-alls of the tokens, which nothing overlaps; each rank stores the experts divided by `degree`.
 
-        The sum of the other gradients over this axis is part of the one over all data axes, and costed there.
+        The other gradients are summed over all data axes at once, and costed there.
         """
         from meshwright_parallel.moe.plan_rules import all_divided_inside, rules_of
 
-        found = _found(request)
-        inside = request.degrees.get("tp", 1) if all_divided_inside(found, request.degrees) else 1
-        width = {e.candidate.name: e.found.width for e in found.experts}
-        moved = Counter(
-            _moved(entering, width[name]) * degree for name, entering in request.entering.items() if entering
+        detection = _detection(request)
+        inside = request.degrees.get("tp", 1) if all_divided_inside(detection, request.degrees) else 1
+        width = {e.candidate.name: e.found.width for e in detection.experts}
+        sizes = Counter(
+            _sent_bytes(inputs, width[name]) * degree for name, inputs in request.entering.items() if inputs
         )
         uses = [
             CollectiveUse("all_to_all", nbytes, 2 * count, phase, f"{what} of experts, there and back")
-            for nbytes, count in moved.items()
-            for phase, what in PASSES
+            for nbytes, count in sizes.items()
+            for phase, what in PHASES
         ]
         seconds = sum(use.count * link.seconds(use.kind, use.nbytes, degree) for use in uses)
         share = 1.0 / degree / inside
@@ -119,7 +119,7 @@ class Expert(Strategy):
             gradients=_factor(request.gradient_bytes, request.own_gradient_bytes, share),
             optimizer=_factor(request.gradient_bytes, request.own_gradient_bytes, share),
             collectives=tuple(uses),
-            fields={"experts": rules_of(found)},
+            fields={"experts": rules_of(detection)},
         )
 
     # ---- applying
@@ -128,10 +128,10 @@ class Expert(Strategy):
         return rows_state(shape, batch_size, degree)
 
     def parameter_state(self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int) -> State:
-        """As the plan says: a container's child is owned by one rank; what no rule places is X.
+        """The plan's placement. One rank owns a container's child; a parameter without a placement is X.
 
         Raises:
-            PlanError: a number of rows that the degree does not divide.
+            PlanError: the degree does not divide the rows.
         """
         if plan.experts and degree > 1 and shape:
             from meshwright_parallel.moe.plan_rules import owner_of
@@ -141,48 +141,47 @@ class Expert(Strategy):
                 return single_owner_shard(0, shape[0], degree, owner)
         state = planned_state(plan, fqn, self.axis)
         if isinstance(state, int) and int(state) == 0 and type(state) is int and shape and shape[0] % degree:
-            rule = (
-                f"experts are shared equally, and dim 0 of {fqn!r}, {shape[0]}, does not divide by {degree}"
-            )
-            near = max(d for d in divisors(shape[0]) if d <= degree)
-            raise PlanError(f"degrees.{self.axis}", degree, rule, str(near))
+            rule = f"every rank needs equally many experts, and {degree} does not divide dim 0 of {fqn!r}, which is {shape[0]}"
+            nearest = max(d for d in divisors(shape[0]) if d <= degree)
+            raise PlanError(f"degrees.{self.axis}", degree, rule, str(nearest))
         return "X" if state == "I" else state
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Put the dispatch of tokens in the place of the forward of every module of experts."""
+        """Replace the forward of every module of experts by token dispatch."""
         from meshwright_parallel.moe.plan_rules import install
 
         if plan.degree(self.axis) > 1:
             install(model, plan, self.axis)
 
 
-def _found(request: SearchRequest) -> Detection:
+def _detection(request: SearchRequest) -> Detection:
     if request.survey is None:
         from meshwright_parallel.moe.detect import Detection
 
         return Detection((), ())
-    found: Detection = request.survey.details
-    return found
+    detection: Detection = request.survey.details
+    return detection
 
 
 def _count(request: SearchRequest) -> int:
     """The greatest common divisor of the numbers of experts; 0 where there are none."""
-    return math.gcd(*(e.candidate.count for e in _found(request).experts))
+    return math.gcd(*(e.candidate.count for e in _detection(request).experts))
 
 
-def _moved(entering: Sequence[tuple[tuple[int, ...], int]], width: int) -> int:
-    """Bytes of the rows that one rank sends: every token once for each of its experts, with a weight.
+def _sent_bytes(inputs: Sequence[tuple[tuple[int, ...], int]], width: int) -> int:
+    """Bytes of the rows that one rank sends: each token once per expert, with a weight.
 
-    Of what goes into the module, the tokens are [.., width] and the weights what is left: one for each row to send.
+    Of the module's inputs, the tokens are [.., width], and the other tensor has one weight per row.
     """
-    tokens = next(((shape, nbytes) for shape, nbytes in entering if shape and shape[-1] == width), None)
+    tokens = next(((shape, nbytes) for shape, nbytes in inputs if shape and shape[-1] == width), None)
     if tokens is None:
         return 0
     shape, nbytes = tokens
     count = math.prod(shape[:-1])
-    rows = max((math.prod(s) for s, _ in entering if s != shape and s and s[-1] != width), default=count)
+    rows = max((math.prod(s) for s, _ in inputs if s != shape and s and s[-1] != width), default=count)
     return rows * (nbytes // max(count, 1)) + rows * (nbytes // max(math.prod(shape), 1))
 
 
-def _factor(whole: float, own: float, share: float) -> float:
-    return 1.0 if whole <= 0 else max(0.0, (whole - own + own * share) / whole)
+def _factor(total: float, experts: float, share: float) -> float:
+    """Factor on one rank's memory when each rank stores `share` of the experts."""
+    return 1.0 if total <= 0 else max(0.0, (total - experts + experts * share) / total)

@@ -1,13 +1,11 @@
-"""Tensor parallelism: weights and the work inside a layer are shared along the axis `tp`.
+"""Tensor parallelism: weights and the compute inside a layer are sharded along the axis `tp`.
 
-Which tensor dim of which value is sharded is the planner's to find (placement search) and the plan's to say; this
-strategy only tells which degrees are worth searching.
+The planner's placement search decides which dim of which tensor is sharded, and the plan says so. This strategy only tells
+which degrees to search.
 
-
-A second tensor-parallel axis, `tp_outer`, outside of `tp`: the ranks of a row of the mesh that a slower link joins.
-
-Where `tp` is as wide as a node, this one goes across nodes.  Placements on both are searched together, each with the costs of
-its own link, so that the slow one carries little.  It is used where the user pins it (`degrees={"tp_outer": 2}`).
+`tp_outer` is a second tensor axis outside of `tp`, over a slower link: where `tp` is as wide as a node, it goes across
+nodes. Placements on both axes are searched together, each with the costs of its own link. It is used where the user pins it
+(`degrees={"tp_outer": 2}`).
 """
 
 from __future__ import annotations
@@ -41,5 +39,5 @@ class TensorOuter(Strategy):
     optional: ClassVar[bool] = True
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
-        """1, and where the axis is pinned every divisor of the world size."""
+        """1; every divisor of the world size where the axis is pinned."""
         return divisors(request.world_size) if self.axis in request.pins or request.thorough else (1,)

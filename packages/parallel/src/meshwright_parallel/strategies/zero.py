@@ -1,8 +1,8 @@
 """ZeRO: ranks that compute on different rows share one copy of optimizer states, gradients and parameters.
 
-Each parameter is stored in shards along the axis `zero`, so whatever an optimizer makes of it is sharded too.  To compute,
-the shards are gathered (`meshwright_parallel.engine.unshard`); gradients are reduce-scattered to the shards.  With an
-axis `dp` outside of it, states are shared inside and replicated across ("hybrid").
+Each parameter is stored in shards along the axis `zero`, so optimizer states are sharded too. To compute, the shards are
+all-gathered (`meshwright_parallel.engine.unshard`). Gradients are reduce-scattered to the shards. With an axis `dp` outside
+of `zero`, states are sharded along `zero` and replicated along `dp` ("hybrid").
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
@@ -14,7 +14,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.cluster.links import CollectiveKind
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from meshwright_dtensor.sharding.states import State
 
 OUTSIDE = "parameters outside of blocks"
-"""Why what lies outside of blocks is gathered, in plans."""
+"""In plans: why the parameters outside of blocks are gathered."""
 
 UNEVEN = 4096
-"""Elements from which a parameter is cut unevenly where no dim divides; a smaller one is kept whole."""
+"""Elements from which a parameter is sharded unevenly where no dim divides; a smaller one stays whole."""
 
 
 class Zero(Strategy):
-    """Batch inputs are S(0); a parameter is cut along its largest free dim, or whole with a partial gradient."""
+    """Batch inputs are S(0). A parameter is sharded along its largest free dim, or whole with a partial gradient."""
 
     name: ClassVar[str] = "zero"
     axis: ClassVar[str] = "zero"
@@ -60,7 +60,7 @@ class Zero(Strategy):
         return [d for d in divisors(request.world_size) if request.batch_size % d == 0]
 
     def batch_factor(self, degree: int) -> int:
-        """The local batch is a `degree`-th of the batch."""
+        """The local batch is the batch divided by `degree`."""
         return degree
 
     def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
@@ -70,179 +70,245 @@ class Zero(Strategy):
     def state_beside(
         self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int, others: Mapping[str, State]
     ) -> State:
-        """What the plan says; else the first dim that no other axis cuts and that divides: the further out, the longer
-        the runs of memory that are copied.
+        """The plan's placement; else the first dim that the degree divides and no other axis shards.
 
-        Where none divides, a large parameter is cut unevenly along its largest dim and a small one stays whole (state X).
+        An outer dim gives longer contiguous copies. Where no dim divides, a large parameter is sharded unevenly along its
+        largest dim and a small one stays whole (state X).
         """
-        said = planned_state(plan, fqn, self.axis)
-        if isinstance(said, int):
-            return said
+        planned = planned_state(plan, fqn, self.axis)
+        if isinstance(planned, int):
+            return planned
         if degree <= 1 or plan.zero is None:
             return "X"
         return _state(tuple(shape), {int(s) for s in others.values() if isinstance(s, int)}, degree)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """All-gathers before use, reduce-scatters of gradients behind the backward pass, and what is left of memory.
+        """All-gathers before use, reduce-scatters of gradients after the backward pass, and memory per rank.
 
-        A unit is gathered while the one before it computes, so what is exposed is the first (what lies outside of blocks, and the
-        first block: a model begins with an embedding), or what the pass cannot hide.
-        Stage 3 gathers again in the backward pass, but for the last block and what lies outside of blocks; with
-        several microbatches it gathers all blocks for each.  Where gradients are handed over they are whole, and shared behind
-        all of that; the pass of a microbatch hides no gathers but its own.
+        Stage 3 gathers again in the backward pass, except for the last block and the parameters outside of blocks. With several
+        microbatches it gathers all blocks for each.
         """
-        least = BUCKET_BYTES if request.accelerated else SINGLE_BYTES
-        # most units are one and the same object: to hash one is dearer than all else here
-        known = {key: _Unit.of(tuple(unit), degree, least) for key, unit in _by_id(request.units).items()}
-        units = [known[id(unit)] for unit in request.units]
-        blocks, whole = units[:-1], sum(unit.stored for unit in units)
-        if degree <= 1 or not whole:
+        alone_bytes = BUCKET_BYTES if request.accelerated else SINGLE_BYTES
+        # most groups are one and the same object, and hashing one is the most expensive step here
+        sizes = {
+            key: _GroupBytes.of(tuple(group), degree, alone_bytes)
+            for key, group in {id(group): group for group in request.units}.items()
+        }
+        groups = [sizes[id(group)] for group in request.units]
+        if degree <= 1 or not sum(group.full for group in groups):
             return StrategyCost()
-        piped = request.microbatches > 1
-        often = request.microbatches if request.stage == 3 else 1
-        again = (blocks if piped else blocks[:-1]) if request.stage == 3 else []
-        uses = [
-            *_uses("all_gather", (unit.gathers for unit in blocks), often, "forward", "parameters"),
-            *_uses("all_gather", (unit.gathers for unit in units[-1:]), often, "forward", OUTSIDE),
-            *_uses("all_gather", (unit.gathers for unit in again), often, "backward", "parameters"),
-            *_uses("reduce_scatter", (unit.shares for unit in units), 1, "backward", "gradients"),
-        ]
-        left = sum(unit.left for unit in units)
-        if left:
-            uses.append(CollectiveUse("all_reduce", left, 1, "backward", "gradients that are not cut"))
-        exposed = total = 0.0
-        stall = Stall()
-        for phase, seconds in (("forward", request.forward_seconds), ("backward", request.backward_seconds)):
-            now = [use for use in uses if use.phase == phase]
-            each = [link.seconds(use.kind, use.nbytes, degree) * use.count for use in now]
-            total += sum(each)
-            outside = _seconds(link, "all_gather", units[-1].gathers, degree) if phase == "forward" else 0.0
-            block = _seconds(link, "all_gather", next((u.gathers for u in blocks if u.gathers), ()), degree)
-            if request.stages:
-                gathered = sum(s for use, s in zip(now, each, strict=True) if use.kind == "all_gather")
-                exposed += sum(each) - gathered
-                if gathered:  # the pass of a microbatch hides its own gathers, and a stage begins with one
-                    every, edge = gathered / often, block * request.stages
-                    hides = seconds / request.microbatches
-                    first = min(every, max(outside + edge, every - hides))
-                    exposed += first * often
-                    # what lies outside of blocks is with the first stage, or with the last
-                    later = min(every - outside, max(edge, every - outside - hides))
-                    beside = every - outside - later
-                    stall = Stall(stall.exposed + later, stall.overlapped + beside, often)
-            elif each:
-                edge = outside + block
-                if (
-                    phase == "backward"
-                ):  # what it ends with is shared behind it, and what is not cut is summed behind that
-                    last = next((u.shares for u in reversed(units) if u.shares), ())
-                    edge = _seconds(link, "reduce_scatter", last, degree)
-                    edge += link.seconds("all_reduce", left, degree) if left else 0.0
-                exposed += max(edge, sum(each) - seconds)
-        shards = sum(unit.kept for unit in units)
-        # one block is computed with while the next is gathered, from a row of this rank's parts
-        largest = max((2 * unit.computed + unit.sent for unit in blocks), default=0)
-        held = largest + units[-1].computed if request.stage == 3 else sum(unit.computed for unit in units)
-        trained = sum(unit.trained for unit in units)
-        rest = trained if request.stages else sum(unit.trained_kept for unit in units)
-        gradients = rest + max(unit.buffered for unit in units)
-        own = sum(unit.trained_kept for unit in units)
+        exposure = _Exposure(groups, _collectives(groups, request), request, degree, link)
+        exposure.add_phase("forward", request.forward_seconds)
+        exposure.add_phase("backward", request.backward_seconds)
+        parameters, gradients, optimizer = _memory(groups, request)
         return StrategyCost(
-            exposed_seconds=exposed,
-            stall=stall,
-            # sums of the same in another order differ in the last bit
-            overlapped_seconds=max(0.0, total - exposed),
-            parameters=(shards + held) / whole,
-            gradients=gradients / trained if trained else 1.0,
-            optimizer=own / trained if trained else 1.0,
-            collectives=tuple(uses),
+            exposed_seconds=exposure.exposed,
+            stall=exposure.stall,
+            # the total may be smaller in the last bit, since it is summed in another order
+            overlapped_seconds=max(0.0, exposure.total - exposure.exposed),
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            collectives=tuple(exposure.uses),
         )
+
+
+def _collectives(groups: Sequence[_GroupBytes], request: SearchRequest) -> list[CollectiveUse]:
+    """The collectives of one step."""
+    blocks = groups[:-1]
+    times = request.microbatches if request.stage == 3 else 1
+    again: Sequence[_GroupBytes] = ()
+    if request.stage == 3:
+        again = blocks if request.microbatches > 1 else blocks[:-1]
+    uses = [
+        *_uses("all_gather", (group.all_gathers for group in blocks), times, "forward", "parameters"),
+        *_uses("all_gather", (group.all_gathers for group in groups[-1:]), times, "forward", OUTSIDE),
+        *_uses("all_gather", (group.all_gathers for group in again), times, "backward", "parameters"),
+        *_uses("reduce_scatter", (group.reduce_scatters for group in groups), 1, "backward", "gradients"),
+    ]
+    all_reduced = sum(group.all_reduced for group in groups)
+    if all_reduced:
+        uses.append(CollectiveUse("all_reduce", all_reduced, 1, "backward", "gradients that are not cut"))
+    return uses
+
+
+def _memory(groups: Sequence[_GroupBytes], request: SearchRequest) -> tuple[float, float, float]:
+    """Factors on one rank's memory of parameters, gradients and optimizer states."""
+    if request.stage == 3:
+        # one block computes while the next is gathered from a row of this rank's shards
+        largest = max((2 * group.unsharded + group.row for group in groups[:-1]), default=0)
+        unsharded = largest + groups[-1].unsharded
+    else:
+        unsharded = sum(group.unsharded for group in groups)
+    trained = sum(group.trained for group in groups)
+    trained_shards = sum(group.trained_shards for group in groups)
+    # a stage of a pipeline keeps whole gradients until the last microbatch
+    gradients = (trained if request.stages else trained_shards) + max(group.buffers for group in groups)
+    parameters = sum(group.shards for group in groups) + unsharded
+    return (
+        parameters / sum(group.full for group in groups),
+        gradients / trained if trained else 1.0,
+        trained_shards / trained if trained else 1.0,
+    )
+
+
+@dataclass
+class _Exposure:
+    """Seconds of communication that compute does not hide, added up phase by phase.
+
+    A group is gathered while the one before it computes. So the first gathers are exposed: those of the parameters outside of
+    blocks and of the first block, because a model begins with an embedding. So is what a pass is too short to hide.
+    """
+
+    groups: Sequence[_GroupBytes]
+    uses: Sequence[CollectiveUse]
+    request: SearchRequest
+    degree: int
+    link: Link
+    exposed: float = 0.0
+    total: float = 0.0
+    stall: Stall = field(default_factory=Stall)
+
+    def add_phase(self, phase: Phase, compute: float) -> None:
+        """Add the collectives of a phase whose compute takes `compute` seconds."""
+        uses = [use for use in self.uses if use.phase == phase]
+        seconds = [self.link.seconds(use.kind, use.nbytes, self.degree) * use.count for use in uses]
+        self.total += sum(seconds)
+        root = self._seconds("all_gather", self.groups[-1].all_gathers) if phase == "forward" else 0.0
+        first = next((group.all_gathers for group in self.groups[:-1] if group.all_gathers), ())
+        block = self._seconds("all_gather", first)
+        if self.request.stages:
+            gathered = sum(s for use, s in zip(uses, seconds, strict=True) if use.kind == "all_gather")
+            self.exposed += sum(seconds) - gathered
+            if gathered:
+                self._add_pipelined(gathered, root, block, compute)
+        elif seconds:
+            unhidden = root + block if phase == "forward" else self._last_reduction()
+            self.exposed += max(unhidden, sum(seconds) - compute)
+
+    def _last_reduction(self) -> float:
+        """The last reduce-scatter and the all-reduce of whole gradients have no compute left to overlap with."""
+        last = next((group.reduce_scatters for group in reversed(self.groups) if group.reduce_scatters), ())
+        all_reduced = sum(group.all_reduced for group in self.groups)
+        seconds = self._seconds("reduce_scatter", last)
+        return seconds + (self.link.seconds("all_reduce", all_reduced, self.degree) if all_reduced else 0.0)
+
+    def _add_pipelined(self, gathered: float, root: float, block: float, compute: float) -> None:
+        """Add the all-gathers of a pipeline stage: a microbatch hides its own gathers, and each stage begins with one.
+
+        Gradients are whole until the last microbatch, so their reduction hides nothing.
+        """
+        times = self.request.microbatches if self.request.stage == 3 else 1
+        each, first_blocks = gathered / times, block * self.request.stages
+        hidden = compute / self.request.microbatches
+        self.exposed += min(each, max(root + first_blocks, each - hidden)) * times
+        # the parameters outside of blocks are on the first or the last stage: other stages do not wait for them
+        stalled = min(each - root, max(first_blocks, each - root - hidden))
+        overlapped = each - root - stalled
+        self.stall = Stall(self.stall.exposed + stalled, self.stall.overlapped + overlapped, times)
+
+    def _seconds(self, kind: CollectiveKind, sizes: Iterable[int]) -> float:
+        """Seconds of one collective of each size."""
+        return sum(self.link.seconds(kind, nbytes, self.degree) for nbytes in sizes)
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """Bytes of one unit: stored whole, kept by one rank, computed with; whole and kept of what is trained; and moved.
+class _GroupBytes:
+    """Bytes of one parameter group.
 
-    `sent`: of the row that this rank's parts are copied into; `gathers` and `shares`: of each collective, what is moved
-    together first; `buffered`: of gradients on their way.
+    Attributes:
+        full, shards: parameters, whole and as one rank stores them.
+        unsharded: of the buffer that is computed with.
+        trained, trained_shards: the same as `full` and `shards`, of trained parameters.
+        row: of the row into which this rank's shards are copied for the all-gather.
+        all_gathers, reduce_scatters: of each collective, those of a single tensor first.
+        buffers: of gradients that are being reduced.
+        all_reduced: of gradients of parameters that stay whole.
     """
 
-    stored: int
-    kept: int
-    computed: int
+    full: int
+    shards: int
+    unsharded: int
     trained: int
-    trained_kept: int
-    sent: int
-    gathers: tuple[int, ...]
-    shares: tuple[int, ...]
-    buffered: int
-    left: int
+    trained_shards: int
+    row: int
+    all_gathers: tuple[int, ...]
+    reduce_scatters: tuple[int, ...]
+    buffers: int
+    all_reduced: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=4096)  # blocks are alike, and are asked about for every configuration
-    def of(unit: tuple[ParameterSize, ...], degree: int, least: int) -> _Unit:
-        """`least`: bytes of a shard from which it is moved alone."""
-        stored = kept = computed = trained = trained_kept = gathered = shared = buffered = left = 0
-        gathers, shares = [], []
-        for p in unit:
-            state = _state(p.shape, set(p.taken), degree)
-            own, used = p.itemsize
-            row = p.numel
-            alone = False
-            if isinstance(state, int):
-                row = p.numel // p.shape[state] * -(-p.shape[state] // degree)
-                outermost = math.prod(p.shape[:state]) == 1
-                even = p.shape[state] % degree == 0
-                alone = outermost and even and own == used and row * own >= least
+    @functools.lru_cache(maxsize=4096)  # blocks are equal, and every configuration asks for them
+    def of(group: tuple[ParameterSize, ...], degree: int, alone_bytes: int) -> _GroupBytes:
+        """`alone_bytes`: size of a shard from which it has a collective of its own."""
+        full = shards = unsharded = trained = trained_shards = 0
+        gathered = scattered = buffers = all_reduced = 0
+        all_gathers, reduce_scatters = [], []
+        for p in group:
+            stored_size, compute_size = p.itemsize
+            dim = _state(p.shape, set(p.taken), degree)
+            local = _shard_numel(p, dim, degree)
+            alone = local * stored_size >= alone_bytes and _is_contiguous_shard(p, dim, degree)
+            full += p.numel * stored_size
+            shards += local * stored_size
+            if isinstance(dim, int):
+                unsharded += p.numel * compute_size
                 if alone:
-                    gathers.append(row * degree * used)
+                    all_gathers.append(local * degree * compute_size)
                 else:
-                    gathered += row * degree * used
-            stored += p.numel * own
-            kept += row * own
-            computed += p.numel * used if isinstance(state, int) or own != used else 0
-            if p.trainable:
-                trained += p.numel * own
-                trained_kept += row * own
-                # a flag for each parameter travels along
-                if isinstance(state, int):
-                    buffered += (row + 1) * degree * own
-                    if alone:
-                        shares.append(row * degree * own)
-                    shared += (1 if alone else row + 1) * degree * own
-                else:
-                    left += (row + 1) * own
-        gathers += [gathered] if gathered else []
-        shares += [shared] if shared else []
-        return _Unit(
-            stored,
-            kept,
-            computed,
-            trained,
-            trained_kept,
-            gathered // degree,
-            tuple(gathers),
-            tuple(shares),
-            buffered,
-            left,
+                    gathered += local * degree * compute_size
+            elif stored_size != compute_size:
+                unsharded += p.numel * compute_size
+            if not p.trainable:
+                continue
+            trained += p.numel * stored_size
+            trained_shards += local * stored_size
+            # each parameter has one flag, which travels with a bucket
+            if not isinstance(dim, int):
+                all_reduced += (local + 1) * stored_size
+                continue
+            buffers += (local + 1) * degree * stored_size
+            if alone:
+                reduce_scatters.append(local * degree * stored_size)
+            scattered += (1 if alone else local + 1) * degree * stored_size
+        return _GroupBytes(
+            full=full,
+            shards=shards,
+            unsharded=unsharded,
+            trained=trained,
+            trained_shards=trained_shards,
+            row=gathered // degree,
+            all_gathers=tuple(all_gathers + ([gathered] if gathered else [])),
+            reduce_scatters=tuple(reduce_scatters + ([scattered] if scattered else [])),
+            buffers=buffers,
+            all_reduced=all_reduced,
         )
 
 
-def _seconds(link: Link, kind: CollectiveKind, sizes: Iterable[int], degree: int) -> float:
-    """Of one collective of each size."""
-    return sum(link.seconds(kind, nbytes, degree) for nbytes in sizes)
+def _shard_numel(parameter: ParameterSize, dim: State, degree: int) -> int:
+    """Elements of the largest shard."""
+    if not isinstance(dim, int):
+        return parameter.numel
+    size = parameter.shape[dim]
+    return parameter.numel // size * -(-size // degree)
 
 
-def _by_id(units: Iterable[Sequence[ParameterSize]]) -> dict[int, Sequence[ParameterSize]]:
-    return {id(unit): unit for unit in units}
+def _is_contiguous_shard(parameter: ParameterSize, dim: State, degree: int) -> bool:
+    """Whether shards are equal, contiguous in the whole, and computed with as they are stored."""
+    return (
+        isinstance(dim, int)
+        and math.prod(parameter.shape[:dim]) == 1
+        and parameter.shape[dim] % degree == 0
+        and parameter.itemsize[0] == parameter.itemsize[1]
+    )
 
 
 def _uses(
-    kind: CollectiveKind, sizes: Iterable[Iterable[int]], often: int, phase: Phase, what: str
+    kind: CollectiveKind, sizes: Iterable[Iterable[int]], times: int, phase: Phase, why: str
 ) -> list[CollectiveUse]:
-    """Collectives of these sizes, each as `often`; equal ones as one."""
-    every = Counter(itertools.chain.from_iterable(sizes))
-    return [CollectiveUse(kind, nbytes, number * often, phase, what) for nbytes, number in every.items()]
+    """Collectives of these sizes, each run `times` times; equal ones as one entry."""
+    counts = Counter(itertools.chain.from_iterable(sizes))
+    return [CollectiveUse(kind, nbytes, count * times, phase, why) for nbytes, count in counts.items()]
 
 
 def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:
@@ -254,9 +320,9 @@ def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:
     if math.prod(shape) < UNEVEN or not free:
         return "X"
 
-    def padded(dim: int) -> float:
+    def padding(dim: int) -> float:
         return -(-shape[dim] // degree) * degree / shape[dim]
 
-    # where torch.chunk leaves every rank a row the longest, else the one with the least that is empty
+    # the longest dim of which torch.chunk leaves every rank a row, else the dim with the least padding
     full = [dim for dim in free if -(-shape[dim] // -(-shape[dim] // degree)) == degree]
-    return max(full, key=lambda dim: (shape[dim], -dim)) if full else min(free, key=padded)
+    return max(full, key=lambda dim: (shape[dim], -dim)) if full else min(free, key=padding)
