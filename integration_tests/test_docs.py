@@ -56,3 +56,12 @@ def test_every_command_is_in_the_readme() -> None:
     assert {
         name for name in own if f"\nmeshwright {name} " not in text and f"\nmeshwright {name}\n" not in text
     } == {"trial"}
+
+
+def test_the_map_names_files_that_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    paths = re.findall(r"`((?:dtensor|parallel|planner|pipeline|checkpoint)/[\w/.]*)`", text)
+    assert len(paths) > 60
+    packages = ROOT / "packages"
+    places = [packages / p.split("/")[0] / "src" / f"meshwright_{p}" for p in paths]
+    assert [str(place.relative_to(packages)) for place in places if not place.exists()] == []
