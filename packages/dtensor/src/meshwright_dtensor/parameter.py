@@ -27,7 +27,6 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
-from meshwright_dtensor.dispatch.tensor_methods import is_in_place
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
@@ -46,8 +45,9 @@ from meshwright_dtensor.stored.permuted import (
     redistributed,
     tagged,
 )
-from meshwright_dtensor.stored.writes import MeshView, role
+from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy, computing, touch
+from meshwright_dtensor.trace.function_kinds import FILLS, VIEW_GETTERS, is_in_place, is_init, kind_of
 
 Tensor = torch.Tensor
 
@@ -57,10 +57,6 @@ _STOCK = frozenset(
     "zeros_like ones_like full_like empty_like untyped_storage element_size __len__ redistribute data_ptr "
     "storage_offset is_shared share_memory_ nelement ndimension".split()
 )
-_COMPUTED = frozenset(
-    {torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real, torch.Tensor.imag}
-)
-_DRAWS = frozenset("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split())
 
 
 class MeshParameter(DTensor):
@@ -257,10 +253,10 @@ class MeshParameter(DTensor):
                 return cls.__torch_function__(func, types, args, kwargs)
             finally:
                 written.compute_with(copy)
-        if getattr(func, "__module__", None) == nn.init.__name__:
+        if is_init(func):
             with torch.no_grad():  # its own no_grad comes after it has asked us
                 return _dispatcher()(cls, func, types, args, kwargs)
-        if role(func):
+        if kind_of(func):
             result = _views()(func, types, args, kwargs or {})
             if result is not NotImplemented:
                 return result
@@ -303,7 +299,7 @@ def _views() -> Callable[..., Any]:
 
 
 def _writes(func: Callable[..., Any], name: str) -> bool:
-    return is_in_place(name) or getattr(func, "__module__", None) == nn.init.__name__
+    return is_in_place(name) or is_init(func)
 
 
 @cache
@@ -315,9 +311,9 @@ def _dispatcher() -> Callable[..., Any]:
 
 def _joins(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
     if name == "__get__":
-        return getattr(func, "__self__", None) in _COMPUTED
+        return getattr(func, "__self__", None) in VIEW_GETTERS
     if name.endswith("_") and not name.endswith("__"):
-        return name in _DRAWS
+        return name in FILLS
     if torch.is_grad_enabled():
         return True
     flat = [*args, *(kwargs or {}).values()]

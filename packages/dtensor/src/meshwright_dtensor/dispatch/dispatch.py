@@ -30,6 +30,7 @@ from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, is_in_place
 from meshwright_dtensor.trace.graph import function_name
 from meshwright_dtensor.trace.module_stack import FRAMES
 
@@ -257,13 +258,13 @@ def _make(
             layouts.append(layout_of(context, context.replicated, t.shape, t.dtype))
             locals_.append(t)
     name, described = describe(func, layouts)
-    in_place = tensor_methods.is_in_place(name) or kwargs.get("inplace") is True
+    in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
         raise UnsupportedError(
             f"{name} writes to a view that had to be gathered from its sharded base, and would not reach the base; write to "
             "the base itself (x[index] = value works on sharded tensors) or use the out-of-place form"
         )
-    if name in tensor_methods.DATA_DEPENDENT:
+    if name in DATA_DEPENDENT:
         note(context, name, 3, described, "depends on the data")
         return fallback.Replicated(context, func, in_place)
     forced: list[States | None] = [None] * len(tensors)

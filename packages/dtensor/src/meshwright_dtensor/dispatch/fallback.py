@@ -16,12 +16,12 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.log import NOWHERE, Site, current_site
 from meshwright_dtensor.dispatch.autograd_function import runs_on_shards
-from meshwright_dtensor.dispatch.tensor_methods import VIEWS
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
+from meshwright_dtensor.trace.function_kinds import VIEWS
 from meshwright_dtensor.trace.graph import function_name
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, param
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import in_order_of
 from meshwright_dtensor.stored.views import Origin, still
-from meshwright_dtensor.stored.writes import handled, role, write_out, write_whole
+from meshwright_dtensor.stored.writes import handled, write_out, write_whole
 from meshwright_dtensor.tensor.compute_copy import computing
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, version_of, wrap
+from meshwright_dtensor.trace.function_kinds import kind_of
 
 Tensor = torch.Tensor
 
@@ -59,7 +60,7 @@ class ParameterView(DetachedView):
         kwargs = kwargs or {}
         if writes_lists(getattr(func, "__name__", "")):
             return one_by_one(func, args, kwargs)
-        kind = role(func)
+        kind = kind_of(func)
         first = args[0] if args else None
         if kind in ("view", "alias") and isinstance(first, ParameterView):
             return remembered(func(*_shown(args), **_shown(kwargs)), func, args, kwargs)
@@ -98,7 +99,7 @@ def viewed_or_written(
 
     NotImplemented where a parameter is an operand like any other.
     """
-    kind, grad = role(func), torch.is_grad_enabled()
+    kind, grad = kind_of(func), torch.is_grad_enabled()
     first = args[0] if args else None
     if not isinstance(first, DTensor) or (kind == "fill" and isinstance(first, MeshParameter)):
         return NotImplemented
@@ -115,8 +116,8 @@ def viewed_or_written(
             grad and not _idle_copy(first)
         ):  # a forward may take it: the value that is computed with
             return remembered(dispatch(MeshParameter, func, types, args, kwargs), func, args, kwargs)
-    elif (grad or running) and kind in ("draw", "draft"):
-        asks = kind == "draft" or func.__name__.endswith(
+    elif (grad or running) and kind in ("draw", "new_empty"):
+        asks = kind == "new_empty" or func.__name__.endswith(
             "_like"
         )  # for shape and dtype only: autograd has no part in it
         if not asks or not _idle_copy(first):

@@ -20,18 +20,6 @@ from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-DATA_DEPENDENT = frozenset(
-    "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ nonzero __array__ equal "
-    "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__".split()
-)
-"""Functions whose result is made of values, not of layouts: they need the whole value."""
-
-VIEWS = frozenset(
-    "__getitem__ view reshape narrow select transpose t permute expand expand_as unsqueeze squeeze chunk split unbind diagonal "
-    "as_strided unfold view_as flatten unflatten movedim swapaxes swapdims tensor_split ravel".split()
-)
-"""Functions whose result shares memory with its input on one device."""
-
 _ON_LOCAL = frozenset(
     "is_contiguous is_floating_point is_complex is_signed element_size is_inference get_device is_pinned is_neg is_conj "
     "is_distributed is_same_size is_shared _is_view retain_grad requires_grad_ is_sparse".split()
@@ -39,15 +27,6 @@ _ON_LOCAL = frozenset(
 _STORAGE = frozenset(
     "data_ptr untyped_storage storage storage_offset set_ resize_ resize_as_ share_memory_ typed_storage".split()
 )
-
-
-def is_in_place(name: str) -> bool:
-    """Whether a function of this name writes to its first argument."""
-    if name == "__setitem__":
-        return True
-    if name.startswith("__i") and name.endswith("__"):
-        return name not in ("__invert__", "__index__", "__int__", "__iter__")
-    return name.endswith("_") and not name.endswith("__") and not name.startswith("_foreach")
 
 
 def _on_local(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes
 from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import route
-from meshwright_dtensor.dispatch.tensor_methods import DATA_DEPENDENT, is_in_place
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.propagate.prediction import Followed, Grid, Moved
 from meshwright_dtensor.propagate.rewrites import check_mutations, chosen, hoist, is_view
@@ -34,6 +33,7 @@ from meshwright_dtensor.sharding.states import (
     gradient_kind,
 )
 from meshwright_dtensor.strategy.cost import Phase
+from meshwright_dtensor.trace.function_kinds import DATA_DEPENDENT, is_in_place
 from meshwright_dtensor.trace.graph import Call, Node, Ref, Value, is_ref
 
 if TYPE_CHECKING:

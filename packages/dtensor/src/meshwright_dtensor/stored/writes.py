@@ -8,11 +8,9 @@ its part.  Such writes are collective calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import (
@@ -26,7 +24,6 @@ from meshwright_dtensor._torch.core import (
     share_memory,
     stock_call,
 )
-from meshwright_dtensor.dispatch.tensor_methods import VIEWS, is_in_place
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.stored.elementwise import is_elementwise, on_local_parts
@@ -40,51 +37,16 @@ from meshwright_dtensor.stored.gather import (
 from meshwright_dtensor.stored.mesh_value import MeshValue, assigns_under_mask, mesh_value
 from meshwright_dtensor.stored.views import Origin
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
+from meshwright_dtensor.trace.function_kinds import kind_of
 
 Tensor = torch.Tensor
 
-_VIEWS = VIEWS | frozenset(
-    "split_with_sizes hsplit vsplit dsplit moveaxis adjoint broadcast_to view_as_real".split()
-)
-_VIEW_GETTERS = frozenset(getattr(torch.Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))
-_ALIASES = frozenset({"detach", "contiguous"})
-_NO_WRITES = frozenset("requires_grad_ detach_ share_memory_ rename_".split())
-_FILLS = frozenset("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split())
-_DRAWS = frozenset(
-    "rand_like randn_like randint_like bernoulli normal multinomial poisson rrelu gumbel_softmax dropout dropout1d dropout2d "
-    "dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split()
-)
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 _ASKS = frozenset(
     "size dim stride numel is_floating_point is_complex __hash__ __repr__ __format__ __len__ __get__ __set__ element_size "
     "nelement ndimension is_contiguous get_device storage_offset _is_view".split()
 )
 """What asks about the tensor, not for its value."""
-
-
-@cache
-def role(func: Callable[..., Any]) -> str:
-    """What a function is to a stored DTensor, its first argument.
-
-    One of "view", "alias" (a view of a view, and of all else what it is without our help), "write", "fill" (with random
-    numbers), "init" (of ``torch.nn.init``), "set data", "draw" (a new tensor of random numbers), "draft", "" for all else.
-    """
-    name = getattr(func, "__name__", "")
-    if getattr(func, "__module__", None) == nn.init.__name__:
-        return "init"
-    if name in ("__get__", "__set__"):
-        attribute = getattr(func, "__self__", None)
-        if attribute is torch.Tensor.data:
-            return "alias" if name == "__get__" else "set data"
-        return "view" if name == "__get__" and attribute in _VIEW_GETTERS else ""
-    for kind, names in (("view", _VIEWS), ("alias", _ALIASES), ("draw", _DRAWS), ("fill", _FILLS)):
-        if name in names:
-            return kind
-    if name == "new_empty":
-        return "draft"
-    # those of lists, _foreach_add_ and _fused_adamw_, are no writes to the first argument
-    writes = is_in_place(name) and not name.startswith(("_f", "_a")) and name not in _NO_WRITES
-    return "write" if writes else ""
 
 
 def handled(
@@ -94,7 +56,7 @@ def handled(
 
     NotImplemented for all else, and for what goes element by element over DTensors alone, which needs no help.
     """
-    kind = role(func)
+    kind = kind_of(func)
     if not kind or kind == "alias" or (kind == "view" and not views):
         return NotImplemented
     kwargs = kwargs or {}
@@ -122,7 +84,7 @@ def handled(
         return first
     with torch.no_grad():
         if (
-            kind == "draft"
+            kind == "new_empty"
         ):  # what torch.nn.init computes in: it changes its shape in place, which only a global tensor can
             return func(as_global(first), *args[1:], **kwargs)
     return by_global_rules(func, args, kwargs)
@@ -145,7 +107,7 @@ class MeshView(MeshValue):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        kind = role(func)
+        kind = kind_of(func)
         first = args[0] if args else None
         if kind == "init" or (kwargs.get("inplace") is True and isinstance(first, MeshView)):
             return write(func, args, kwargs)

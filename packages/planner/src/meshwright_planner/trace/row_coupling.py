@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from meshwright_dtensor.dispatch.tensor_methods import is_in_place
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.propagate.predict import follow
 from meshwright_dtensor.propagate.prediction import Followed, Grid
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.sharding.states import I, States
+from meshwright_dtensor.trace.function_kinds import is_in_place
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.trace.data_rank import Dividing, apart, little, plain, with_moves
 from meshwright_planner.trace.flops import by_name, forward_flops

@@ -1,0 +1,75 @@
+"""Kinds of torch functions, by name: views, in-place writes, random draws, functions of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+DATA_DEPENDENT = frozenset(
+    "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ nonzero __array__ equal "
+    "allclose unique unique_consecutive masked_select bincount is_nonzero __dlpack__".split()
+)
+"""Functions whose result depends on values, not on layouts alone: they need the whole value."""
+
+VIEWS = frozenset(
+    "__getitem__ view reshape narrow select transpose t permute expand expand_as unsqueeze squeeze chunk split unbind diagonal "
+    "as_strided unfold view_as flatten unflatten movedim swapaxes swapdims tensor_split ravel".split()
+)
+"""Functions whose result shares memory with its input on one device."""
+_STORED_VIEWS = VIEWS | frozenset(
+    "split_with_sizes hsplit vsplit dsplit moveaxis adjoint broadcast_to view_as_real".split()
+)
+"""The functions that give a view of a stored DTensor."""
+VIEW_GETTERS = frozenset(getattr(torch.Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))
+
+FILLS = frozenset("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split())
+"""Functions that fill a tensor with random numbers."""
+_DRAWS = frozenset(
+    "rand_like randn_like randint_like bernoulli normal multinomial poisson rrelu gumbel_softmax dropout dropout1d dropout2d "
+    "dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split()
+)
+_ALIASES = frozenset({"detach", "contiguous"})
+_NO_WRITES = frozenset("requires_grad_ detach_ share_memory_ rename_".split())
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    if name == "__setitem__":
+        return True
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return name.endswith("_") and not name.endswith("__") and not name.startswith("_foreach")
+
+
+def is_init(func: Callable[..., Any]) -> bool:
+    """Whether it is a function of ``torch.nn.init``."""
+    return getattr(func, "__module__", None) == nn.init.__name__
+
+
+@cache
+def kind_of(func: Callable[..., Any]) -> str:
+    """The kind of a function that is called with a stored DTensor as its first argument; "" for all others.
+
+    "view"; "alias" (``detach``, ``.data``); "write"; "fill" (with random numbers); "init" (``torch.nn.init``);
+    "set data"; "draw" (a new tensor of random numbers); "new_empty".
+    """
+    name = getattr(func, "__name__", "")
+    if is_init(func):
+        return "init"
+    if name in ("__get__", "__set__"):
+        attribute = getattr(func, "__self__", None)
+        if attribute is torch.Tensor.data:
+            return "alias" if name == "__get__" else "set data"
+        return "view" if name == "__get__" and attribute in VIEW_GETTERS else ""
+    for kind, names in (("view", _STORED_VIEWS), ("alias", _ALIASES), ("draw", _DRAWS), ("fill", FILLS)):
+        if name in names:
+            return kind
+    if name == "new_empty":
+        return "new_empty"
+    # _foreach_add_ and _fused_adamw_ write to lists, not to their first argument
+    writes = is_in_place(name) and not name.startswith(("_f", "_a")) and name not in _NO_WRITES
+    return "write" if writes else ""
