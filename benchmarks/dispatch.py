@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshwright_dtensor.api import as_mesh_parameter, distribute
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.parameter import as_mesh_parameter
-from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_dtensor.testing.rank_pool import fake_group
 
 LAYERS, HEADS, VOCABULARY, BATCH, SEQUENCE = 4, 8, 1024, 2, 128

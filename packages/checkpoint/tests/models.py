@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.mesh.layout import stored_placement
-from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.sharding.boxes import read_region, region_of
 from meshwright_dtensor.sharding.intervals import segmented_shard, single_owner_shard
 

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from meshwright_dtensor.api import as_mesh_parameter, distribute
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.parameter import MeshParameter, as_mesh_parameter
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 

@@ -8,7 +8,6 @@ is the local tensor inside, so gradients are accumulated in C++; ``parameter.gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,11 +32,9 @@ from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States
-from meshwright_dtensor.stored.elementwise import quickly
-from meshwright_dtensor.stored.mesh_value import mesh_value, optimizer_call
+from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import (
     PermutedDTensor,
-    elementwise,
     in_order_of,
     in_runs,
     layout_in_runs,
@@ -46,17 +43,9 @@ from meshwright_dtensor.stored.permuted import (
     tagged,
 )
 from meshwright_dtensor.stored.writes import MeshView
-from meshwright_dtensor.tensor.compute_copy import ComputeCopy, computing, touch
-from meshwright_dtensor.trace.function_kinds import FILLS, VIEW_GETTERS, is_in_place, is_init, kind_of
+from meshwright_dtensor.tensor.compute_copy import ComputeCopy
 
 Tensor = torch.Tensor
-
-# what asks about or changes the parameter itself, or makes optimizer state like it, stays with DTensor
-_STOCK = frozenset(
-    "__set__ __delete__ size dim stride numel is_floating_point is_complex detach backward is_contiguous __hash__ __repr__ "
-    "zeros_like ones_like full_like empty_like untyped_storage element_size __len__ redistribute data_ptr "
-    "storage_offset is_shared share_memory_ nelement ndimension".split()
-)
 
 
 class MeshParameter(DTensor):
@@ -229,116 +218,18 @@ class MeshParameter(DTensor):
             text = DTensor.__repr__(self)
         return f"{text[:-1]}, layout={self._layout!r})" if in_runs(self._layout.states) else text
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        copy = args[0]._copy if args and type(args[0]) is MeshParameter else None
-        if copy is None or not copy.computing:  # else a forward may want the copy
-            result = quickly(func, args, kwargs)
-            if result is not NotImplemented:
-                return mesh_value(in_order_of(args[0], result))
-        if MeshView in types:
-            return NotImplemented  # it knows better what it shows
-        name = getattr(func, "__name__", "")
-        written = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init names it
-        if isinstance(written, MeshParameter) and written._copy is not None and _writes(func, name):
-            copy = written._copy
-            written.compute_with(None)  # a write is for the stored part
-            try:
-                return cls.__torch_function__(func, types, args, kwargs)
-            finally:
-                written.compute_with(copy)
-        if is_init(func):
-            with torch.no_grad():  # its own no_grad comes after it has asked us
-                return _dispatcher()(cls, func, types, args, kwargs)
-        if kind_of(func):
-            result = _views()(func, types, args, kwargs or {})
-            if result is not NotImplemented:
-                return result
-        if (
-            name not in _STOCK
-            and not name.startswith(("_foreach", "_fused"))
-            and not (kwargs and isinstance(kwargs.get("out"), DTensor))
-            and _joins(func, name, args, kwargs)
-        ):
-            return _dispatcher()(cls, func, types, args, kwargs)
-        if _any_in_runs(args) and not name.startswith("_fused"):
-            result = elementwise(func, args, kwargs or {})
-        else:
-            result = optimizer_call(func, args, kwargs)
-        if name.startswith("_f") and name.endswith(
-            "_"
-        ):  # _foreach_add_, _fused_adamw_: they count no versions
-            touch(args[0] if args else tuple((kwargs or {}).values())[:1])
-        elif name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
-            dtensor_local(args[0]).requires_grad = args[1]
-            if args[0]._copy is not None:
-                args[0]._copy.follow(args[1])
-        return result
-
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshParameter:
         with torch.no_grad():
             local = dtensor_local(self).detach().clone()
-        copy = as_mesh_parameter(
+        copy = new_mesh_parameter(
             dtensor_from(local, dtensor_spec(self)), self._layout.states, self.requires_grad
         )
         memo[id(self)] = copy
         return copy
 
 
-@cache
-def _views() -> Callable[..., Any]:
-    from meshwright_dtensor.dispatch.parameter_view import viewed_or_written
-
-    return viewed_or_written
-
-
-def _writes(func: Callable[..., Any], name: str) -> bool:
-    return is_in_place(name) or is_init(func)
-
-
-@cache
-def _dispatcher() -> Callable[..., Any]:
-    from meshwright_dtensor.dispatch.dispatch import dispatch
-
-    return dispatch
-
-
-def _joins(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
-    if name == "__get__":
-        return getattr(func, "__self__", None) in VIEW_GETTERS
-    if name.endswith("_") and not name.endswith("__"):
-        return name in FILLS
-    if torch.is_grad_enabled():
-        return True
-    flat = [*args, *(kwargs or {}).values()]
-    return any(isinstance(a, Tensor) and not isinstance(a, DTensor) for a in flat) or computing(flat)
-
-
-def _any_in_runs(args: Sequence[Any]) -> bool:
-    return any(
-        any(layout_in_runs(x) is not None for x in a)
-        if isinstance(a, (list, tuple))
-        else layout_in_runs(a) is not None
-        for a in args
-    )
-
-
-def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = True) -> MeshParameter:
-    """An ``nn.Parameter`` over ``dtensor`` that takes part in global tensor computations.
-
-    Args:
-        dtensor: a leaf over the full mesh whose placements are those of ``states``; its memory is taken over.
-        states: one state per mesh axis: ``I``, ``X`` (its gradient is reduced later by an engine) or a shard dim.
-
-    Raises:
-        UnsupportedError: the states contradict the placements.
-    """
+def new_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = True) -> MeshParameter:
+    """See :func:`meshwright_dtensor.api.as_mesh_parameter`, which also installs the dispatcher."""
     context = MeshContext.of(dtensor.device_mesh)
     expected = tuple(stored_placement(s) for s in states)
     if tuple(dtensor.placements) != expected or "P" in states:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from layout_cases import STATES, convertible, legal, run_many
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm import log as log_module
 from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.sharding.states import is_shard
-from meshwright_dtensor.tensor.global_tensor import distribute, local_in, wrap
+from meshwright_dtensor.tensor.global_tensor import local_in, wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from meshwright_dtensor.api import as_mesh_parameter, distribute, from_local
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.parameter import as_mesh_parameter
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute, from_local
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 WORLD = 2

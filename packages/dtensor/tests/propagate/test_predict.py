@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.propagate.predict import follow
 from meshwright_dtensor.propagate.prediction import Grid
 from meshwright_dtensor.rules import RuleBook
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.graph import Recorder
 

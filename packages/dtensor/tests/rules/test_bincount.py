@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.sharding.boxes import shardable
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 EXPERTS, TOP_K = 5, 2

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.rules.composites.cross_entropy_rows import RowsLoss
-from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 Tensor = torch.Tensor

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.rules import NodeView, RuleBook
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.graph import Recorder
 

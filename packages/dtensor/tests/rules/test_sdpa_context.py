@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import FORMS, MeshContext, share_attention
 from meshwright_dtensor.rules.composites import sdpa_blocks
 from meshwright_dtensor.rules.composites.sdpa_blocks import attended, blocks
-from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 B, S, E = 2, 8, 4

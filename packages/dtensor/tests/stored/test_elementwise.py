@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.sharding.intervals import segmented_shard
 from meshwright_dtensor.stored.elementwise import is_elementwise
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value

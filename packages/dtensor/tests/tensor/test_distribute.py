@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.context import share_attention
-from meshwright_dtensor.tensor.global_tensor import distribute, wrap
+from meshwright_dtensor.tensor.global_tensor import wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.tensor.global_tensor import GlobalTensor, distribute
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from meshwright_dtensor.api import as_mesh_parameter, distribute
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import layout_of
-from meshwright_dtensor.parameter import as_mesh_parameter
-from meshwright_dtensor.tensor.global_tensor import distribute, wrap
+from meshwright_dtensor.tensor.global_tensor import wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from meshwright_checkpoint import prepare_save as prepare_save
     from meshwright_checkpoint import save as save
     from meshwright_dtensor import errors as errors
+    from meshwright_dtensor.api import distribute as distribute
     from meshwright_dtensor.deferred.materialize import deferred_init as deferred_init
     from meshwright_dtensor.hints import mark_sharding as mark_sharding
     from meshwright_dtensor.mesh.mesh import init as init
     from meshwright_dtensor.plan.plan import ParallelPlan as ParallelPlan
-    from meshwright_dtensor.tensor.global_tensor import distribute as distribute
     from meshwright_parallel import GradScaler as GradScaler
     from meshwright_parallel import auto_parallelize as auto_parallelize
     from meshwright_parallel import clip_grad_norm_ as clip_grad_norm_
@@ -48,7 +48,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "get_total_norm": ("meshwright_parallel", "get_total_norm"),
     "debug": ("meshwright.debug", None),
     "deferred_init": ("meshwright_dtensor.deferred.materialize", "deferred_init"),
-    "distribute": ("meshwright_dtensor.tensor.global_tensor", "distribute"),
+    "distribute": ("meshwright_dtensor.api", "distribute"),
     "distribute_module": ("meshwright_parallel", "distribute_module"),
     "errors": ("meshwright_dtensor.errors", None),
     "explain": ("meshwright_planner", "explain"),

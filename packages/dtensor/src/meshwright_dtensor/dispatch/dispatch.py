@@ -19,7 +19,6 @@ from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.derive import derive, describe
-from meshwright_dtensor.dispatch.guard import install_guard
 from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
@@ -298,16 +297,3 @@ def _make(
         return fallback.Replicated(context, func, in_place)
     note(context, name, d.tier, described, d.reason)
     return program
-
-
-def install() -> None:
-    """Connect global tensors to this module and catch ``autograd.Function.apply``, which goes past it; idempotent."""
-    GlobalTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[assignment]
-    install_guard(fallback.run_function, _hidden_from)
-
-
-def _hidden_from(cls: Any, x: Any) -> bool:
-    """torch's own Functions (DTensor's, FSDP's) know DTensors, and so mesh parameters."""
-    return isinstance(x, GlobalTensor) or (
-        isinstance(x, MeshParameter) and not cls.__module__.startswith("torch.")
-    )

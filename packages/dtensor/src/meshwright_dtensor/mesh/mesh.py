@@ -6,16 +6,14 @@ The mesh that is meant where a call names none.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement
 
 from meshwright_dtensor._torch.core import (
-    entered_mesh,
     flattened_group,
     hash_store,
     live_groups,
@@ -23,7 +21,6 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor._torch.meshes import forget_meshes
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.utils.shutdown import settle_at_exit
 
 if TYPE_CHECKING:
@@ -125,63 +122,3 @@ def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         if group in alive and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     forget_meshes()
-
-
-Placements = Sequence[Placement | State] | Mapping[str, Placement | State]
-"""One per mesh axis, outermost first, or by the name of the axis."""
-
-
-def meant(
-    mesh: DeviceMesh | Placements | None, placements: Placements | None, known: DeviceMesh | None = None
-) -> tuple[DeviceMesh, Sequence[Placement | State]]:
-    """Mesh and placements of a call that may leave the mesh out and give the placements in its place.
-
-    Args:
-        mesh, placements: as they were given.
-        known: the mesh that the tensor lies over already.
-
-    Raises:
-        UsageError: no placements, no mesh where it takes one, or no such axis.
-    """
-    if placements is None and mesh is not None and not isinstance(mesh, DeviceMesh):
-        mesh, placements = None, mesh
-    if placements is None or not (mesh is None or isinstance(mesh, DeviceMesh)):
-        raise UsageError("no placements; give one per mesh axis: distribute(tensor, mesh, [Shard(0)])")
-    over = mesh or known or _around(placements)
-    return over, _by_axis(placements, over)
-
-
-def _around(placements: Placements) -> DeviceMesh:
-    """The mesh of the surrounding `with mesh:`; outside of one, all ranks as one axis, for one placement.
-
-    Raises:
-        UsageError: there is no mesh around, and more than one axis is meant.
-    """
-    entered = entered_mesh()
-    if entered is not None:
-        return entered
-    if len(placements) != 1:
-        raise UsageError(
-            f"{len(placements)} placements and no mesh; call inside `with mesh:`, or give the mesh: "
-            "distribute(tensor, mesh, placements)"
-        )
-    names = tuple(placements) if isinstance(placements, Mapping) else ("ranks",)
-    return init_device_mesh(init().type, (dist.get_world_size(),), mesh_dim_names=names)
-
-
-def _by_axis(placements: Placements, mesh: DeviceMesh) -> Sequence[Placement | State]:
-    """One placement per axis of `mesh`; an axis that a mapping does not name holds the whole value on every rank.
-
-    Raises:
-        UsageError: the mesh has no axis of that name.
-    """
-    if not isinstance(placements, Mapping):
-        return placements
-    names = mesh.mesh_dim_names or ()
-    for axis in placements:
-        if axis not in names:
-            known = ", ".join(names) or "none that have names"
-            raise UsageError(
-                f"placement of mesh axis {axis!r}; the axes of the mesh are {known}; use one of them"
-            )
-    return [placements.get(axis, "I") for axis in names]

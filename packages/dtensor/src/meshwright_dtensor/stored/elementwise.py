@@ -202,6 +202,18 @@ def lies_like(first: DTensor, x: DTensor) -> bool:
     return not x.dim() and all(p.is_replicate() for p in other.placements)
 
 
+def assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
+    """Whether ``x[mask] = value`` is a number for elements of each rank's part."""
+    return (
+        isinstance(x, DTensor)
+        and isinstance(mask, DTensor)
+        and mask.dtype is torch.bool
+        and mask.shape == x.shape
+        and lies_like(x, mask)
+        and not isinstance(value, Tensor)
+    )
+
+
 def _wrapped(local: Tensor, first: DTensor) -> DTensor:
     spec = dtensor_spec(first)
     return dtensor_from(

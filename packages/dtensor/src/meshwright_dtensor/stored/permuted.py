@@ -8,7 +8,6 @@ everything pass, and all that would show the permuted order is refused, or given
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
-from meshwright_dtensor.stored.elementwise import on_local_parts, quickly
+from meshwright_dtensor.stored.elementwise import on_local_parts
 
 Tensor = torch.Tensor
 
@@ -72,29 +71,6 @@ class PermutedDTensor(DTensor):
     ) -> DTensor:
         """A stock DTensor in true order with these placements (a collective call)."""
         return redistributed(self, self._layout, placements, device_mesh, options)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = quickly(func, args, kwargs)
-        if result is not NotImplemented:
-            return in_order_of(args[0], result)
-        if _writing().MeshView in types:
-            return NotImplemented  # it knows better what it shows
-        result = _writing().handled(func, args, kwargs, views=False)
-        return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
-
-
-@cache
-def _writing() -> Any:
-    from meshwright_dtensor.stored import writes
-
-    return writes
 
 
 def in_order_of(first: Any, result: DTensor) -> DTensor:

@@ -26,7 +26,7 @@ from meshwright_dtensor._torch.core import (
 )
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.sharding.boxes import read_region
-from meshwright_dtensor.stored.elementwise import is_elementwise, on_local_parts
+from meshwright_dtensor.stored.elementwise import assigns_under_mask, is_elementwise, on_local_parts
 from meshwright_dtensor.stored.gather import (
     as_global,
     by_global_rules,
@@ -34,19 +34,13 @@ from meshwright_dtensor.stored.gather import (
     stored_layout,
     whole_of,
 )
-from meshwright_dtensor.stored.mesh_value import MeshValue, assigns_under_mask, mesh_value
+from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.views import Origin
-from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.trace.function_kinds import kind_of
 
 Tensor = torch.Tensor
 
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
-_ASKS = frozenset(
-    "size dim stride numel is_floating_point is_complex __hash__ __repr__ __format__ __len__ __get__ __set__ element_size "
-    "nelement ndimension is_contiguous get_device storage_offset _is_view".split()
-)
-"""What asks about the tensor, not for its value."""
 
 
 def handled(
@@ -97,41 +91,6 @@ class MeshView(MeshValue):
     _shares: bool
     """Whether its local tensor lies in the memory of the base's."""
     _saved: DTensor | None = None
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        kind = kind_of(func)
-        first = args[0] if args else None
-        if kind == "init" or (kwargs.get("inplace") is True and isinstance(first, MeshView)):
-            return write(func, args, kwargs)
-        if isinstance(first, MeshView):
-            if kind in ("view", "alias"):
-                found = view_of(first, func, args[1:], kwargs)
-                if found is not NotImplemented:
-                    return found
-            elif kind in ("write", "fill"):
-                return write(func, args, kwargs)
-            elif kind == "set data":
-                return set_data(*args)
-            elif getattr(func, "__name__", "") in _ASKS:
-                with stock_call():
-                    return func(*args, **kwargs)
-        out = kwargs.get("out")
-        if isinstance(out, MeshView):
-            return write_out(func, args, kwargs)
-        name = getattr(func, "__name__", "")
-        if writes_lists(name):
-            return one_by_one(func, args, kwargs)
-        _refuse_lists(name, args)
-        args, kwargs = pytree.tree_map_only(MeshView, MeshView.current, (args, kwargs))
-        return func(*args, **kwargs)
 
     def current(self) -> DTensor:
         """What the base holds now, as a tensor that is no view (a collective call where the memory is not the base's)."""
@@ -228,18 +187,6 @@ def write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             )
         one.copy_(value.detach())
     return out
-
-
-def _refuse_lists(name: str, args: tuple[Any, ...]) -> None:
-    """Fused functions, which write to all their lists, find no view there."""
-    if not (name.startswith(("_fused", "_amp_foreach")) and name.endswith("_")):
-        return
-    for one in pytree.tree_leaves(args):
-        if isinstance(one, MeshView):
-            raise UnsupportedError(
-                f"{name} is given a view of shape {list(one.shape)} of a tensor over a mesh, and a write to it might not reach "
-                "that tensor; write to one view after the other, with its own methods"
-            )
 
 
 def _refuse_leaf(base: DTensor) -> None:

@@ -8,7 +8,7 @@ The wrapper carries the Python dispatch key and a meta tensor's geometry, so cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,6 @@ from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of
-from meshwright_dtensor.mesh.mesh import Placements, meant
 from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
@@ -187,18 +186,6 @@ class GlobalTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # only until the first tensor is made: install() puts the dispatcher itself here, one Python frame less per call
-        _guard()
-        return cls.__torch_function__(func, types, args, kwargs)
-
-    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
@@ -345,65 +332,3 @@ def check_shardable(context: MeshContext, shape: Sequence[int], states: States) 
 
 def _dim(state: State) -> int:
     return int(state) if isinstance(state, int) else -1
-
-
-def distribute(
-    tensor: Tensor, mesh: DeviceMesh | Placements | None = None, placements: Placements | None = None
-) -> GlobalTensor:
-    """Lay a global value over a mesh: ``distribute(x, mesh, [Shard(0)])``, ``distribute(x, {"tp": Shard(0)})``.
-
-    Args:
-        tensor: the global value, the same on every rank.
-        mesh: the device mesh. It may be left out, the placements then come second: it is that of the surrounding
-            ``with mesh:``, or, for a single placement, all ranks as one axis.
-        placements: torch placements (Replicate, Shard, Partial) or states, one per mesh axis, outermost first, or a
-            mapping from the names of axes; what that does not name is replicated.
-
-    Returns:
-        The global tensor; a leaf of autograd requires grad if ``tensor`` does and stays connected to it.
-
-    Raises:
-        UsageError: no placements, no mesh where it takes one, or no such axis.
-        UnsupportedError: a dim that is too short to be sharded, or is not there.
-    """
-    known = tensor.global_layout.context.mesh if isinstance(tensor, GlobalTensor) else None
-    mesh, placements = meant(mesh, placements, known)
-    if isinstance(tensor, GlobalTensor):
-        return tensor.redistribute(placements)
-    context = MeshContext.of(mesh)
-    states = states_of(placements, tensor.ndim, context.ndim)
-    check_shardable(context, tensor.shape, states)
-    source = layout_of(context, context.replicated, tensor.shape, tensor.dtype)
-    target = layout_of(context, states, tensor.shape, tensor.dtype)
-    _guard()
-    conversion = conversion_between(context, source.states, target.states, target.shape)
-    if conversion is None:
-        return wrap(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach(), target)
-    return wrap(conversion.apply(tensor), target)
-
-
-def from_local(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | State], shape: Sequence[int]
-) -> GlobalTensor:
-    """The global tensor of global ``shape`` whose part on this rank is ``local``.
-
-    Raises:
-        UnsupportedError: ``local`` has not the shape that ``placements`` give this rank.
-    """
-    context = MeshContext.of(mesh)
-    states = states_of(placements, len(shape), context.ndim)
-    check_shardable(context, shape, states)
-    layout = layout_of(context, states, tuple(shape), local.dtype)
-    if tuple(local.shape) != tuple(layout.local_shape):
-        raise UnsupportedError(
-            f"local tensor of shape {list(local.shape)} is not this rank's part of {layout!r}, "
-            f"which has shape {list(layout.local_shape)}"
-        )
-    _guard()
-    return wrap(local, layout)
-
-
-def _guard() -> None:
-    from meshwright_dtensor.dispatch.dispatch import install
-
-    install()

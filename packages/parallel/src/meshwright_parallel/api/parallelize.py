@@ -19,13 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.deferred.materialize import local_values
 from meshwright_dtensor.dispatch.module_to import install_conversions
 from meshwright_dtensor.dispatch.planned_calls import install_targets
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, groups_now, init
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
-from meshwright_dtensor.parameter import as_mesh_parameter
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box

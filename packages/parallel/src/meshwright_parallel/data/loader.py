@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.tensor.global_tensor import from_local
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
 from meshwright_parallel.placement.inputs import Placed, placed_of, size_of

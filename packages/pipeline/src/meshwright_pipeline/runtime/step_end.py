@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import StageError, UnsupportedError
 from meshwright_dtensor.schedule.schedule import NAMES, Action, Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable
-from meshwright_dtensor.tensor.global_tensor import distribute
 from meshwright_pipeline._torch import pytree
 from meshwright_pipeline.runtime.broadcast import Lost, Spread
 from meshwright_pipeline.runtime.consensus import Agreement, Report

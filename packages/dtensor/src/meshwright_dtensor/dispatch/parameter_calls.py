@@ -1,0 +1,116 @@
+"""Torch functions on mesh parameters: global tensor computations, writes to the stored value, optimizer arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright_dtensor._torch.core import dtensor_local
+from meshwright_dtensor.dispatch.dispatch import dispatch
+from meshwright_dtensor.dispatch.parameter_view import viewed_or_written
+from meshwright_dtensor.parameter import MeshParameter
+from meshwright_dtensor.stored.elementwise import quickly
+from meshwright_dtensor.stored.functions import optimizer_call
+from meshwright_dtensor.stored.mesh_value import mesh_value
+from meshwright_dtensor.stored.permuted import elementwise, in_order_of, layout_in_runs
+from meshwright_dtensor.stored.writes import MeshView
+from meshwright_dtensor.tensor.compute_copy import computing, touch
+from meshwright_dtensor.trace.function_kinds import FILLS, VIEW_GETTERS, is_in_place, is_init, kind_of
+
+Tensor = torch.Tensor
+
+_STOCK = frozenset(
+    "__set__ __delete__ size dim stride numel is_floating_point is_complex detach backward is_contiguous __hash__ __repr__ "
+    "zeros_like ones_like full_like empty_like untyped_storage element_size __len__ redistribute data_ptr "
+    "storage_offset is_shared share_memory_ nelement ndimension".split()
+)
+"""Functions that ask about or change the parameter itself, or make optimizer state like it: stock DTensor runs them."""
+
+
+def parameter_call(
+    cls: type,
+    func: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``__torch_function__`` of mesh parameters."""
+    copy = args[0]._copy if args and type(args[0]) is MeshParameter else None
+    # while a forward runs, it may need the compute copy
+    if copy is None or not copy.computing:
+        result = quickly(func, args, kwargs)
+        if result is not NotImplemented:
+            return mesh_value(in_order_of(args[0], result))
+    if MeshView in types:
+        return NotImplemented  # views have rules of their own
+    name = getattr(func, "__name__", "")
+    written = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init names it
+    if (
+        isinstance(written, MeshParameter)
+        and written._copy is not None
+        and (is_in_place(name) or is_init(func))
+    ):
+        copy = written._copy
+        written.compute_with(None)  # the write goes to the stored value
+        try:
+            return parameter_call(cls, func, types, args, kwargs)
+        finally:
+            written.compute_with(copy)
+    if is_init(func):
+        # its own no_grad starts after this call
+        with torch.no_grad():
+            return dispatch(cls, func, types, args, kwargs)
+    if kind_of(func):
+        result = viewed_or_written(func, types, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+    if _is_computation(func, name, args, kwargs):
+        return dispatch(cls, func, types, args, kwargs)
+    return _optimizer_function(func, name, args, kwargs)
+
+
+def _is_computation(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> bool:
+    """Whether the call is a global tensor computation, not one of an optimizer or about the parameter itself."""
+    if name in _STOCK or name.startswith(("_foreach", "_fused")):
+        return False
+    if kwargs and isinstance(kwargs.get("out"), DTensor):
+        return False
+    if name == "__get__":
+        return getattr(func, "__self__", None) in VIEW_GETTERS
+    if name.endswith("_") and not name.endswith("__"):
+        return name in FILLS
+    if torch.is_grad_enabled():
+        return True
+    operands = [*args, *(kwargs or {}).values()]
+    return any(isinstance(a, Tensor) and not isinstance(a, DTensor) for a in operands) or computing(operands)
+
+
+def _optimizer_function(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    if _any_permuted(args) and not name.startswith("_fused"):
+        result = elementwise(func, args, kwargs or {})
+    else:
+        result = optimizer_call(func, args, kwargs)
+    # torch counts no versions for _foreach_add_ and _fused_adamw_
+    if name.startswith("_f") and name.endswith("_"):
+        touch(args[0] if args else tuple((kwargs or {}).values())[:1])
+    elif name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad:
+        dtensor_local(args[0]).requires_grad = args[1]
+        if args[0]._copy is not None:
+            args[0]._copy.follow(args[1])
+    return result
+
+
+def _any_permuted(args: Sequence[Any]) -> bool:
+    return any(
+        any(layout_in_runs(x) is not None for x in a)
+        if isinstance(a, (list, tuple))
+        else layout_in_runs(a) is not None
+        for a in args
+    )

@@ -1,0 +1,225 @@
+"""Torch functions on stored DTensors: the ``__torch_function__`` of MeshValue, PermutedDTensor and MeshView.
+
+Any optimizer computes with parameters, gradients and states as with plain tensors.  Elementwise functions run on the local
+tensors (see elementwise), fused steps and assignment under a mask too.  Stock DTensor does the rest, but it leaves the norm
+of a shard partial, which later in-place operations refuse and of which ``.item()`` shows one rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright_dtensor._torch.core import (
+    dtensor_local,
+    dtensor_spec,
+    pytree,
+    quiet_exchanges,
+    set_dtensor_parts,
+    settled,
+    stock_call,
+)
+from meshwright_dtensor.errors import UnsupportedError
+from meshwright_dtensor.stored.elementwise import (
+    assigns_under_mask,
+    on_local_parts,
+    quickly,
+    same_specs,
+)
+from meshwright_dtensor.stored.gather import by_global_rules
+from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
+from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, in_order_of, layout_in_runs
+from meshwright_dtensor.stored.writes import (
+    MeshView,
+    handled,
+    meets_others,
+    set_data,
+    view_of,
+    write,
+    write_out,
+)
+from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
+from meshwright_dtensor.trace.function_kinds import kind_of
+
+Tensor = torch.Tensor
+
+_QUERIES = frozenset(
+    "size dim stride numel is_floating_point is_complex __hash__ __repr__ __format__ __len__ __get__ __set__ element_size "
+    "nelement ndimension is_contiguous get_device storage_offset _is_view".split()
+)
+"""Functions that ask about the tensor, not for its value."""
+
+
+def _mesh_value_call(
+    cls: type,
+    func: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    if any(t is not MeshValue and t is not DTensor for t in types):
+        return NotImplemented  # parameters and global tensors have rules of their own
+    result = quickly(func, args, kwargs)
+    if result is not NotImplemented:
+        return mesh_value(result)
+    result = handled(func, args, kwargs)
+    return optimizer_call(func, args, kwargs) if result is NotImplemented else result
+
+
+def _permuted_call(
+    cls: type,
+    func: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    result = quickly(func, args, kwargs)
+    if result is not NotImplemented:
+        return in_order_of(args[0], result)
+    if MeshView in types:
+        return NotImplemented  # views have rules of their own
+    result = handled(func, args, kwargs, views=False)
+    return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
+
+
+def _view_call(
+    cls: type,
+    func: Callable[..., Any],
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    kwargs = kwargs or {}
+    kind, name = kind_of(func), getattr(func, "__name__", "")
+    first = args[0] if args else None
+    if kind == "init" or (kwargs.get("inplace") is True and isinstance(first, MeshView)):
+        return write(func, args, kwargs)
+    if isinstance(first, MeshView):
+        if kind in ("view", "alias"):
+            view = view_of(first, func, args[1:], kwargs)
+            if view is not NotImplemented:
+                return view
+        elif kind in ("write", "fill"):
+            return write(func, args, kwargs)
+        elif kind == "set data":
+            return set_data(*args)
+        elif name in _QUERIES:
+            with stock_call():
+                return func(*args, **kwargs)
+    if isinstance(kwargs.get("out"), MeshView):
+        return write_out(func, args, kwargs)
+    if writes_lists(name):
+        return one_by_one(func, args, kwargs)
+    _refuse_fused(name, args)
+    args, kwargs = pytree.tree_map_only(MeshView, MeshView.current, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+MeshValue.__torch_function__ = classmethod(_mesh_value_call)  # type: ignore[assignment]
+PermutedDTensor.__torch_function__ = classmethod(_permuted_call)  # type: ignore[assignment]
+MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment]
+
+
+def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """``func`` by stock DTensor, where it can, without partial values in what it shows.
+
+    Raises:
+        UnsupportedError: a fused step meets tensors that do not lie alike.
+    """
+    name = getattr(func, "__name__", "")
+    kwargs = kwargs or {}
+    if name.startswith("_fused") or (name == "__setitem__" and assigns_under_mask(*args)):
+        return _on_locals(func, name, args, kwargs)
+    with stock_call():
+        if name != "stack":  # the norms of many gradients are stacked first, and completed together
+            args = tuple([_completed(a) if isinstance(a, MeshValue) else a for a in args])
+        result = on_local_parts(func, name, args, kwargs)
+    if result is NotImplemented:
+        if kwargs.get("out") is not None:
+            return write_out(func, args, kwargs)
+        result = _by_stock(func, args, kwargs)
+    if isinstance(result, DTensor):
+        with stock_call():
+            return mesh_value(settled(_complete(result)))
+    if isinstance(result, (list, tuple)) and name.startswith("_foreach"):
+        for tensor in result:
+            mesh_value(settled(tensor) if isinstance(tensor, DTensor) else tensor)
+    return result
+
+
+def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    by_list = writes_lists(name)
+    fused = name.startswith("_f") and not by_list
+    if fused or not meets_others(args, kwargs):
+        try:
+            with stock_call(), quiet_exchanges():
+                return func(*args, **kwargs)
+        except NotImplementedError:  # it has no rule, and says so on every rank before anything is moved
+            if fused:
+                raise
+    if by_list:
+        return one_by_one(func, args, kwargs)
+    return by_global_rules(func, args, kwargs)
+
+
+def _completed(x: MeshValue) -> MeshValue:
+    """``x`` itself, from now on without partial values: what is written to it must not go to another tensor."""
+    whole = _complete(x)
+    if whole is not x:
+        set_dtensor_parts(x, dtensor_local(whole), dtensor_spec(whole))
+    return x
+
+
+def _complete(x: DTensor) -> DTensor:
+    """``x`` without partial values: on one axis after the other, as norms of norms."""
+    if not any(p.is_partial() for p in x.placements):
+        return x
+    return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
+
+
+def _refuse_fused(name: str, args: tuple[Any, ...]) -> None:
+    """Refuse views in the lists of a fused function, which writes to all of its lists."""
+    if not (name.startswith(("_fused", "_amp_foreach")) and name.endswith("_")):
+        return
+    for view in pytree.tree_leaves(args):
+        if isinstance(view, MeshView):
+            raise UnsupportedError(
+                f"{name} is given a view of shape {list(view.shape)} of a tensor over a mesh, and a write to it might not reach "
+                "that tensor; write to one view after the other, with its own methods"
+            )
+
+
+def _on_locals(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with stock_call(), torch.no_grad():
+        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+        if not same_specs([a for a in lists if isinstance(a[0], DTensor)]):
+            for members in zip(*lists, strict=False):
+                _check_alike(name, members)
+        local_args, local_kwargs = pytree.tree_map_only(DTensor, dtensor_local, (args, kwargs))
+        return func(*local_args, **local_kwargs)
+
+
+def _check_alike(name: str, members: Sequence[Tensor]) -> None:
+    """All that has the shape of the parameter, which comes first, lies as it does."""
+    first = members[0]
+    if not isinstance(first, DTensor):
+        return
+    for other in members[1:]:
+        if other.shape != first.shape or first.dim() == 0:
+            continue  # a count of steps
+        same = isinstance(other, DTensor) and other.placements == first.placements
+        if not same or not _same_runs(first, other):
+            lies = other.placements if isinstance(other, DTensor) else "whole"
+            raise UnsupportedError(
+                f"{name} on a parameter of shape {list(first.shape)} that lies as {first.placements} met a state that lies "
+                f"as {lies}; load optimizer states with optimizer.load_state_dict(), or use fused=False"
+            )
+
+
+def _same_runs(a: Tensor, b: Tensor) -> bool:
+    runs = [layout_in_runs(x) for x in (a, b)]
+    return runs[0] is runs[1] or (None not in runs and runs[0].states == runs[1].states)  # type: ignore[union-attr]
