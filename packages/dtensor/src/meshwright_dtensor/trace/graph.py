@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,9 +19,6 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright_dtensor._torch.core import TorchDispatchMode, is_fake, pytree, unwatched
 from meshwright_dtensor._torch.metas import FLOPS, METAS
-
-if TYPE_CHECKING:
-    from meshwright_dtensor.rules.composites.base import Composite
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -148,6 +145,19 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", str(function))
 
 
+class RecordedWhole(Protocol):
+    """A torch function that is recorded as one node: a composite of the rules."""
+
+    @property
+    def name(self) -> str:
+        """Name of its nodes."""
+
+    def normalise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The call in canonical positional form with defaults filled in; None records it op by op."""
+
+
 @dataclass(slots=True)
 class ModuleFrame:
     """The module whose forward is running, with its count of calls per function name."""
@@ -177,13 +187,13 @@ class Recorder(TorchDispatchMode):
     """Context manager that records what runs inside as :attr:`nodes` over :attr:`values`.
 
     Args:
-        composites: torch function -> its :class:`~meshwright_dtensor.rules.composites.base.Composite`.
+        composites: torch function -> its composite.
         inputs: tensors registered first, so that they are values ``0 .. len(inputs) - 1``.
     """
 
     def __init__(
         self,
-        composites: Mapping[Callable[..., Any], Composite] | None = None,
+        composites: Mapping[Callable[..., Any], RecordedWhole] | None = None,
         inputs: Iterable[torch.Tensor] = (),
     ) -> None:
         super().__init__()
