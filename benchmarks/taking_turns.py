@@ -14,7 +14,7 @@ import torch.distributed.device_mesh as device_mesh
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.mesh.mesh import end_groups, groups_now
+from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
 from meshwright_dtensor.plan.plan import ParallelPlan
 
 Step = Callable[[], float]
@@ -43,14 +43,14 @@ def living_together(
     every: Iterable[tuple[nn.Module, dict[str, torch.Tensor], ParallelPlan]],
 ) -> Iterator[list[Step]]:
     """Steps of configurations that are set up; they and their process groups end with the block."""
-    before = groups_now()
+    before = live_process_groups()
     with _one_group_for_the_same_ranks():
         steps = [set_up(*one) for one in every]
     try:
         yield steps
     finally:
         steps.clear()
-        end_groups(groups_now() - before)
+        destroy_groups(live_process_groups() - before)
         gc.collect()  # groups that are still referred to keep their threads
 
 

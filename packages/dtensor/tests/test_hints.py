@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshwright_dtensor import distribute, mark_sharding
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.hints import watched_marks
+from meshwright_dtensor.hints import observe_marks
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
@@ -34,7 +34,7 @@ def test_marks_on_activations(rank_pool: RankPool) -> None:
 def test_marks_are_seen_by_who_watches() -> None:
     seen: list[dict[str, object]] = []
     x = torch.ones(2, 3)
-    with watched_marks(lambda mark: seen.append({**mark})):
+    with observe_marks(lambda mark: seen.append({**mark})):
         mark_sharding(x, {"tp": Shard(-1), "dp": Replicate()})
         mark_sharding(torch.nn.Parameter(x), {"tp": 0})  # of parameters, which are asked for theirs
     mark_sharding(x, {"tp": 0})

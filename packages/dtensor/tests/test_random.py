@@ -18,7 +18,7 @@ from meshwright_dtensor.random import (
     PIECE_NUMEL,
     Part,
     draw_full_then_slice,
-    is_drawn_alike,
+    draws_by_element,
     run_random,
 )
 from meshwright_dtensor.sharding.boxes import (
@@ -347,8 +347,8 @@ def test_local_draws_are_not_those_of_one_device() -> None:
 
 
 def test_what_cannot_be_run_is_refused() -> None:
-    assert is_drawn_alike(aten.normal_.default)
-    assert not is_drawn_alike(aten.multinomial.default)
+    assert draws_by_element(aten.normal_.default)
+    assert not draws_by_element(aten.multinomial.default)
     part = Part((4, 4), (0, 1), ((0, 2), (0, 4)))
     with pytest.raises(UnsupportedError, match="gather its inputs"):
         run_random(aten.poisson.default, (torch.rand(2, 4),), {}, [part])

@@ -45,7 +45,7 @@ def distribute(
         UnsupportedError: a dim that is too short to be sharded, or is not there.
     """
     known = tensor.global_layout.context.mesh if isinstance(tensor, GlobalTensor) else None
-    mesh, placements = meant(mesh, placements, known)
+    mesh, placements = resolve_mesh(mesh, placements, known)
     if isinstance(tensor, GlobalTensor):
         return tensor.redistribute(placements)
     context = MeshContext.of(mesh)
@@ -95,7 +95,7 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
     return new_mesh_parameter(dtensor, states, requires_grad)
 
 
-def meant(
+def resolve_mesh(
     mesh: DeviceMesh | Placements | None, placements: Placements | None, known: DeviceMesh | None = None
 ) -> tuple[DeviceMesh, Sequence[Placement | State]]:
     """Mesh and placements of a call that may leave the mesh out and give the placements in its place.

@@ -64,7 +64,7 @@ def mark_sharding(tensor: torch.Tensor, placements: Mapping[str, Placement | Sta
 
 
 @contextlib.contextmanager
-def watched_marks(seen: Callable[[dict[str, State]], None]) -> Iterator[None]:
+def observe_marks(seen: Callable[[dict[str, State]], None]) -> Iterator[None]:
     """While open, `seen` is called with each mark of an activation: mesh axis -> state."""
     token = _WATCHER.set(seen)
     try:

@@ -35,12 +35,12 @@ from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import (
     PermutedDTensor,
-    in_order_of,
-    in_runs,
-    layout_in_runs,
-    local_like,
+    as_permuted,
+    is_permuted,
+    local_part_of,
+    permuted_layout,
     redistributed,
-    tagged,
+    with_order_of,
 )
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import ComputeCopy
@@ -85,7 +85,7 @@ class MeshParameter(DTensor):
         shown = self._shown_gradient
         if shown is None or dtensor_local(shown) is not local:
             value = mesh_value(dtensor_from(local, dtensor_spec(self)))
-            shown = self._shown_gradient = tagged(value, self._layout)
+            shown = self._shown_gradient = as_permuted(value, self._layout)
             if is_repeated(self):
                 mark_repeated(shown)
         return shown
@@ -103,8 +103,8 @@ class MeshParameter(DTensor):
                     f"a gradient with placements {value.placements} does not go with a parameter with {self.placements}; "
                     "redistribute it first"
                 )
-            same = layout_in_runs(value) is layout_in_runs(self)
-            dtensor_local(self).grad = dtensor_local(value) if same else local_like(value, self._layout)
+            same = permuted_layout(value) is permuted_layout(self)
+            dtensor_local(self).grad = dtensor_local(value) if same else local_part_of(value, self._layout)
         else:
             dtensor_local(self).grad = read_region(value.detach(), self._layout.region).clone()
         self._shown_gradient = None
@@ -123,7 +123,7 @@ class MeshParameter(DTensor):
         self._refuse_hooks()
 
         def run(g: Tensor) -> Tensor | None:
-            new = hook(tagged(dtensor_from(g, dtensor_spec(self)), self._layout))
+            new = hook(as_permuted(dtensor_from(g, dtensor_spec(self)), self._layout))
             return dtensor_local(new) if isinstance(new, DTensor) else new
 
         return dtensor_local(self).register_hook(run)
@@ -150,8 +150,8 @@ class MeshParameter(DTensor):
             dtensor_local(self).copy_(read_region(other, self._layout.region), non_blocking)
             return self
         other = other.current() if isinstance(other, MeshView) else other
-        if layout_in_runs(self) is not layout_in_runs(other):
-            dtensor_local(self).copy_(local_like(other, self._layout), non_blocking)
+        if permuted_layout(self) is not permuted_layout(other):
+            dtensor_local(self).copy_(local_part_of(other, self._layout), non_blocking)
             return self
         with stock_call():
             DTensor.copy_(self, other, non_blocking)
@@ -204,7 +204,7 @@ class MeshParameter(DTensor):
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
         """As stock DTensor does; a parameter in runs comes out in true order, without autograd."""
-        if in_runs(self._layout.states):
+        if is_permuted(self._layout.states):
             return redistributed(self, self._layout, placements, device_mesh, options)
         source: DTensor = self
         if not torch.is_grad_enabled():  # the leaf inside has a gradient, of which torch would warn
@@ -216,7 +216,7 @@ class MeshParameter(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with stock_call():
             text = DTensor.__repr__(self)
-        return f"{text[:-1]}, layout={self._layout!r})" if in_runs(self._layout.states) else text
+        return f"{text[:-1]}, layout={self._layout!r})" if is_permuted(self._layout.states) else text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshParameter:
         with torch.no_grad():
@@ -245,7 +245,7 @@ def new_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = T
     set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
     parameter.__class__ = MeshParameter
     parameter._layout = layout_of(context, states, dtensor.shape, dtensor.dtype)
-    parameter._order = states if in_runs(states) else None
+    parameter._order = states if is_permuted(states) else None
     parameter.compute_with(None)
     return parameter  # type: ignore[no-any-return]
 
@@ -262,7 +262,7 @@ def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
     spec = dtensor_spec(parameter)
     if local.dtype != spec.tensor_meta.dtype:
         spec = with_dtype(spec, local.dtype)
-    return mesh_value(in_order_of(parameter, dtensor_from(local, spec)))
+    return mesh_value(with_order_of(parameter, dtensor_from(local, spec)))
 
 
 def layout_of_dtensor(dtensor: DTensor) -> Layout:

@@ -78,7 +78,7 @@ _HOW = _How()
 
 
 @contextlib.contextmanager
-def drawn_whole() -> Iterator[None]:
+def without_pieces() -> Iterator[None]:
     """Inside, tensors are drawn whole: who watches random operations from below must see one for each."""
     before, _HOW.whole = _HOW.whole, True
     try:
@@ -133,7 +133,7 @@ def draw_full_then_slice(
     return copy_region(full, box)
 
 
-def is_drawn_alike(op: OpOverload) -> bool:
+def draws_by_element(op: OpOverload) -> bool:
     """Whether `run_random` can run `op`: how many numbers it draws does not depend on values that other ranks
     hold.
     """

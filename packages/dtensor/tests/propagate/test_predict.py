@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import communication
-from meshwright_dtensor.propagate.predict import follow
-from meshwright_dtensor.propagate.prediction import Grid
+from meshwright_dtensor.propagate.predict import predict_run
+from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool
@@ -104,13 +104,15 @@ def foreseen(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tupl
     for node in recorder.nodes:
         for ref in node.outs:
             grad[ref.i] = recorder.values[ref.i].differentiable and any(grad[r.i] for r in node.ins)
-    grid = Grid(("dp", "zero")[: len(sizes)], sizes)
+    grid = MeshShape(("dp", "zero")[: len(sizes)], sizes)
     result = recorder.index_of(out)
-    found = follow(grid, book, recorder.nodes, recorder.values, grad, {0: states}, (), results=[result or 0])
+    found = predict_run(
+        grid, book, recorder.nodes, recorder.values, grad, {0: states}, (), results=[result or 0]
+    )
     moved: Counter[Any] = Counter()
     for m in found.moved:
         moved[m.kind, m.axis, m.phase, m.function, m.why] += m.nbytes
-    return moved, found.lies.get(result or 0, ("I",) * len(sizes))
+    return moved, found.states.get(result or 0, ("I",) * len(sizes))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,9 @@ def test_why_a_call_is_gathered_is_told() -> None:
     recorder.mark(x, "input:x")
     with recorder:
         torch.masked_select(x, x > 0).sum()
-    found = follow(Grid(("dp",), (2,)), book, recorder.nodes, recorder.values, [False] * 9, {0: (0,)}, ())
+    found = predict_run(
+        MeshShape(("dp",), (2,)), book, recorder.nodes, recorder.values, [False] * 9, {0: (0,)}, ()
+    )
     (why,) = found.gathered.values()
     assert why == "depends on the data"
     assert [(m.kind, m.nbytes) for m in found.moved] == [

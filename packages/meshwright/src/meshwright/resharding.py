@@ -13,7 +13,7 @@ from torch import nn
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.reshard.in_memory import Belongings, trained_everywhere
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.mesh.mesh import end_groups, first_ranks, init, make_default
+from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, set_default_world
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_parallel import parallelize
@@ -76,13 +76,13 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
     except BaseException:
         off.put_back()
         if everyone is not None and dist.group.WORLD is not everyone:
-            make_default(everyone)
+            set_default_world(everyone)
         raise
     groups = off.groups - ({everyone} if everyone is not None else set())
     del off
     _forget_copies(brought)
     agreed.fill()
-    end_groups(groups)
+    destroy_groups(groups)
     return model, optimizer
 
 
@@ -108,7 +108,7 @@ def _size(plan: ParallelPlan, ranks: Ranks) -> int:
 
 def _apply(model: nn.Module, plan: ParallelPlan, size: int, ranks: Ranks) -> None:
     """Apply the plan on its ranks, which are the whole world from now on."""
-    if size == ranks.size or first_ranks(size) is not None:
+    if size == ranks.size or restrict_world(size) is not None:
         parallelize(model, plan)
 
 

@@ -14,7 +14,7 @@ from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.sharding.boxes import Box, Region, box_numel, box_shape, region_boxes
 from meshwright_dtensor.sharding.intervals import Interval
-from meshwright_dtensor.stored.permuted import layout_in_runs
+from meshwright_dtensor.stored.permuted import permuted_layout
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def _region(tensor: torch.Tensor, name: str, parameter: torch.Tensor | None) -> 
         )
     if isinstance(tensor, MeshParameter):
         return tensor.global_layout.region
-    layout = layout_in_runs(tensor)
+    layout = permuted_layout(tensor)
     if layout is None and parameter is not None and parameter.shape == tensor.shape:
-        layout = layout_in_runs(parameter)
+        layout = permuted_layout(parameter)
     if layout is not None:
         return layout.region
     for placement in tensor.placements:

@@ -23,7 +23,7 @@ from meshwright_dtensor.comm.log import current_site, record
 from meshwright_dtensor.errors import MeshwrightError
 from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
-from meshwright_dtensor.propagate.rewrites import check_mutations, chosen, hoist
+from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
 from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.sharding.boxes import Region, dim_order_of, local_shape_of, region_of
@@ -162,13 +162,13 @@ def derive(
     plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
     with without_modes():
         chooser = Chooser(context, rule_book(context), traced.nodes, traced.values, plain)
-        choice = chosen(chooser, given, {i for i, w in enumerate(weights) if w}, goal)
+        choice = choose_with_rewrites(chooser, given, {i for i, w in enumerate(weights) if w}, goal)
     results = refs_in(traced.out)
     produced, wanted, hoisted = hoist(traced.nodes, results, choice, given)
     first = list(wanted.values())
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
     lying = {i: m.states for i, m in enumerate(layouts)}
-    gathered_view = check_mutations(traced.nodes, results, choice, lying, copies)
+    gathered_view = check_writes(traced.nodes, results, choice, lying, copies)
     out = pytree.tree_map(
         lambda x: _layout_of(context, traced, produced, x) if isinstance(x, Ref) else x,
         traced.out,
@@ -330,13 +330,13 @@ def _same_op(
         local_shape(context, whole.values[r.i].shape, s, coords)
         for r, s in zip(g.outs, choice.outs[k], strict=True)
     ]
-    held = held_by(context, whole.values, g, choice, k, coords)
+    held = first_input_region(context, whole.values, g, choice, k, coords)
     wanted = localise(NodeView.of(g, whole.values, 1), outs, ins, held)
     here = localise(NodeView.of(loc, local.values, 1), outs, [local.values[r.i].shape for r in loc.ins])
     return wanted[0] == here[0] and _same(wanted[1], here[1]) and _same(wanted[2], here[2])
 
 
-def held_by(
+def first_input_region(
     context: MeshContext,
     values: Sequence[Value],
     node: Node,
@@ -381,7 +381,7 @@ def local_context(
     )
 
 
-def describe(func: Callable[..., Any], layouts: Sequence[Layout]) -> tuple[str, str]:
+def named_layouts(func: Callable[..., Any], layouts: Sequence[Layout]) -> tuple[str, str]:
     """Function name and layouts, for reports."""
     return function_name(func), ", ".join(map(repr, layouts))
 

@@ -18,7 +18,7 @@ from meshwright_dtensor._torch.core import (
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
-from meshwright_dtensor.dispatch.derive import derive, describe
+from meshwright_dtensor.dispatch.derive import derive, named_layouts
 from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
@@ -256,7 +256,7 @@ def _make(
         else:
             layouts.append(layout_of(context, context.replicated, t.shape, t.dtype))
             locals_.append(t)
-    name, described = describe(func, layouts)
+    name, described = named_layouts(func, layouts)
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
         raise UnsupportedError(

@@ -37,7 +37,7 @@ class KeptApply:
         return self.module
 
 
-def install_conversions(model: nn.Module) -> None:
+def install_module_to(model: nn.Module) -> None:
     """Let modules that hold mesh parameters be converted to what they are already; idempotent."""
     for module in model.modules():
         if any(isinstance(p, MeshParameter) for p in module._parameters.values()):

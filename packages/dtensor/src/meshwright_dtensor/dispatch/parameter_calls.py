@@ -12,10 +12,10 @@ from meshwright_dtensor._torch.core import dtensor_local
 from meshwright_dtensor.dispatch.dispatch import dispatch
 from meshwright_dtensor.dispatch.parameter_view import viewed_or_written
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.stored.elementwise import quickly
+from meshwright_dtensor.stored.elementwise import fast_elementwise
 from meshwright_dtensor.stored.functions import optimizer_call
 from meshwright_dtensor.stored.mesh_value import mesh_value
-from meshwright_dtensor.stored.permuted import elementwise, in_order_of, layout_in_runs
+from meshwright_dtensor.stored.permuted import elementwise, permuted_layout, with_order_of
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import computing, touch
 from meshwright_dtensor.trace.function_kinds import FILLS, VIEW_GETTERS, is_in_place, is_init, kind_of
@@ -41,9 +41,9 @@ def parameter_call(
     copy = args[0]._copy if args and type(args[0]) is MeshParameter else None
     # while a forward runs, it may need the compute copy
     if copy is None or not copy.computing:
-        result = quickly(func, args, kwargs)
+        result = fast_elementwise(func, args, kwargs)
         if result is not NotImplemented:
-            return mesh_value(in_order_of(args[0], result))
+            return mesh_value(with_order_of(args[0], result))
     if MeshView in types:
         return NotImplemented  # views have rules of their own
     name = getattr(func, "__name__", "")
@@ -109,8 +109,8 @@ def _optimizer_function(
 
 def _any_permuted(args: Sequence[Any]) -> bool:
     return any(
-        any(layout_in_runs(x) is not None for x in a)
+        any(permuted_layout(x) is not None for x in a)
         if isinstance(a, (list, tuple))
-        else layout_in_runs(a) is not None
+        else permuted_layout(a) is not None
         for a in args
     )

@@ -16,9 +16,9 @@ from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_
 from meshwright_dtensor.dispatch.dispatch import dispatch
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.stored.mesh_value import mesh_value
-from meshwright_dtensor.stored.permuted import in_order_of
-from meshwright_dtensor.stored.views import Origin, still
-from meshwright_dtensor.stored.writes import handled, write_out, write_whole
+from meshwright_dtensor.stored.permuted import with_order_of
+from meshwright_dtensor.stored.views import Origin, frozen_arguments
+from meshwright_dtensor.stored.writes import view_write_or_draw, write_out, write_whole
 from meshwright_dtensor.tensor.compute_copy import computing
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, version_of, wrap
@@ -107,7 +107,7 @@ def viewed_or_written(
         local = dtensor_local(
             first
         ).detach()  # whose writes are counted as the parameter's: stock DTensor forgets that
-        return mesh_value(in_order_of(first, dtensor_from(local, dtensor_spec(first))))
+        return mesh_value(with_order_of(first, dtensor_from(local, dtensor_spec(first))))
     running = computing(first)
     if kind == "view":
         if not isinstance(first, MeshParameter) or (grad and first.requires_grad):
@@ -122,7 +122,7 @@ def viewed_or_written(
         )  # for shape and dtype only: autograd has no part in it
         if not asks or not _idle_copy(first):
             return NotImplemented
-    return handled(func, args, kwargs)
+    return view_write_or_draw(func, args, kwargs)
 
 
 def _idle_copy(x: DTensor) -> bool:
@@ -149,7 +149,7 @@ def remembered(result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwa
     if isinstance(result, ParameterView):  # p.T is p.permute(1, 0)
         return result
     parent, *rest = args
-    args, kwargs = (parent, *still(rest)), still(kwargs)
+    args, kwargs = (parent, *frozen_arguments(rest)), frozen_arguments(kwargs)
     if isinstance(result, GlobalTensor):
         return _view(result, (func, args, kwargs, None))
     return type(result)([_view(one, (func, args, kwargs, index)) for index, one in enumerate(result)])

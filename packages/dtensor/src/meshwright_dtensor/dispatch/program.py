@@ -14,11 +14,11 @@ import torch
 from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.log import Site
 from meshwright_dtensor.comm.redistribute import conversion_between
-from meshwright_dtensor.dispatch.derive import Derivation, held_by, local_context, local_shape
+from meshwright_dtensor.dispatch.derive import Derivation, first_input_region, local_context, local_shape
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext, TierEntry
 from meshwright_dtensor.mesh.layout import Layout, layout_of
-from meshwright_dtensor.random import Part, is_drawn_alike, run_random
+from meshwright_dtensor.random import Part, draws_by_element, run_random
 from meshwright_dtensor.rules import NodeView, is_random, localise
 from meshwright_dtensor.rules.book import rule_book
 from meshwright_dtensor.sharding.boxes import dim_order_of
@@ -192,7 +192,7 @@ class _Steps:
             local_shape(context, values[r.i].shape, s) for r, s in zip(node.ins, d.choice.ins[k], strict=True)
         ]
         op, op_args, op_kwargs = localise(
-            NodeView.of(node, values, 1), shapes, ins, held_by(context, values, node, d.choice, k)
+            NodeView.of(node, values, 1), shapes, ins, first_input_region(context, values, node, d.choice, k)
         )
         leaves, spec = pytree.tree_flatten((op_args, op_kwargs), is_leaf=is_ref)
         order = {r.i: j for j, r in enumerate(node.ins)}
@@ -233,7 +233,7 @@ def _random_step(context: MeshContext, d: Derivation, k: int) -> Callable[[list[
     pairs = zip(node.ins, d.choice.ins[k], strict=True)
     layouts = [layout_of(context, s, values[r.i].shape, values[r.i].dtype) for r, s in pairs]
 
-    alike, shape_only = is_drawn_alike(node.op), "_like." in node.name
+    alike, shape_only = draws_by_element(node.op), "_like." in node.name
 
     def run(locals_: list[Tensor]) -> Any:
         tensors = [locals_[order[x.i]] for x in leaves if isinstance(x, Ref)]

@@ -92,7 +92,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))
 
 
-def first_ranks(size: int) -> dist.ProcessGroup | None:
+def restrict_world(size: int) -> dist.ProcessGroup | None:
     """Make ranks 0 to `size` - 1 the whole world for everything that follows (a collective call).
 
     Returns:
@@ -105,19 +105,19 @@ def first_ranks(size: int) -> dist.ProcessGroup | None:
     return group
 
 
-def make_default(group: dist.ProcessGroup) -> None:
+def set_default_world(group: dist.ProcessGroup) -> None:
     """Make `group` the whole world for everything that follows, on its ranks."""
     set_default_group(group)
 
 
-def groups_now() -> frozenset[dist.ProcessGroup]:
+def live_process_groups() -> frozenset[dist.ProcessGroup]:
     """The process groups that exist on this rank."""
     return frozenset(live_groups()) if dist.is_initialized() else frozenset()
 
 
-def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """End process groups that nothing uses any more; those that are gone already, and the default one, are left alone."""
-    alive = groups_now()
+    alive = live_process_groups()
     for group in groups:
         if group in alive and group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from meshwright_dtensor.random import is_drawn_alike
+from meshwright_dtensor.random import draws_by_element
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, is_random, refine
 from meshwright_dtensor.sharding.boxes import local_shape_of, uneven_dims
 from meshwright_dtensor.sharding.intervals import IntervalShard, repeat_to_fit
@@ -185,7 +185,7 @@ class Chooser:
             rows = rows[:1]
             if (
                 isinstance(first, int)
-                and is_drawn_alike(node.op)
+                and draws_by_element(node.op)
                 and all(view.shape(r) == view.shape(node.ins[0]) for r in node.outs)
             ):
                 ins = tuple(first if view.shape(r) == view.shape(node.ins[0]) else R for r in node.ins)

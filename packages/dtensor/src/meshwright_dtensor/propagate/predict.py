@@ -20,8 +20,8 @@ from meshwright_dtensor.cluster.links import CollectiveKind
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
-from meshwright_dtensor.propagate.prediction import Followed, Grid, Moved
-from meshwright_dtensor.propagate.rewrites import check_mutations, chosen, hoist, is_view
+from meshwright_dtensor.propagate.prediction import MeshShape, PredictedMove, PredictedRun
+from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist, is_view
 from meshwright_dtensor.rules import NodeView, RuleBook, Strategy, needs_data
 from meshwright_dtensor.sharding.states import (
     I,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import MeshContext
 
 
-def follow(
-    grid: Grid,
+def predict_run(
+    grid: MeshShape,
     book: RuleBook,
     nodes: Sequence[Node],
     values: Sequence[Value],
@@ -51,7 +51,7 @@ def follow(
     known: Callable[[int], tuple[tuple[States, ...], tuple[States, ...]] | None] = lambda index: None,
     like: Callable[[int], Hashable] = lambda index: index,
     results: Collection[int] = (),
-) -> Followed:
+) -> PredictedRun:
     """Follow a recorded run through its calls.
 
     Args:
@@ -85,7 +85,7 @@ class _Conversion:
 class _Follower:
     def __init__(
         self,
-        grid: Grid,
+        grid: MeshShape,
         book: RuleBook,
         nodes: Sequence[Node],
         values: Sequence[Value],
@@ -105,12 +105,12 @@ class _Follower:
         made = {r.i for n in nodes if n.call is not None for r in n.outs}
         self.plain = {r.i for n in nodes for r in (*n.ins, *n.outs)} - made - set(start)
         self.readers = {r.i for n in nodes for r in n.ins} | set(results)
-        self.found = Followed()
+        self.found = PredictedRun()
         self._chosen: dict[Hashable, Choice | str] = {}
         self._made: dict[tuple[int, States, States], _Conversion] = {}
         self._all: list[tuple[int, States, States, _Conversion]] = []
 
-    def run(self) -> Followed:
+    def run(self) -> PredictedRun:
         """All calls in order."""
         for (call, _, taken), members in itertools.groupby(range(len(self.nodes)), self._like_call):
             places = list(members)
@@ -122,7 +122,7 @@ class _Follower:
                 self._ran(k, ins, outs)
         for value, source, target, conversion in self._all:
             self._report(value, source, target, conversion)
-        self.found.lies = {i: s for i, s in self.states.items() if s != self.whole}
+        self.found.states = {i: s for i, s in self.states.items() if s != self.whole}
         return self.found
 
     def _like_call(self, index: int) -> tuple[Call | None, tuple[int | None, ...], bool]:
@@ -210,9 +210,9 @@ class _Follower:
     def _derived(self, group: _Group, start: Mapping[int, States]) -> Choice:
         plain = frozenset(self.plain.intersection(group.outside))
         chooser = Chooser(self.grid, self.book, group.nodes, self.values, plain)
-        choice = chosen(chooser, start, self.weights)
+        choice = choose_with_rewrites(chooser, start, self.weights)
         results = self._results(group)
-        check_mutations(group.nodes, results, choice, start)
+        check_writes(group.nodes, results, choice, start)
         _, _, hoisted = hoist(group.nodes, results, choice, start)
         if not hoisted and set(group.outside) - set(group.nodes[0].call_inputs):
             raise Underivable("moves data between its ops; and it makes a tensor constant inside")
@@ -307,7 +307,7 @@ class _Follower:
             if kind is not None and (phase == "forward" or conversion.back):
                 why = f"{format_state(a)}->{format_state(b)}"
                 self.found.moved.append(
-                    Moved(
+                    PredictedMove(
                         kind,
                         self.grid.axes[axis],
                         nbytes,
@@ -346,7 +346,7 @@ class _Follower:
                 if nbytes > _NUMBERS:
                     function = node.name if node.call is None else node.call.function
                     self.found.moved.append(
-                        Moved(
+                        PredictedMove(
                             "all_reduce",
                             name,
                             int(nbytes),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Grid:
+class MeshShape:
     """A mesh that there is not yet.
 
     Attributes:
@@ -39,7 +39,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Moved:
+class PredictedMove:
     """A collective: kind, mesh axis, bytes of the full tensor on it, pass, and the call that needs it.
 
     `module`, `function`: of the call; `why`: the states converted, or "inside ..." of a composite; `value`: what is moved, None
@@ -57,18 +57,18 @@ class Moved:
 
 
 @dataclass
-class Followed:
+class PredictedRun:
     """What was found.
 
     Attributes:
         ins, outs: per node, the states of its inputs and outputs as it runs.
-        lies: value -> its states afterwards, of all that lie otherwise than whole.
+        states: value -> its states after the run, of values that are not replicated.
         moved: collectives, but for those of numbers.
         gathered: node -> why the call that it belongs to has no local program: its inputs are gathered.
     """
 
     ins: list[tuple[States, ...]] = field(default_factory=list)
     outs: list[tuple[States, ...]] = field(default_factory=list)
-    lies: dict[int, States] = field(default_factory=dict)
-    moved: list[Moved] = field(default_factory=list)
+    states: dict[int, States] = field(default_factory=dict)
+    moved: list[PredictedMove] = field(default_factory=list)
     gathered: dict[int, str] = field(default_factory=dict)

@@ -23,7 +23,7 @@ TRIED = 8
 _BYTE = 1.0
 
 
-def chosen(
+def choose_with_rewrites(
     chooser: Chooser,
     inputs: Mapping[int, States],
     weights: Collection[int],
@@ -139,7 +139,7 @@ def hoist(
     return produced, {i: wanted.get(i, s) for i, s in start.items()}, possible
 
 
-def check_mutations(
+def check_writes(
     nodes: Sequence[Node],
     results: Sequence[Ref],
     choice: Choice,

@@ -47,7 +47,7 @@ def is_elementwise(name: str) -> bool:
 
 @cache
 def _quick_kind(func: Callable[..., Any]) -> str:
-    """How :func:`quickly` may run a function: "", "question", "new" (it gives a new tensor) or "in place"."""
+    """How :func:`fast_elementwise` may run a function: "", "question", "new" (it gives a new tensor) or "in place"."""
     name = getattr(func, "__name__", "")
     if name in _QUESTIONS:
         return "question"
@@ -56,7 +56,7 @@ def _quick_kind(func: Callable[..., Any]) -> str:
     return "in place" if name.endswith("_") else "new"
 
 
-def quickly(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+def fast_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     """:func:`on_local_parts` for what optimizers do thousands of times a step; NotImplemented where that must look closer.
 
     That is: tensors of one and the same spec object, as the gradient and the states of a parameter are, and numbers.  A new
@@ -182,7 +182,7 @@ def _common(tensors: Sequence[Tensor]) -> DTensor | None:
     if first is None or any(p.is_partial() for p in dtensor_spec(first).placements):
         return None
     alike = all(
-        x is first or (lies_like(first, x) if isinstance(x, DTensor) else _is_number(x, first.ndim))
+        x is first or (parts_correspond(first, x) if isinstance(x, DTensor) else _is_number(x, first.ndim))
         for x in tensors
     )
     return first if alike else None
@@ -193,7 +193,7 @@ def _is_number(x: Tensor, dims: int = 0) -> bool:
     return type(x) is Tensor and x.dim() <= min(dims, 1) and x.numel() == 1
 
 
-def lies_like(first: DTensor, x: DTensor) -> bool:
+def parts_correspond(first: DTensor, x: DTensor) -> bool:
     """Whether each rank's part of `x` belongs to its part of `first`: one element to one, or one number to all."""
     spec, other = dtensor_spec(first), dtensor_spec(x)
     if other is spec or other.shape == spec.shape:
@@ -209,7 +209,7 @@ def assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
         and isinstance(mask, DTensor)
         and mask.dtype is torch.bool
         and mask.shape == x.shape
-        and lies_like(x, mask)
+        and parts_correspond(x, mask)
         and not isinstance(value, Tensor)
     )
 

@@ -25,19 +25,19 @@ from meshwright_dtensor._torch.core import (
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.stored.elementwise import (
     assigns_under_mask,
+    fast_elementwise,
     on_local_parts,
-    quickly,
     same_specs,
 )
-from meshwright_dtensor.stored.gather import by_global_rules
+from meshwright_dtensor.stored.gather import run_by_rules
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
-from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, in_order_of, layout_in_runs
+from meshwright_dtensor.stored.permuted import PermutedDTensor, elementwise, permuted_layout, with_order_of
 from meshwright_dtensor.stored.writes import (
     MeshView,
-    handled,
-    meets_others,
+    mixes_plain_tensors,
     set_data,
     view_of,
+    view_write_or_draw,
     write,
     write_out,
 )
@@ -62,10 +62,10 @@ def _mesh_value_call(
 ) -> Any:
     if any(t is not MeshValue and t is not DTensor for t in types):
         return NotImplemented  # parameters and global tensors have rules of their own
-    result = quickly(func, args, kwargs)
+    result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
         return mesh_value(result)
-    result = handled(func, args, kwargs)
+    result = view_write_or_draw(func, args, kwargs)
     return optimizer_call(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -76,12 +76,12 @@ def _permuted_call(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    result = quickly(func, args, kwargs)
+    result = fast_elementwise(func, args, kwargs)
     if result is not NotImplemented:
-        return in_order_of(args[0], result)
+        return with_order_of(args[0], result)
     if MeshView in types:
         return NotImplemented  # views have rules of their own
-    result = handled(func, args, kwargs, views=False)
+    result = view_write_or_draw(func, args, kwargs, views=False)
     return elementwise(func, args, kwargs or {}) if result is NotImplemented else result
 
 
@@ -154,7 +154,7 @@ def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     name = getattr(func, "__name__", "")
     by_list = writes_lists(name)
     fused = name.startswith("_f") and not by_list
-    if fused or not meets_others(args, kwargs):
+    if fused or not mixes_plain_tensors(args, kwargs):
         try:
             with stock_call(), quiet_exchanges():
                 return func(*args, **kwargs)
@@ -163,7 +163,7 @@ def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 raise
     if by_list:
         return one_by_one(func, args, kwargs)
-    return by_global_rules(func, args, kwargs)
+    return run_by_rules(func, args, kwargs)
 
 
 def _completed(x: MeshValue) -> MeshValue:
@@ -221,5 +221,5 @@ def _check_alike(name: str, members: Sequence[Tensor]) -> None:
 
 
 def _same_runs(a: Tensor, b: Tensor) -> bool:
-    runs = [layout_in_runs(x) for x in (a, b)]
+    runs = [permuted_layout(x) for x in (a, b)]
     return runs[0] is runs[1] or (None not in runs and runs[0].states == runs[1].states)  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
-from meshwright_dtensor.stored.permuted import tagged
+from meshwright_dtensor.stored.permuted import as_permuted
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 
 Tensor = torch.Tensor
@@ -39,14 +39,14 @@ def stored_layout(x: DTensor) -> Layout:
     )
 
 
-def gathered(x: DTensor) -> Tensor:
+def gather_stored(x: DTensor) -> Tensor:
     """The whole stored value, outside of autograd; the local tensor itself where every rank holds all (a collective call)."""
     layout, local = stored_layout(x), dtensor_local(x).detach()
     conversion = conversion_between(layout.context, layout.states, layout.context.replicated, layout.shape)
     return local if conversion is None else conversion.forward(local, _SITE)
 
 
-def whole_of(x: Any) -> Any:
+def whole_value(x: Any) -> Any:
     """``x`` as one device has it, without autograd: the whole of what lies over a mesh, anything else as it is.
 
     Raises:
@@ -62,7 +62,7 @@ def whole_of(x: Any) -> Any:
     if isinstance(x, GlobalTensor):
         return x.full_tensor().detach()
     if isinstance(x, DTensor):
-        return gathered(_current(x))
+        return gather_stored(_current(x))
     return x
 
 
@@ -95,10 +95,10 @@ def as_stored(x: Any) -> Any:
         shape=layout.shape,
         stride=dense_strides(layout.shape, dim_order_of(local)),
     )
-    return tagged(mesh_value(stored), layout_of(layout.context, states, layout.shape, layout.dtype))
+    return as_permuted(mesh_value(stored), layout_of(layout.context, states, layout.shape, layout.dtype))
 
 
-def by_global_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``func`` on stored DTensors as on global tensors: sharded where a rule allows it, random numbers those of one device.
 
     The result is stored again, unless autograd records it.

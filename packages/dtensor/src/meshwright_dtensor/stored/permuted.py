@@ -73,24 +73,24 @@ class PermutedDTensor(DTensor):
         return redistributed(self, self._layout, placements, device_mesh, options)
 
 
-def in_order_of(first: Any, result: DTensor) -> DTensor:
+def with_order_of(first: Any, result: DTensor) -> DTensor:
     """``result``, elementwise from ``first`` and others that lie in the same runs, which it may be itself."""
-    layout = layout_in_runs(first)
+    layout = permuted_layout(first)
     if layout is None or type(result) is not DTensor:
         return result
     if result.dtype != layout.dtype:
         layout = layout_of(layout.context, layout.states, layout.shape, result.dtype)
-    return tagged(result, layout)
+    return as_permuted(result, layout)
 
 
-def in_runs(states: Iterable[Any]) -> bool:
+def is_permuted(states: Iterable[Any]) -> bool:
     """Whether any state is Runs."""
     return any(isinstance(s, IntervalShard) for s in states)
 
 
-def tagged(dtensor: DTensor, layout: Layout) -> DTensor:
+def as_permuted(dtensor: DTensor, layout: Layout) -> DTensor:
     """``dtensor``, marked as lying in the runs of ``layout``, if there are any."""
-    if not in_runs(layout.states):
+    if not is_permuted(layout.states):
         return dtensor
     dtensor.__class__ = PermutedDTensor
     dtensor._layout = layout  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def tagged(dtensor: DTensor, layout: Layout) -> DTensor:
     return dtensor
 
 
-def layout_in_runs(x: Any) -> Layout | None:
+def permuted_layout(x: Any) -> Layout | None:
     """The layout of a parameter or DTensor that lies in runs, else None."""
     return None if getattr(x, "_order", None) is None else x._layout  # type: ignore[no-any-return]
 
@@ -114,7 +114,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         if name in _QUERIES:
             return func(*args, **kwargs)
         operands = [x for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, DTensor)]
-        layouts = {x.shape: layout for x in operands if (layout := layout_in_runs(x)) is not None}
+        layouts = {x.shape: layout for x in operands if (layout := permuted_layout(x)) is not None}
         for x in operands:
             layout = layouts.get(x.shape)
             if layout is not None and not _goes_with(x, layout):
@@ -139,7 +139,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
                 )
             if out.dtype != layout.dtype:
                 layout = layout_of(layout.context, layout.states, layout.shape, out.dtype)
-            tagged(out, layout)
+            as_permuted(out, layout)
     return result
 
 
@@ -148,7 +148,7 @@ def _stored(layout: Layout) -> tuple[Placement, ...]:
 
 
 def _goes_with(x: DTensor, layout: Layout) -> bool:
-    own = layout_in_runs(x)
+    own = permuted_layout(x)
     if own is not None:
         return own.states == layout.states
     return all(p.is_replicate() for p in x.placements) and x.dim() == 0
@@ -182,9 +182,9 @@ def canonical(x: DTensor, parameter: DTensor | None = None) -> DTensor:
         x: a parameter, gradient or optimizer state; a collective call where it lies in runs, else ``x`` itself.
         parameter: the parameter that it belongs to, where ``x`` has lost its own layout (a state that stock DTensor made).
     """
-    layout = layout_in_runs(x)
+    layout = permuted_layout(x)
     if layout is None and parameter is not None and x.shape == parameter.shape:
-        layout = layout_in_runs(parameter)
+        layout = permuted_layout(parameter)
     if layout is None:
         return x
     return _converted(x, layout, tuple(int(s) if isinstance(s, int) else s for s in layout.states))
@@ -219,8 +219,8 @@ def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
         raise UnsupportedError(
             f"a tensor of shape {list(x.shape)} does not go with a parameter of shape {list(layout.shape)}"
         )
-    return tagged(
-        dtensor_from(local_like(x, layout), _spec_like(parameter, x.dtype)),
+    return as_permuted(
+        dtensor_from(local_part_of(x, layout), _spec_like(parameter, x.dtype)),
         layout_of(layout.context, layout.states, layout.shape, x.dtype),
     )
 
@@ -230,11 +230,11 @@ def _spec_like(parameter: DTensor, dtype: torch.dtype) -> Any:
     return spec if spec.tensor_meta.dtype == dtype else with_dtype(spec, dtype)
 
 
-def local_like(x: Tensor, layout: Layout) -> Tensor:
+def local_part_of(x: Tensor, layout: Layout) -> Tensor:
     """This rank's part in ``layout`` of a global value or a DTensor, a new tensor without autograd."""
     if not isinstance(x, DTensor):
         return read_region(x.detach(), layout.region).clone()
-    own = layout_in_runs(x)
+    own = permuted_layout(x)
     if own is None:
         context = MeshContext.of(x.device_mesh)
         own = layout_of(context, states_of(x.placements, x.ndim, context.ndim), x.shape, x.dtype)
@@ -255,7 +255,7 @@ def install_true_order(model: nn.Module) -> None:
     DTensors, and plain tensors, which are global values.
     """
     for module in model.modules():
-        if any(layout_in_runs(p) is not None for p in module.parameters(recurse=False)):
+        if any(permuted_layout(p) is not None for p in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(_true_order)
 
 

@@ -23,8 +23,8 @@ from meshwright_dtensor._torch.core import (
     waited,
 )
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, uneven_dims
-from meshwright_dtensor.stored.gather import gathered, stored_layout
-from meshwright_dtensor.stored.permuted import in_runs
+from meshwright_dtensor.stored.gather import gather_stored, stored_layout
+from meshwright_dtensor.stored.permuted import is_permuted
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
@@ -79,7 +79,7 @@ class Origin:
         """
         if getattr(func, "__name__", "") == "__getitem__" and not _is_basic(args[0]):
             return None
-        args, kwargs = still((args, dict(kwargs)))
+        args, kwargs = frozen_arguments((args, dict(kwargs)))
         made = func(self.sketch, *args, **kwargs)
         if not isinstance(made, Tensor):
             step = [Step(func, args, kwargs, i) for i in range(len(made))]
@@ -97,11 +97,13 @@ class Origin:
         layout, local = stored_layout(base), dtensor_local(base).detach()
         with torch.no_grad():
             stock = (
-                None if in_runs(layout.states) else self._by_stock(dtensor_from(local, dtensor_spec(base)))
+                None
+                if is_permuted(layout.states)
+                else self._by_stock(dtensor_from(local, dtensor_spec(base)))
             )
             if stock is not None:
                 return stock, share_memory(dtensor_local(stock), local)
-            whole = gathered(base)
+            whole = gather_stored(base)
             part = self(whole)
             found = DTensor.from_local(
                 part,
@@ -154,12 +156,12 @@ def _is_number(one: Any) -> bool:
     return hasattr(one, "__index__") and not isinstance(one, bool) and getattr(one, "ndim", 0) == 0
 
 
-def still(tree: Any) -> Any:
+def frozen_arguments(tree: Any) -> Any:
     """Arguments that take a view, as they are now: an index that is a tensor may count on afterwards."""
-    return pytree.tree_map(_still, tree)
+    return pytree.tree_map(_frozen, tree)
 
 
-def _still(x: Any) -> Any:
+def _frozen(x: Any) -> Any:
     if isinstance(x, (DTensor, GlobalTensor)):  # here for its shape only (``view_as``)
         return torch.empty((), dtype=x.dtype).expand(x.shape)
     if isinstance(x, slice):

@@ -29,10 +29,10 @@ from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.stored.elementwise import assigns_under_mask, is_elementwise, on_local_parts
 from meshwright_dtensor.stored.gather import (
     as_global,
-    by_global_rules,
-    gathered,
+    gather_stored,
+    run_by_rules,
     stored_layout,
-    whole_of,
+    whole_value,
 )
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.views import Origin
@@ -43,7 +43,7 @@ Tensor = torch.Tensor
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 
 
-def handled(
+def view_write_or_draw(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, views: bool = True
 ) -> Any:
     """``func`` of a stored DTensor that is no view, where it takes views, writes or draws.
@@ -58,13 +58,15 @@ def handled(
     if kind == "view":
         found = view_of(first, func, args[1:], kwargs) if isinstance(first, DTensor) else NotImplemented
         # a list is no tensor yet: stock DTensor would meet it as a plain one
-        lists = found is NotImplemented and func.__name__ == "__getitem__" and not meets_others(args, {})
-        return by_global_rules(func, args, kwargs) if lists else found
+        lists = (
+            found is NotImplemented and func.__name__ == "__getitem__" and not mixes_plain_tensors(args, {})
+        )
+        return run_by_rules(func, args, kwargs) if lists else found
     if kind == "set data":
         return set_data(*args)
     if kind == "write":
         name = func.__name__
-        if isinstance(first, DTensor) and _is_elementwise(name) and not meets_others(args, kwargs):
+        if isinstance(first, DTensor) and _is_elementwise(name) and not mixes_plain_tensors(args, kwargs):
             return NotImplemented
         if name == "__setitem__" and assigns_under_mask(*args):
             return NotImplemented
@@ -74,14 +76,14 @@ def handled(
     if kind == "fill":
         if isinstance(first, DTensor):
             _refuse_leaf(first)
-        by_global_rules(func, args, kwargs)
+        run_by_rules(func, args, kwargs)
         return first
     with torch.no_grad():
         if (
             kind == "new_empty"
         ):  # what torch.nn.init computes in: it changes its shape in place, which only a global tensor can
             return func(as_global(first), *args[1:], **kwargs)
-    return by_global_rules(func, args, kwargs)
+    return run_by_rules(func, args, kwargs)
 
 
 class MeshView(MeshValue):
@@ -145,7 +147,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     name = getattr(func, "__name__", "")
     target = args[0] if args else kwargs.get("tensor")
     if not isinstance(target, DTensor):  # a plain tensor, which takes what lies over a mesh
-        return func(*pytree.tree_map(whole_of, args), **pytree.tree_map(whole_of, kwargs))
+        return func(*pytree.tree_map(whole_value, args), **pytree.tree_map(whole_value, kwargs))
     if isinstance(target, MeshView):
         origin = target._origin
         if target._shares and args:
@@ -204,13 +206,13 @@ def _is_elementwise(name: str) -> bool:
     return is_elementwise(name)
 
 
-def meets_others(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def mixes_plain_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether plain or global tensors of more than one number are among the arguments, which stock DTensor does not mix."""
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
             if not isinstance(x, DTensor) and x.dim():
                 return True
-        elif isinstance(x, (tuple, list)) and meets_others(tuple(x), {}):
+        elif isinstance(x, (tuple, list)) and mixes_plain_tensors(tuple(x), {}):
             return True
     return False
 
@@ -224,7 +226,7 @@ def _write_parts(
     def part(x: Any) -> Any:
         if x is target:
             return dtensor_local(target)
-        x = whole_of(x)
+        x = whole_value(x)
         return read_region(x.expand(layout.shape), layout.region) if isinstance(x, Tensor) and x.dim() else x
 
     parts, options = pytree.tree_map(part, (args, dict(kwargs)))
@@ -247,9 +249,9 @@ def write_whole(
         raise UnsupportedError(
             f"a write to partial sums ({layout!r}) has no meaning for their sum; use x.redistribute(...) first"
         )
-    given, options = pytree.tree_map(lambda x: x if x is target else whole_of(x), (args, dict(kwargs)))
+    given, options = pytree.tree_map(lambda x: x if x is target else whole_value(x), (args, dict(kwargs)))
     with torch.no_grad():
-        whole = gathered(base)
+        whole = gather_stored(base)
         part = origin(whole)
         shape, strides = part.shape, part.stride()
         given, options = pytree.tree_map(lambda x: part if x is target else x, (given, options))

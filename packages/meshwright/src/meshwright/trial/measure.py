@@ -37,10 +37,10 @@ def measure(
 
     import meshwright as mw
     from meshwright.sources import loss_of
-    from meshwright_dtensor.mesh.mesh import end_groups, groups_now
+    from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
 
     device = mw.init()
-    before = groups_now()
+    before = live_process_groups()
     with mw.deferred_init():
         model = make()
     mw.parallelize(model, plan, batch=batch)
@@ -58,7 +58,7 @@ def measure(
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         taken.append(float(slowest))
     del model, stepping
-    end_groups(groups_now() - before)
+    destroy_groups(live_process_groups() - before)
     return Measured(median(taken[WARM_UP_STEPS:]), steps)
 
 

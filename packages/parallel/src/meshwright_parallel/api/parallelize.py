@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.api import as_mesh_parameter
 from meshwright_dtensor.deferred.materialize import local_values
-from meshwright_dtensor.dispatch.module_to import install_conversions
+from meshwright_dtensor.dispatch.module_to import install_module_to
 from meshwright_dtensor.dispatch.planned_calls import install_targets
 from meshwright_dtensor.mesh.layout import stored_placement
-from meshwright_dtensor.mesh.mesh import build_mesh, groups_now, init
+from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
@@ -81,7 +81,7 @@ def parallelize(
     blank = is_blank(model)
     if world_size > 1:
         check_alike(model, plan, device, values=not blank)
-    before = Before(model, groups_now())
+    before = Before(model, live_process_groups())
     all_axes = build_mesh(whole)
     mesh = part.mesh(all_axes)
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
@@ -94,7 +94,7 @@ def parallelize(
     install_true_order(model)
     install_recompute(model, inner, device)
     install_targets(model, inner, everywhere=any(strategy.locates for strategy in strategies))
-    install_conversions(model)
+    install_module_to(model)
     install_inputs(model, placed)
     refuse_assignment(model)
     attend_to_steps()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from meshwright_dtensor.parameter import MeshParameter, state_like
-from meshwright_dtensor.stored.elementwise import lies_like
+from meshwright_dtensor.stored.elementwise import parts_correspond
 from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 
@@ -57,7 +57,7 @@ def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any]
     found = {}
     for key, value in entries.items():
         if isinstance(value, DTensor):
-            if not isinstance(parameter, MeshParameter) or not lies_like(parameter, value):
+            if not isinstance(parameter, MeshParameter) or not parts_correspond(parameter, value):
                 return None  # stock DTensor brings it there, or says why not
             value = local_of(value)
         found[key] = value

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
-from meshwright_dtensor.stored.permuted import PermutedDTensor, layout_in_runs, like_parameter
+from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, permuted_layout
 from meshwright_parallel.optim.local_step import ELEMENTWISE, NUMBERS, take_over, twin_of
 from meshwright_parallel.optim.whole_step import whole_twin_of
 
@@ -53,7 +53,7 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
             continue
-        settled = MeshValue if layout_in_runs(parameter) is None else PermutedDTensor
+        settled = MeshValue if permuted_layout(parameter) is None else PermutedDTensor
         for key, value in entries.items():
             if type(value) is settled:
                 continue
@@ -63,7 +63,7 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
                 continue  # also of a parameter that is one number itself
             same_shape = value.shape == parameter.shape
             if isinstance(value, DTensor):  # what a checkpoint brings is stock, and in true order
-                in_order = layout_in_runs(parameter) is not None and layout_in_runs(value) is None
+                in_order = permuted_layout(parameter) is not None and permuted_layout(value) is None
                 entries[key] = (
                     like_parameter(value, parameter) if in_order and same_shape else mesh_value(value)
                 )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.mesh.mesh import groups_now
+from meshwright_dtensor.mesh.mesh import live_process_groups
 from meshwright_parallel._torch.core import buffers_of, module_parts, parameters_of
 
 _ATTRIBUTE = "_meshwright_before"
@@ -125,7 +125,7 @@ class Before:
     def settle(self, model: nn.Module) -> None:
         """The plan has been applied."""
         model.__dict__[_ATTRIBUTE] = self
-        self.groups = groups_now() - self.groups
+        self.groups = live_process_groups() - self.groups
         self.after = [_Module.of(one.module) for one in self.modules]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import StageError, UnsupportedError, UsageError
-from meshwright_dtensor.random import drawn_whole
+from meshwright_dtensor.random import without_pieces
 from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
@@ -324,7 +324,7 @@ class PipelinedCall:
         else:
             now = streams.back_to(drawn)
         try:
-            with ReplayMode(streams), drawn_whole():
+            with ReplayMode(streams), without_pieces():
                 yield now
         finally:
             streams.forward(None)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshwright_dtensor.propagate.prediction import Moved
+from meshwright_dtensor.propagate.prediction import PredictedMove
 from meshwright_dtensor.strategy.strategy import (
     CollectiveUse,
     Link,
@@ -337,7 +337,7 @@ def rows_meet(
         for k, option in placed.placement.options.items()
         for ref, state in zip(tape.nodes[k].outs, option.outs)
     }
-    counted: Counter[Moved] = Counter()
+    counted: Counter[PredictedMove] = Counter()
     for moved, count in tape.division.moved:
         twice = moved.phase == "forward" and bool(again) and f"{moved.module}.".startswith(again)
         share = 1.0

@@ -14,7 +14,7 @@ import torch
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import RecomputeRule
-from meshwright_dtensor.propagate.prediction import Grid
+from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.evaluation.context import Basis, Surveys
 from meshwright_planner.placement.legal_rows import Rules
@@ -88,7 +88,7 @@ class Tapes:
             if met == "never" or (met == "little" and rough and large):
                 return own
         together = _shapes(basis, {a: 1 if a in axes else d for a, d in degrees.items()}, microbatches)
-        grid = Grid(axes, tuple(degrees[a] for a in axes))
+        grid = MeshShape(axes, tuple(degrees[a] for a in axes))
         lying = {
             name: tuple(basis.batch_states(name, tuple(t.shape), degrees)[a] for a in axes)
             for name, t in batch.tensors()

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor.propagate.prediction import Followed, Grid, Moved
+from meshwright_dtensor.propagate.prediction import MeshShape, PredictedMove, PredictedRun
 from meshwright_dtensor.propagate.rewrites import is_view
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.localise import localise
@@ -34,14 +34,14 @@ LITTLE, FEW = 0.01, 4
 """The part of what a model makes, and the number of collectives, up to which rows that meet change no decision."""
 
 
-def plain(found: Followed, own: Tape, whole: Tape, grid: Grid) -> bool:
+def plain(found: PredictedRun, own: Tape, whole: Tape, grid: MeshShape) -> bool:
     """Whether every operation goes row by row: nothing is moved, and every rank computes on its rows alone."""
     return not found.moved and not any(
         _more(node, found.outs[k], own, whole, grid) for k, node in enumerate(whole.nodes)
     )
 
 
-def little(found: Followed, own: Tape, whole: Tape, grid: Grid) -> bool:
+def little(found: PredictedRun, own: Tape, whole: Tape, grid: MeshShape) -> bool:
     """Whether what is moved and computed beside a rank's own rows makes no difference to what is costed."""
     made = more = 0
     for k, node in enumerate(whole.nodes):
@@ -65,7 +65,7 @@ def apart(own: Tape, whole: Tape, index: int, axes: int) -> tuple[tuple[States, 
     return tuple(states(r.i) for r in node.ins), tuple(states(r.i) for r in node.outs)
 
 
-def with_moves(own: Tape, whole: Tape, found: Followed, grid: Grid) -> Tape:
+def with_moves(own: Tape, whole: Tape, found: PredictedRun, grid: MeshShape) -> Tape:
     """The tape of one rank's rows, and what it moves beside."""
     notes = Dividing(whole, own, own.rows, {}, found, grid, {}).division()
     return replace(own, origin=own if own.origin is None else own.origin, division=notes)
@@ -90,8 +90,8 @@ class Dividing:
     own: Tape | None
     rows: int
     start: Mapping[int, States]
-    found: Followed
-    grid: Grid
+    found: PredictedRun
+    grid: MeshShape
     composites: Mapping[str, Composite]
 
     def tape(self) -> Tape:
@@ -209,7 +209,7 @@ class Dividing:
         return {i for i in flows if math.prod(self.whole.values[i].shape) > 1}
 
 
-def _more(node: Node, outs: tuple[States, ...], own: Tape, whole: Tape, grid: Grid) -> bool:
+def _more(node: Node, outs: tuple[States, ...], own: Tape, whole: Tape, grid: MeshShape) -> bool:
     """Whether a rank computes more of a result of `node` than its own rows ask for."""
     return not is_view(node) and any(
         math.prod(grid.local(whole.values[r.i].shape, states)) > math.prod(own.values[r.i].shape)
@@ -218,7 +218,7 @@ def _more(node: Node, outs: tuple[States, ...], own: Tape, whole: Tape, grid: Gr
 
 
 def _notes(
-    alone: list[Node], found: Followed, whole: Tape, moved: Counter[Moved], axes: str
+    alone: list[Node], found: PredictedRun, whole: Tape, moved: Counter[PredictedMove], axes: str
 ) -> tuple[str, ...]:
     """What users should know of it."""
     causes: dict[str, None] = {}

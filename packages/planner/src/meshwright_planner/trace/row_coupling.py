@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.propagate.predict import follow
-from meshwright_dtensor.propagate.prediction import Followed, Grid
+from meshwright_dtensor.propagate.predict import predict_run
+from meshwright_dtensor.propagate.prediction import MeshShape, PredictedRun
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.sharding.states import I, States
 from meshwright_dtensor.trace.function_kinds import is_in_place
@@ -55,11 +55,11 @@ def follows(
     own: Tape,
     whole: Tape,
     merged: Quotient,
-    grid: Grid,
+    grid: MeshShape,
     book: RuleBook,
     start: Mapping[int, States],
     prefixes: tuple[str, ...] = (),
-) -> Followed:
+) -> PredictedRun:
     """What the core does with the rows of `whole`, of which a rank of `grid` has those of `own`.
 
     Args:
@@ -73,12 +73,12 @@ def follows(
         inside = bool(prefixes) and f"{whole.nodes[index].module}.".startswith(prefixes)
         return apart(own, whole, index, grid.ndim) if inside else None
 
-    return follow(
+    return predict_run(
         grid, book, whole.nodes, whole.values, whole.grad, start, weights, known, merged.node, whole.results
     )
 
 
-def lost(found: Followed, whole: Tape, start: Mapping[int, States], grid: Grid) -> int | None:
+def lost(found: PredictedRun, whole: Tape, start: Mapping[int, States], grid: MeshShape) -> int | None:
     """The first view of rows that were moved which something is written to through: the core refuses it when it runs."""
     lies = dict(start)
     for k, node in enumerate(whole.nodes):
@@ -91,7 +91,7 @@ def lost(found: Followed, whole: Tape, start: Mapping[int, States], grid: Grid) 
     return None
 
 
-def _refused(view: Node, grid: Grid) -> PlanError:
+def _refused(view: Node, grid: MeshShape) -> PlanError:
     where = f" in {view.module}" if view.module else ""
     name = view.name if view.call is None else view.call.function
     rule = (
@@ -125,7 +125,7 @@ class Rows:
         the rows of the batch; `key`: what it depends on; `modules`: those that strategies run on each rank's rows.
         """
         if key not in self._met:
-            grid = Grid(("rows",), (2,))
+            grid = MeshShape(("rows",), (2,))
             start = starting(more, {name: (0 if rows else "I",) for name, rows in counted.items()}, 1)
             prefixes = tuple(f"{module}." for module in modules) if alike(few, more) else ()
             found = follows(few, more, self._merged(more), grid, book, start, prefixes)
@@ -141,7 +141,7 @@ class Rows:
         key: object,
         own: Tape,
         whole: Callable[[], Tape],
-        grid: Grid,
+        grid: MeshShape,
         book: RuleBook,
         states: Mapping[str, States],
         modules: Sequence[str],
@@ -172,7 +172,7 @@ class Rows:
         self,
         own: Tape,
         whole: Tape,
-        grid: Grid,
+        grid: MeshShape,
         book: RuleBook,
         states: Mapping[str, States],
         modules: Sequence[str],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright_dtensor.propagate.prediction import Moved
+from meshwright_dtensor.propagate.prediction import PredictedMove
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner.trace.grad_flow import Note, flows
@@ -50,7 +50,7 @@ class Division:
         notes: what users should know of it.
     """
 
-    moved: tuple[tuple[Moved, int], ...] = ()
+    moved: tuple[tuple[PredictedMove, int], ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import MeshwrightError, UnsupportedError, UsageError
-from meshwright_dtensor.hints import watched_marks
+from meshwright_dtensor.hints import observe_marks
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_dtensor.model.tied_parameters import tied_names
@@ -216,7 +216,7 @@ def _watch(model: nn.Module, batch: Batch, watcher: StorageRecorder) -> Tape:
 
     calls: set[tuple[str, str]] = set()
     marks: list[tuple[str, dict[str, State]]] = []
-    noted = watched_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
+    noted = observe_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
     with (
         torch.enable_grad(),
         _module_frames(model, watcher, calls),
