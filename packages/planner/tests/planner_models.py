@@ -109,9 +109,9 @@ class DataLike(Strategy):
         return 0 if shape and shape[0] == batch_size else "I"
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        seconds = link.seconds("all_reduce", request.gradient_bytes, degree)
-        use = CollectiveUse("all_reduce", request.gradient_bytes, why="gradients")
-        exposed = max(0.1 * seconds, seconds - request.backward_seconds)
+        seconds = link.seconds("all_reduce", request.sizes.gradient_bytes, degree)
+        use = CollectiveUse("all_reduce", request.sizes.gradient_bytes, why="gradients")
+        exposed = max(0.1 * seconds, seconds - request.step.backward_seconds)
         return StrategyCost(exposed_seconds=exposed, overlapped_seconds=seconds - exposed, collectives=(use,))
 
 

@@ -49,7 +49,7 @@ class VocabularyShard(Strategy):
         """Two sums of one hidden state (after the lookup, before the head); the tables divided by the degree."""
         if degree == 1:
             return StrategyCost()
-        hidden = max(1, request.activation_bytes // (8 * request.layers))
+        hidden = max(1, request.sizes.activation_bytes // (8 * request.sizes.layers))
         sums = (
             CollectiveUse("all_reduce", hidden, 1, "forward", "looked-up rows"),
             CollectiveUse("all_reduce", hidden, 1, "backward", "gradient of the last hidden state"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.strategy import Link, ParameterSize, SearchRequest
+from meshwright_dtensor.strategy.strategy import Link, ModelSizes, ParameterSize, SearchRequest, StepContext
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.engine import DataReduction
@@ -205,7 +205,9 @@ def test_what_is_said_to_stay_is_what_stays(rank_pool: RankPool, precision: str 
     used = 4 if precision is None else 2
     unit = tuple(ParameterSize((m, n), (), (4, used), True) for n, m in itertools.pairwise(SIZES))
     whole = sum(4 * size.numel for size in unit)
-    request = SearchRequest(2, 2, gradient_bytes=whole, units=(unit,), accelerated=False)
+    request = SearchRequest(
+        2, 2, sizes=ModelSizes(gradient_bytes=whole, units=(unit,)), step=StepContext(accelerated=False)
+    )
     said = Data().cost(request, 2, Link("wire", 1e-5, 1e9)).lasting
     assert said * whole == pytest.approx(sum(4 * size.numel for size in unit[0 if large else 1 :]))
     for found in rank_pool.run(2, staying, plan):

@@ -10,14 +10,14 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.plan.plan import ContextSharing, ParallelPlan
 from meshwright_dtensor.sharding.intervals import IntervalShard
-from meshwright_dtensor.strategy.strategy import AttentionUse, Link, SearchRequest
+from meshwright_dtensor.strategy.strategy import AttentionUse, Link, ModelSizes, SearchRequest
 from meshwright_parallel.strategies.context import LEAST_TOKENS, Context
 
 LINK = Link("cable", latency_s=1e-6, bandwidth_Bps=1e9)
 USE = AttentionUse(
     query_bytes=4000, key_value_bytes=2000, output_bytes=4000, heads=8, key_heads=2, causal=True, count=3
 )
-REQUEST = SearchRequest(world_size=8, batch_size=1, sequence_length=64, attention=(USE,))
+REQUEST = SearchRequest(world_size=8, batch_size=1, sequence_length=64, sizes=ModelSizes(attention=(USE,)))
 
 
 def costed(
@@ -68,14 +68,16 @@ def test_the_cheapest_form_is_chosen() -> None:
     seconds = {form: costed(form)[0] for form in ("all_gather", "ring", "all_to_all")}
     assert costed(None)[0] == min(seconds.values())
     busy = replace(USE, seconds=1.0)  # sends overlap with compute
-    cost = Context().cost(replace(REQUEST, attention=(busy,)), 4, LINK)
+    cost = Context().cost(replace(REQUEST, sizes=replace(REQUEST.sizes, attention=(busy,))), 4, LINK)
     assert cost.fields["context"] == {"attention": "ring", "balance": "zigzag"}
     assert cost.exposed_seconds == pytest.approx(3 * 3.0)  # three times as many keys as on the tape
     assert cost.overlapped_seconds > 0
     odd = replace(USE, heads=6)
-    fields = Context().cost(replace(REQUEST, attention=(odd,)), 4, LINK).fields
+    fields = Context().cost(replace(REQUEST, sizes=replace(REQUEST.sizes, attention=(odd,))), 4, LINK).fields
     assert fields["context"]["attention"] != "all_to_all"
-    pinned = replace(REQUEST, attention=(odd,), options={"context_attention": "all_to_all"})
+    pinned = replace(
+        REQUEST, sizes=replace(REQUEST.sizes, attention=(odd,)), options={"context_attention": "all_to_all"}
+    )
     with pytest.raises(UsageError, match=r"6 heads .* cp=4; pin cp to a divisor of 6"):
         Context().cost(pinned, 4, LINK)
 

@@ -11,7 +11,15 @@ import pytest
 
 from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy.strategy import Link, ParameterSize, SearchRequest, Strategy, divisors
+from meshwright_dtensor.strategy.strategy import (
+    Link,
+    ModelSizes,
+    ParameterSize,
+    SearchRequest,
+    StepContext,
+    Strategy,
+    divisors,
+)
 from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
 from meshwright_parallel.strategies.tensor import Tensor, TensorOuter
 from meshwright_parallel.strategies.zero import Zero
@@ -46,24 +54,36 @@ def test_the_outer_tensor_axis_is_used_where_it_is_pinned() -> None:
     assert list(outer.degrees(SearchRequest(world_size=12, batch_size=8))) == [1]
     pinned = SearchRequest(world_size=12, batch_size=8, pins={"tp_outer": 3})
     assert list(outer.degrees(pinned)) == [1, 2, 3, 4, 6, 12]
-    assert list(outer.degrees(replace(pinned, pins={}, thorough=True))) == [1, 2, 3, 4, 6, 12]
+    assert list(outer.degrees(replace(pinned, pins={}, exhaustive=True))) == [1, 2, 3, 4, 6, 12]
     assert Data().order < outer.order < Tensor().order and outer.optional and outer.placement_search
 
 
 def test_data_cost() -> None:
-    none = Data().cost(SearchRequest(8, 8, gradient_bytes=10**9), 1, LINK)
+    none = Data().cost(SearchRequest(8, 8, sizes=ModelSizes(gradient_bytes=10**9)), 1, LINK)
     assert (none.exposed_seconds, none.collectives) == (0.0, ())
-    request = SearchRequest(8, 8, gradient_bytes=40 * BUCKET_BYTES, backward_seconds=0.0)
+    request = SearchRequest(
+        8, 8, sizes=ModelSizes(gradient_bytes=40 * BUCKET_BYTES), step=StepContext(backward_seconds=0.0)
+    )
     bare = Data().cost(request, 4, LINK)
     assert bare.overlapped_seconds == 0.0
     assert bare.exposed_seconds == pytest.approx(40 * LINK.seconds("all_reduce", BUCKET_BYTES, 4))
     (use,) = bare.collectives
     assert (use.kind, use.count, use.nbytes, use.phase) == ("all_reduce", 40, BUCKET_BYTES, "backward")
-    long = Data().cost(SearchRequest(8, 8, gradient_bytes=40 * BUCKET_BYTES, backward_seconds=100.0), 4, LINK)
+    long = Data().cost(
+        SearchRequest(
+            8, 8, sizes=ModelSizes(gradient_bytes=40 * BUCKET_BYTES), step=StepContext(backward_seconds=100.0)
+        ),
+        4,
+        LINK,
+    )
     last_bucket = LINK.seconds("all_reduce", BUCKET_BYTES, 4)
     assert long.exposed_seconds == pytest.approx(last_bucket)
     assert long.exposed_seconds + long.overlapped_seconds == pytest.approx(bare.exposed_seconds)
-    single = Data().cost(SearchRequest(8, 8, gradient_bytes=1000, backward_seconds=100.0), 4, LINK)
+    single = Data().cost(
+        SearchRequest(8, 8, sizes=ModelSizes(gradient_bytes=1000), step=StepContext(backward_seconds=100.0)),
+        4,
+        LINK,
+    )
     assert single.overlapped_seconds == 0.0  # a single bucket starts when the backward pass has ended
 
 
@@ -71,11 +91,24 @@ def test_bucket_memory_stays_on_a_cpu_only() -> None:
     """On a CPU the memory of all-reduce buckets stays between steps; on accelerators none does."""
     small, large = (ParameterSize((rows, 1024), (), (4, 4), True) for rows in (512, 1024))
     block, rest = (large, small), (replace(small, trainable=False), replace(large, itemsize=(4, 2)))
-    request = SearchRequest(2, 2, gradient_bytes=22 * 2**20, units=(block, block, block, rest))
+    request = SearchRequest(
+        2, 2, sizes=ModelSizes(gradient_bytes=22 * 2**20, units=(block, block, block, rest))
+    )
     assert Data().cost(request, 2, LINK).lasting == 0.0
-    on_cpu = Data().cost(replace(request, accelerated=False), 2, LINK)
+    on_cpu = Data().cost(replace(request, step=replace(request.step, accelerated=False)), 2, LINK)
     assert (on_cpu.lasting, on_cpu.bucket) == (pytest.approx((3 * 2 + 4) / 22), BUCKET_BYTES)
-    costs = [Zero().cost(replace(request, units=(block,), stage=stage), 2, LINK) for stage in (1, 2, 3)]
+    costs = [
+        Zero().cost(
+            replace(
+                request,
+                sizes=replace(request.sizes, units=(block,)),
+                step=replace(request.step, zero_stage=stage),
+            ),
+            2,
+            LINK,
+        )
+        for stage in (1, 2, 3)
+    ]
     assert not any(cost.lasting or cost.bucket for cost in costs)
     assert costs[0] == costs[1]  # both free whole gradients as they are reduce-scattered
 
@@ -83,7 +116,9 @@ def test_bucket_memory_stays_on_a_cpu_only() -> None:
 def test_stage_3_keeps_two_blocks_unsharded() -> None:
     """One block, the next with the row that it is gathered from, and the parameters outside of blocks."""
     large, small = (ParameterSize((rows, 1024), (), (4, 2), True) for rows in (512, 256))
-    request = SearchRequest(4, 4, stage=3, units=((large,), (small,), (large,), (small,)))
+    request = SearchRequest(
+        4, 4, step=StepContext(zero_stage=3), sizes=ModelSizes(units=((large,), (small,), (large,), (small,)))
+    )
     whole = 2**20 * (2 + 1 + 2 + 1)
     held = 2**20 * (2 * 1 + 1 / 4 + 0.5)
     assert Zero().cost(request, 4, LINK).parameters == pytest.approx(1 / 4 + held / whole)
@@ -93,11 +128,16 @@ def test_stage_3_keeps_two_blocks_unsharded() -> None:
 def test_overlapped_seconds_are_never_negative(stage: int) -> None:
     """Without compute all communication is exposed, to the last bit."""
     dice = random.Random(stage)
-    request = SearchRequest(4, 4, stage=stage, accelerated=False)
+    request = SearchRequest(4, 4, step=StepContext(zero_stage=stage, accelerated=False))
     for _ in range(500):
         sizes = [ParameterSize((4 * dice.randint(256, 999), 1024), (), (4, 4), True) for _ in range(3)]
         units = tuple(tuple(dice.choices(sizes, k=dice.randint(1, 9))) for _ in range(2))
-        assert Zero().cost(replace(request, units=units), 4, LINK).overlapped_seconds >= 0.0
+        assert (
+            Zero()
+            .cost(replace(request, sizes=replace(request.sizes, units=units)), 4, LINK)
+            .overlapped_seconds
+            >= 0.0
+        )
 
 
 def test_states() -> None:
@@ -139,7 +179,13 @@ def test_registered_through_the_entry_point() -> None:
 )
 def test_parameter_is_sharded_unevenly_where_no_dim_divides(shape: tuple[int, int], ranks: int) -> None:
     matrix = ParameterSize(shape, (), (4, 2), True)
-    cost = Zero().cost(SearchRequest(ranks, ranks, stage=3, units=((matrix,), (matrix,))), ranks, LINK)
+    cost = Zero().cost(
+        SearchRequest(
+            ranks, ranks, step=StepContext(zero_stage=3), sizes=ModelSizes(units=((matrix,), (matrix,)))
+        ),
+        ranks,
+        LINK,
+    )
     assert {use.kind for use in cost.collectives} == {"all_gather", "reduce_scatter"}
     # one shard per rank, with at most a twentieth of padding
     assert 1 / ranks <= cost.optimizer <= 1.05 / ranks
@@ -160,7 +206,10 @@ def test_all_reduced_gradient_makes_a_step_slower() -> None:
 
     def step(last: tuple[ParameterSize, ...]) -> tuple[float, set[str]]:
         request = SearchRequest(
-            8, 8, stage=2, units=((large,), last), forward_seconds=100.0, backward_seconds=100.0
+            8,
+            8,
+            step=StepContext(zero_stage=2, forward_seconds=100.0, backward_seconds=100.0),
+            sizes=ModelSizes(units=((large,), last)),
         )
         cost = Zero().cost(request, 4, LINK)
         return cost.exposed_seconds, {use.kind for use in cost.collectives}
@@ -182,14 +231,13 @@ def test_gather_of_a_pipeline_stage_overlaps_with_its_own_microbatch(microbatche
     request = SearchRequest(
         8,
         8,
-        stage=stage,
-        units=units,
-        forward_seconds=100.0,
-        backward_seconds=100.0,
-        microbatches=microbatches,
+        step=StepContext(
+            zero_stage=stage, forward_seconds=100.0, backward_seconds=100.0, microbatches=microbatches
+        ),
+        sizes=ModelSizes(units=units),
     )
     gather = LINK.seconds("all_gather", 4 * 4096**2, 4)
-    staged = Zero().cost(replace(request, stages=1), 4, LINK)
+    staged = Zero().cost(replace(request, step=replace(request.step, stages=1)), 4, LINK)
     times = microbatches if stage == 3 else 1
     backward = times if stage == 3 else 0  # the first gather of each backward
     reductions = 5 * LINK.seconds("reduce_scatter", 4 * 4096**2, 4)
@@ -198,7 +246,11 @@ def test_gather_of_a_pipeline_stage_overlaps_with_its_own_microbatch(microbatche
     assert staged.stall.microbatches == times
     assert Zero().cost(request, 4, LINK).exposed_seconds < staged.exposed_seconds
     # without compute all communication is exposed, and no more
-    alone = Zero().cost(replace(request, stages=3, forward_seconds=0.0, backward_seconds=0.0), 4, LINK)
+    alone = Zero().cost(
+        replace(request, step=replace(request.step, stages=3, forward_seconds=0.0, backward_seconds=0.0)),
+        4,
+        LINK,
+    )
     assert alone.exposed_seconds == pytest.approx(
         sum(use.count * LINK.seconds(use.kind, use.nbytes, 4) for use in alone.collectives)
     )

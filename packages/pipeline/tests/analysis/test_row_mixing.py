@@ -23,7 +23,7 @@ from pipe_models import Chain, Crossed, chain_batch, crossed_batch
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline.analysis import row_mixing
@@ -268,9 +268,13 @@ def test_of_a_wide_convolution_every_channel_takes_part(
 def cost(model: nn.Module, **options: object) -> StrategyCost:
     work = tuple(ModuleWork(f"layers.{i}", 1.0, 64.0) for i in range(4))
     request = SearchRequest(
-        2, 8, options={"schedule": "1f1b", **options}, survey=Pipeline().survey(model), work=work
+        2,
+        8,
+        options={"schedule": "1f1b", **options},
+        survey=Pipeline().survey(model),
+        pipeline=PipelineQuery(work=work),
     )
-    request = replace(request, example=((), batch()))
+    request = replace(request, pipeline=replace(request.pipeline, example=((), batch())))
     if not options:
         counts = {way["microbatches"] for way in Pipeline().ways(request, 2)}
         assert counts == {1} or 1 not in counts

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule, RecomputeRule
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.install.validate import check_division
@@ -152,7 +152,9 @@ def test_layers_that_two_stages_hold_are_those_of_one_device(rank_pool: RankPool
 def test_a_plan_for_layers_that_are_called_again_can_be_cut(layers: int) -> None:
     model = Twice(False, layers)
     work = tuple(ModuleWork(f"layers.{i}", 1.0, 64.0) for _ in range(2) for i in range(layers))
-    request = SearchRequest(2, 8, options={"schedule": "1f1b"}, survey=Pipeline().survey(model), work=work)
+    request = SearchRequest(
+        2, 8, options={"schedule": "1f1b"}, survey=Pipeline().survey(model), pipeline=PipelineQuery(work=work)
+    )
     rule = Pipeline().cost(request, 2, Link("test", 1e-6, 1e9)).fields["pipeline"]
     owned = ownership(model, PipelineRule(stages=rule["stages"], microbatches=2))
     batch = {"one": torch.randn(2, 4), "other": torch.randn(2, 4)}
@@ -259,4 +261,4 @@ def test_work_joined_at_once_is_work_joined_part_by_part() -> None:
             one_by_one = one_by_one.then(sum_work("", [each]))
         assert sum_work("", parts) == one_by_one == sum_work("", parts[2:], sum_work("", parts[:2]))
         # bytes are alive beside what was kept by then, not beside what comes later
-        assert one_by_one.over >= parts[-1].beside
+        assert one_by_one.over >= parts[-1].transient_bytes

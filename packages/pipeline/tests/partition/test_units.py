@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.plan.plan import PipelineRule
-from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest
+from meshwright_dtensor.strategy.strategy import ModuleWork, PipelineQuery, SearchRequest
 from meshwright_pipeline.partition.units import called_in_parts, find_units, ownership
 from meshwright_pipeline.planning.dataflow import flow_of
 from meshwright_pipeline.planning.survey import survey_of
@@ -80,7 +80,9 @@ def test_modules_that_are_called_in_parts_are_opened() -> None:
     model = of(layers=nn.ModuleList([Layer(), Layer()]), head=Layer())
     calls = frozenset({("", "layers.0"), ("", "layers.1.a"), ("", "head"), ("head", "head.a")})
     assert called_in_parts(find_units(model).names, calls) == {"layers.1"}
-    request = SearchRequest(world_size=2, batch_size=2, survey=Pipeline().survey(model), calls=calls)
+    request = SearchRequest(
+        world_size=2, batch_size=2, survey=Pipeline().survey(model), pipeline=PipelineQuery(calls=calls)
+    )
     known = survey_of(request)
     assert known is not None
     assert known.units == ("layers.0", "layers.1.a", "layers.1.b", "layers.1.drop", "head")
@@ -107,13 +109,13 @@ def test_sums_between_units_are_followed() -> None:
 
     nothing: frozenset[int] = frozenset()
     work = [
-        ModuleWork("a", leaving=((1, nothing, True), (9, nothing, False))),
-        ModuleWork("b", entering=entering((1, "a")), leaving=((2, frozenset({1}), True),)),
-        ModuleWork("", entering=entering((1, "a"), (2, "b")), leaving=((3, frozenset({1, 2}), True),)),
-        ModuleWork("c", entering=entering((3, "")), leaving=((4, frozenset({3}), True),)),
-        ModuleWork("", entering=entering((3, ""), (4, "c")), leaving=((5, frozenset({3, 4}), True),)),
-        ModuleWork("d", entering=entering((9, "a")), leaving=((6, frozenset({9}), True),)),
-        ModuleWork("", entering=entering((5, ""), (6, "d"))),
+        ModuleWork("a", outputs=((1, nothing, True), (9, nothing, False))),
+        ModuleWork("b", inputs=entering((1, "a")), outputs=((2, frozenset({1}), True),)),
+        ModuleWork("", inputs=entering((1, "a"), (2, "b")), outputs=((3, frozenset({1, 2}), True),)),
+        ModuleWork("c", inputs=entering((3, "")), outputs=((4, frozenset({3}), True),)),
+        ModuleWork("", inputs=entering((3, ""), (4, "c")), outputs=((5, frozenset({3, 4}), True),)),
+        ModuleWork("d", inputs=entering((9, "a")), outputs=((6, frozenset({9}), True),)),
+        ModuleWork("", inputs=entering((5, ""), (6, "d"))),
     ]
 
     class Known:

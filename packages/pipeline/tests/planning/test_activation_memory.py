@@ -38,10 +38,10 @@ def one_by_one(own: list[int], stages: int, sizes: StageBytes) -> tuple[float, M
         if kind == WHOLE or (kind == FIRST and not sizes.split):
             now -= sizes.saved[stage]
         elif kind == FIRST:
-            now += sizes.waiting[stage]
+            now += sizes.deferred_bytes[stage]
             moments.append(MemoryPeak(now, 0.0, made))
         elif sizes.split:
-            now -= sizes.saved[stage] + sizes.waiting[stage]
+            now -= sizes.saved[stage] + sizes.deferred_bytes[stage]
         if kind == WHOLE or (kind == (LATE if sizes.split else FIRST)):
             made, left[stage] = made + left[stage], 0.0
     return most, max(moments, key=lambda one: one.total)
@@ -97,13 +97,13 @@ def test_a_rank_without_actions_holds_nothing(split: bool) -> None:
 def test_in_a_first_half_what_waits_is_there_already() -> None:
     """Three modules, run backward from the last: what the others leave lies beside each, and nothing that is kept is freed."""
     parts = [
-        ModuleWork("m", 1.0, 100.0, beside=beside, waiting=waiting)
+        ModuleWork("m", 1.0, 100.0, transient_bytes=beside, deferred_bytes=waiting)
         for beside, waiting in ((5, 1), (9, 7), (2, 4))
     ]
     run = sum_work("m", parts)
     assert run.first == max(5 + 7 + 4, 9 + 4, 2)
     assert run.over == 2  # whole backwards free 100 bytes with each module
     assert sum_work("m", parts[:1]).then(sum_work("m", parts[1:])).first == run.first
-    sizes = StageBytes((300.0,), (run.over,), (run.waiting,), (0.0,), True, (run.first,))
+    sizes = StageBytes((300.0,), (run.over,), (run.deferred_bytes,), (0.0,), True, (run.first,))
     (_,), (full,) = RankActions([[FORWARD, FIRST, LATE]], 1).held(sizes)
     assert full == MemoryPeak(300.0, run.first, 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright_dtensor.plan.plan import Prediction
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import ForwardsFirst
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
 from meshwright_pipeline.analysis.loss_preview import LossChecker
@@ -141,15 +141,19 @@ def asked_for(model: nn.Module, batch: dict[str, Tensor], schedule: str, **optio
     inside = "chain." if hasattr(model, "chain") else ""
     names = [inside + name for name in ("embed", *(f"layers.{i}" for i in range(4)), "norm", "head")]
     work = [
-        ModuleWork(n, 1.0, 64.0, entering=frozenset({(i, names[i - 1], 512)} if i else ()))
+        ModuleWork(n, 1.0, 64.0, inputs=frozenset({(i, names[i - 1], 512)} if i else ()))
         for i, n in enumerate(names)
     ]
     taken = frozenset({(7, names[-1], 128)})
-    work.append(ModuleWork("", 0.5, 960.0, entering=taken, beside=320.0))
+    work.append(ModuleWork("", 0.5, 960.0, inputs=taken, transient_bytes=320.0))
     asked = SearchRequest(
-        8, 8, options={"schedule": schedule, **options}, survey=Pipeline().survey(model), work=tuple(work)
+        8,
+        8,
+        options={"schedule": schedule, **options},
+        survey=Pipeline().survey(model),
+        pipeline=PipelineQuery(work=tuple(work)),
     )
-    return replace(asked, example=((), batch))
+    return replace(asked, pipeline=replace(asked.pipeline, example=((), batch)))
 
 
 def cost(model: nn.Module, batch: dict[str, Tensor], schedule: str, **options: Any) -> StrategyCost:
@@ -162,7 +166,7 @@ KEPT = 7 * 64 + 960
 
 def held(found: StrategyCost) -> float:
     assert found.peak is not None
-    return found.activations * 4 * KEPT + found.peak.beside
+    return found.activations * 4 * KEPT + found.peak.transient_bytes
 
 
 def test_what_does_not_add_up_is_costed_as_gpipe() -> None:
@@ -187,7 +191,11 @@ def test_an_estimate_takes_what_is_known_of_other_microbatches() -> None:
     request = asked_for(lossy, judged_batch(0), "gpipe")
 
     def loss(microbatches: int, rough: bool) -> Any:
-        asked = replace(request, options={"schedule": "gpipe", "microbatches": microbatches}, rough=rough)
+        asked = replace(
+            request,
+            options={"schedule": "gpipe", "microbatches": microbatches},
+            pipeline=replace(request.pipeline, estimate=rough),
+        )
         return Pipeline().cost(asked, 2, LINK).fields["pipeline"]["loss"]
 
     assert [loss(4, True), loss(8, True), loss(8, False), loss(8, True)] == [
@@ -223,12 +231,12 @@ def test_what_lies_behind_the_units_runs_once_between() -> None:
     found = cost(judged(WHOLE["products"]), judged_batch(0), "gpipe", microbatches=4)
     assert found.compute * 4 * 7.5 == pytest.approx((4 + 3 / 4) * 4 + 4 * 0.5)
     assert found.activations * 4 * KEPT == pytest.approx(4 * (4 * 64 + 960 + 128))
-    assert found.peak is not None and found.peak.beside >= 4 * (320 + 128)
+    assert found.peak is not None and found.peak.transient_bytes >= 4 * (320 + 128)
 
 
 def test_gradients_of_what_it_takes_lie_beside_backwards() -> None:
     """4 x 128 bytes on the last rank, whose backwards have much beside."""
-    tail = replace(NO_WORK, entering=frozenset({(7, "head", 128)}))
+    tail = replace(NO_WORK, inputs=frozenset({(7, "head", 128)}))
     step = Steps(1.0, (1.0, 1.0), (100.0, 100.0), (MemoryPeak(100, 5000, 0), MemoryPeak(100, 5000, 0)))
     first, last = with_tail(step, tail, 1, 4).fullest
     assert first == MemoryPeak(100, 5000, 0) and last == MemoryPeak(100, 5000 + 4 * 128, 0)

@@ -9,7 +9,7 @@ from pipe_models import Chain
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)
@@ -29,7 +29,9 @@ class Normed(nn.Module):
 
 def asked(model: nn.Module, **options: object) -> SearchRequest:
     work = tuple(ModuleWork(f"layers.{i}", 1.0, 64.0) for i in range(4))
-    return SearchRequest(2, 8, options=options, survey=Pipeline().survey(model), work=work)
+    return SearchRequest(
+        2, 8, options=options, survey=Pipeline().survey(model), pipeline=PipelineQuery(work=work)
+    )
 
 
 class Pair(nn.Module):
@@ -64,7 +66,12 @@ def test_statistics_of_the_batch_take_one_microbatch() -> None:
 
 
 def test_numbers_that_units_make_take_one_microbatch() -> None:
-    request = replace(asked(Chain(), schedule="1f1b"), numbers=frozenset({("layers.0", "")}))
+    request = replace(
+        asked(Chain(), schedule="1f1b"),
+        pipeline=replace(
+            asked(Chain(), schedule="1f1b").pipeline, scalar_flows=frozenset({("layers.0", "")})
+        ),
+    )
     assert [way["microbatches"] for way in Pipeline().ways(request, 2)] == [1]
     (note,) = cost(request).notes
     assert "one microbatch" in note and "module 'layers.0' makes a number of the rows" in note

@@ -12,7 +12,14 @@ from pipe_models import Chain, chain_batch
 
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Action, ForwardsFirst
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.strategy import (
+    Link,
+    ModelSizes,
+    ModuleWork,
+    PipelineQuery,
+    SearchRequest,
+    StrategyCost,
+)
 from meshwright_pipeline import Schedule, Shape
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.full_batch_loss import tail_of, without_tail
@@ -132,8 +139,8 @@ def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost
             name,
             draw.uniform(1, 3),
             draw.randrange(60, 200),
-            entering=frozenset({(i, NAMES[i - 1], 40)} if i else ()),
-            beside=draw.randrange(50),
+            inputs=frozenset({(i, NAMES[i - 1], 40)} if i else ()),
+            transient_bytes=draw.randrange(50),
         )
         for i, name in enumerate(NAMES)
     ]
@@ -144,7 +151,7 @@ def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost
                 w,
                 seconds=w.seconds * (1 + more),
                 saved_bytes=round(w.saved_bytes * part),
-                beside=w.beside + 30,
+                transient_bytes=w.transient_bytes + 30,
             )
             if "layers" in w.module
             else w
@@ -156,22 +163,22 @@ def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost
         batch_size=8,
         options={"microbatches": 8, "schedule": schedule},
         survey=Pipeline().survey(Chain()),
-        work=tuple(work),
-        again={"selective": again(0.6, 0.05), "full": again(0.2, 0.3)},
-        resident_bytes=1600,
-        gradient_bytes=400,
+        pipeline=PipelineQuery(
+            work=tuple(work), recompute_variants={"selective": again(0.6, 0.05), "full": again(0.2, 0.3)}
+        ),
+        sizes=ModelSizes(state_bytes=1600, gradient_bytes=400),
     )
     assert request.survey is not None
     known: ModelSurvey = request.survey.details
     plan = known.schedule(schedule)
     shape = Shape(degree, degree * plan.stages_each, 8)
-    return request, cost_module._Case(request, LINK, known.read(request.work), known, plan, shape)
+    return request, cost_module._Case(request, LINK, known.read(request.pipeline.work), known, plan, shape)
 
 
 def every_choice(request: SearchRequest, found: ModelCosts, known: ModelSurvey) -> Iterator[ModelCosts]:
     """The model with each of its layers run in each way."""
     ways: list[list[UnitWork]] = [[run] for run in found.runs]
-    for work in request.again.values():
+    for work in request.pipeline.recompute_variants.values():
         for place, run in enumerate(known.read(work).runs):
             if run.kept < found.runs[place].kept:
                 ways[place].append(run)
@@ -199,13 +206,20 @@ def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) 
     least = min(need for _, need in every)
     for part in (0.1, 0.4, 0.7, 1.0):
         relief = int(part * (most - least))
-        found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
+        found = Pipeline().cost(
+            replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
+        )
         best = min(seconds for seconds, need in every if need <= most - relief)
         assert slowest(found, how.found) == pytest.approx(best)
         assert slowest(found, how.found) >= slowest(free, how.found)
         assert set(found.recompute) <= {name for name in NAMES if "layers" in name}
     # more than there is to be had: as if nothing was asked for
-    assert Pipeline().cost(replace(request, relief=int(most)), 2, LINK) == free
+    assert (
+        Pipeline().cost(
+            replace(request, pipeline=replace(request.pipeline, bytes_to_free=int(most))), 2, LINK
+        )
+        == free
+    )
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
@@ -217,7 +231,9 @@ def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
         how.run(divide(runs, how.known, cuts), False) for runs in every_choice(request, how.found, how.known)
     ]
     for relief in (100, 300, 500):
-        found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
+        found = Pipeline().cost(
+            replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
+        )
         fitting = [o for o in outcomes if o.fullest.total(request)[0] <= most - relief]
         best = min(max(map(sum, _by_rank(how.schedule, how.shape, o))) for o in fitting)
         own = [part * how.found.whole for part in found.stages]
@@ -229,14 +245,19 @@ def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
 def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
     """A model that returns no loss; what lies behind its units is part of what the last rank, and no other, holds."""
     request, how = case(0, "1f1b")
-    behind = ModuleWork("", 0.5, heavy, entering=frozenset({(7, "head", 40)}), beside=50)
+    behind = ModuleWork("", 0.5, heavy, inputs=frozenset({(7, "head", 40)}), transient_bytes=50)
     request = replace(
         request,
-        work=(*request.work, behind),
-        again={name: (*work, behind) for name, work in request.again.items()},
-        example=((), {"ids": chain_batch()["ids"]}),
+        pipeline=replace(
+            request.pipeline,
+            work=(*request.pipeline.work, behind),
+            recompute_variants={
+                name: (*work, behind) for name, work in request.pipeline.recompute_variants.items()
+            },
+            example=((), {"ids": chain_batch()["ids"]}),
+        ),
     )
-    whole = how.known.read(request.work)
+    whole = how.known.read(request.pipeline.work)
     tail = tail_of(whole)
     how = replace(how, found=without_tail(whole), schedule=ForwardsFirst(how.schedule), tail=tail)
     even = divide(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
@@ -249,7 +270,9 @@ def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
     least = min(need for _, need in every)
     for part in (0.02, 0.1, 0.4, 0.7, 1.0):
         relief = int(part * (most - least))
-        found = Pipeline().cost(replace(request, relief=relief), 2, LINK)
+        found = Pipeline().cost(
+            replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
+        )
         assert found.between * whole.whole == pytest.approx(tail.seconds * how.shape.microbatches)
         assert max(found.stages) * whole.whole == pytest.approx(
             min(seconds for seconds, need in every if need <= most - relief)
@@ -268,16 +291,23 @@ def test_first_stages_run_more_again_under_1f1b() -> None:
     equal = [ModuleWork(name, 1.0, 100.0) for name in NAMES]
     layers = [replace(w, seconds=1.3, saved_bytes=10.0) if "layers" in w.module else w for w in equal]
     asked = replace(
-        request, work=tuple(equal), again={"full": tuple(layers)}, resident_bytes=0, gradient_bytes=0
+        request,
+        pipeline=replace(request.pipeline, work=tuple(equal), recompute_variants={"full": tuple(layers)}),
+        sizes=replace(request.sizes, state_bytes=0, gradient_bytes=0),
     )
-    found = Pipeline().cost(replace(asked, relief=150), 2, LINK)
+    found = Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, bytes_to_free=150)), 2, LINK)
     assert dict(found.recompute) == {"layers.0": "full"}
     assert dict(Pipeline().cost(asked, 2, LINK).recompute) == {}
 
 
 def test_what_is_called_twice_is_left_as_it_is() -> None:
     request, _ = case(0, "1f1b")
-    twice = (*request.work, replace(request.work[1], seconds=0.1))
-    again = {name: (*work, replace(work[1], seconds=0.2)) for name, work in request.again.items()}
-    asked = replace(request, work=twice, again=again, relief=100)
+    twice = (*request.pipeline.work, replace(request.pipeline.work[1], seconds=0.1))
+    again = {
+        name: (*work, replace(work[1], seconds=0.2))
+        for name, work in request.pipeline.recompute_variants.items()
+    }
+    asked = replace(
+        request, pipeline=replace(request.pipeline, work=twice, recompute_variants=again, bytes_to_free=100)
+    )
     assert "layers.0" not in Pipeline().cost(asked, 2, LINK).recompute

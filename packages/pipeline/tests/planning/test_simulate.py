@@ -15,7 +15,7 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.timetable import dependencies, ordered
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_pipeline import Action, Schedule, Shape, timetable
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.cost import MESSAGE_CALLS, STEP_CALLS
@@ -119,11 +119,17 @@ def test_every_action_is_behind_what_it_waits_for(name: str) -> None:
 def request(rows: int = 8, **options: object) -> SearchRequest:
     names = ["embed", *(f"layers.{i}" for i in range(4)), "norm", "head"]
     work = [
-        ModuleWork(n, 1.0, 64.0, entering=frozenset({(i, names[i - 1], 512)} if i else ()))
+        ModuleWork(n, 1.0, 64.0, inputs=frozenset({(i, names[i - 1], 512)} if i else ()))
         for i, n in enumerate(names)
     ]
     survey = Pipeline().survey(Chain())
-    return SearchRequest(world_size=8, batch_size=rows, options=options, survey=survey, work=tuple(work))
+    return SearchRequest(
+        world_size=8,
+        batch_size=rows,
+        options=options,
+        survey=survey,
+        pipeline=PipelineQuery(work=tuple(work)),
+    )
 
 
 def test_ways_are_schedules_and_microbatches() -> None:
@@ -138,10 +144,16 @@ def test_ways_are_schedules_and_microbatches() -> None:
     assert list(Pipeline().ways(request(), 1)) == [{}]
     assert Pipeline().degrees(request()) == [1, 2, 4]
     # ranks that share cores need not all be busy
-    shared = replace(request(schedule="1f1b"), company=(0.5, 0.5, 0.75, 1.0))
+    shared = replace(
+        request(schedule="1f1b"),
+        pipeline=replace(request(schedule="1f1b").pipeline, shared_cores=(0.5, 0.5, 0.75, 1.0)),
+    )
     assert [way["microbatches"] for way in Pipeline().ways(shared, 4)] == [4, 8, 2, 1]
-    assert [way["microbatches"] for way in Pipeline().ways(replace(shared, company=()), 4)] == [4, 8]
-    every = replace(request(schedule="1f1b"), batch_size=12, thorough=True)
+    assert [
+        way["microbatches"]
+        for way in Pipeline().ways(replace(shared, pipeline=replace(shared.pipeline, shared_cores=())), 4)
+    ] == [4, 8]
+    every = replace(request(schedule="1f1b"), batch_size=12, exhaustive=True)
     assert [way["microbatches"] for way in Pipeline().ways(every, 2)] == [1, 2, 3, 4, 6, 12]
     assert Pipeline().degrees(request(rows=2)) == [1, 2]
 
@@ -186,14 +198,18 @@ def test_a_planned_pipeline_has_those_stages() -> None:
     names = ["embed", *(f"layers.{i}" for i in range(6))]
     work = tuple(ModuleWork(n, 1.0, 64.0) for n in names)
     options = {"schedule": "interleaved", "microbatches": 4}
-    asked = SearchRequest(2, 4, options=options, survey=Pipeline().survey(Deep()), work=work)
+    asked = SearchRequest(
+        2, 4, options=options, survey=Pipeline().survey(Deep()), pipeline=PipelineQuery(work=work)
+    )
     assert len(Pipeline().cost(asked, 2, LINK).fields["pipeline"]["stages"]) == 6
 
 
 def test_ranks_that_share_cores_lose_less_by_waiting() -> None:
     asked = request(8, schedule="1f1b", microbatches=4)
     own = Pipeline().cost(asked, 4, LINK)
-    shared = Pipeline().cost(replace(asked, company=(0.5, 0.5, 0.75, 1.0)), 4, LINK)
+    shared = Pipeline().cost(
+        replace(asked, pipeline=replace(asked.pipeline, shared_cores=(0.5, 0.5, 0.75, 1.0))), 4, LINK
+    )
     assert shared.compute < own.compute and shared.idle < own.idle
 
 
@@ -207,7 +223,9 @@ def test_each_rank_is_full_at_a_moment_of_its_own() -> None:
 
     assert fullest("gpipe") == [(40.0, 3.0, 0.0)] * 2
     assert fullest("1f1b") == [(20.0, 3.0, 7.0), (10.0, 3.0, 7.0)]
-    split = predict(schedule_named("zero-bubble"), Shape(2, 2, 4), replace(costs, waiting=(0.0, 0.0))).fullest
+    split = predict(
+        schedule_named("zero-bubble"), Shape(2, 2, 4), replace(costs, deferred_bytes=(0.0, 0.0))
+    ).fullest
     assert all(a.total < one[0] + one[1] + one[2] for a, one in zip(split, fullest("zero-bubble")))
 
 
@@ -215,11 +233,11 @@ def test_what_lies_between_units_is_kept_where_gradients_come_by() -> None:
     """A mask that all layers keep is kept once on every stage; the loss is the last stage's."""
     asked = request(microbatches=4, schedule="gpipe")
     shared = frozenset({(99, 640.0)})
-    layers = [replace(w, shared=shared) if "layers" in w.module else w for w in asked.work]
-    loss = ModuleWork("", 2.0, 6400.0, beside=800.0)
+    layers = [replace(w, shared=shared) if "layers" in w.module else w for w in asked.pipeline.work]
+    loss = ModuleWork("", 2.0, 6400.0, transient_bytes=800.0)
     plain, masked, whole = (
-        Pipeline().cost(replace(asked, work=tuple(work)), 2, LINK)
-        for work in (asked.work, layers, [*layers, loss])
+        Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, work=tuple(work))), 2, LINK)
+        for work in (asked.pipeline.work, layers, [*layers, loss])
     )
     sent = 4 * (7 * 64 + 640)
 
@@ -228,7 +246,7 @@ def test_what_lies_between_units_is_kept_where_gradients_come_by() -> None:
 
     assert kept(masked, 7 * 64 + 640) == pytest.approx(kept(plain, 7 * 64) + 640)
     assert kept(whole, 7 * 64 + 640 + 6400) > 6400 > kept(masked, sent)
-    assert whole.peak is not None and whole.peak.beside >= 800.0
+    assert whole.peak is not None and whole.peak.transient_bytes >= 800.0
     # the loss weighs on the last stage alone: modules move to the first
     assert len(whole.fields["pipeline"]["stages"][0]) > len(masked.fields["pipeline"]["stages"][0])
 
@@ -237,9 +255,9 @@ def test_stages_are_the_best_that_exhaustive_search_finds() -> None:
     """Uneven layers and a heavy head, with every schedule of one stage a rank."""
     seconds = [0.7, 1.0, 3.1, 0.4, 2.2, 0.3, 4.5]
     asked = request(microbatches=4)
-    work = tuple(replace(w, seconds=s) for w, s in zip(asked.work, seconds, strict=True))
+    work = tuple(replace(w, seconds=s) for w, s in zip(asked.pipeline.work, seconds, strict=True))
     for degree in (2, 3, 4):
-        found = Pipeline().cost(replace(asked, work=work), degree, LINK)
+        found = Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, work=work)), degree, LINK)
         cuts = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), degree - 1)]
         best = min(max(sum(seconds[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
         assert max(found.stages) * sum(seconds) == pytest.approx(best)
@@ -250,7 +268,9 @@ def test_sums_of_gradients_are_of_what_a_rank_holds() -> None:
 
     def compute(share: float) -> float:
         asked = replace(
-            request(microbatches=4, schedule="1f1b"), gradient_bytes=int(share * 8000), byte_seconds=1e-3
+            request(microbatches=4, schedule="1f1b"),
+            sizes=replace(request(microbatches=4, schedule="1f1b").sizes, gradient_bytes=int(share * 8000)),
+            step=replace(request(microbatches=4, schedule="1f1b").step, byte_seconds=1e-3),
         )
         return Pipeline().cost(asked, 2, LINK).compute
 
@@ -262,10 +282,14 @@ def test_sums_of_gradients_are_of_what_a_rank_holds() -> None:
 def test_what_cannot_be_split_is_no_communication(schedule: str) -> None:
     """Where modules run again a backward is not split: the bubble is larger, and what messages add is not."""
     asked = request(microbatches=4, schedule=schedule)
-    work = tuple(replace(w, entering=frozenset()) for w in (*asked.work, *asked.work[1:-1]))
+    work = tuple(replace(w, inputs=frozenset()) for w in (*asked.pipeline.work, *asked.pipeline.work[1:-1]))
     quick = Link("test", 0.0, 1e30)
-    again = Pipeline().cost(replace(asked, work=work, recompute=True), 2, quick)
-    split = Pipeline().cost(replace(asked, work=work), 2, quick)
+    again = Pipeline().cost(
+        replace(asked, pipeline=replace(asked.pipeline, work=work), step=replace(asked.step, recompute=True)),
+        2,
+        quick,
+    )
+    split = Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, work=work)), 2, quick)
     assert again.exposed_seconds == split.exposed_seconds == 0.0
     assert again.idle > split.idle
 
@@ -322,8 +346,15 @@ def test_what_the_runtime_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     call, count = 1e-9, 4  # too little to change the order of anything
 
     def seconds() -> float:
-        asked = replace(request(8, schedule="gpipe", microbatches=count), call_seconds=call)
-        return Pipeline().cost(asked, 2, LINK).compute * sum(part.seconds for part in asked.work) * count
+        asked = replace(
+            request(8, schedule="gpipe", microbatches=count),
+            step=replace(request(8, schedule="gpipe", microbatches=count).step, call_seconds=call),
+        )
+        return (
+            Pipeline().cost(asked, 2, LINK).compute
+            * sum(part.seconds for part in asked.pipeline.work)
+            * count
+        )
 
     whole = seconds()
     monkeypatch.setattr(cost_module, "STEP_CALLS", 0)
@@ -342,7 +373,7 @@ def test_stages_that_follow_each_other_on_one_rank_send_nothing(
 ) -> None:
     stages = len(owners)
     free = StageCosts((0.0,) * stages, (0.0,) * stages, gradients=(0.0,) * stages)
-    asked = replace(request(), call_seconds=1.0)
+    asked = replace(request(), step=replace(request().step, call_seconds=1.0))
     found = cost_module._with_host(free, [(0, 0)] * stages, owners, asked, Shape(2, stages, 4))
     assert found.backward == tuple(MESSAGE_CALLS * n for n in ends)
 

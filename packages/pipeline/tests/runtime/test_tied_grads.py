@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.comm.log import communication
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest
+from meshwright_dtensor.strategy.strategy import Link, ModelSizes, SearchRequest, StepContext
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline.planning.cost import AGREEING_CALLS, tied_sums
 from meshwright_pipeline.planning.survey import ModelSurvey
 from meshwright_pipeline.runtime.tied_grads import Tie, TiedSum
 
 LINK = Link("wire", latency_s=1e-5, bandwidth_Bps=1e9)
-REQUEST = SearchRequest(world_size=4, batch_size=8, gradient_bytes=1000, call_seconds=1e-6)
+REQUEST = SearchRequest(
+    world_size=4, batch_size=8, sizes=ModelSizes(gradient_bytes=1000), step=StepContext(call_seconds=1e-6)
+)
 
 
 def known(model: nn.Module | None = None) -> ModelSurvey:

@@ -23,7 +23,9 @@ class Summing(DataLike):
     gradient: ClassVar = "deferred"
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        return super().cost(replace(request, backward_seconds=0.0), degree, link)  # nothing hides
+        return super().cost(
+            replace(request, step=replace(request.step, backward_seconds=0.0)), degree, link
+        )  # nothing hides
 
 
 class Sharing(TensorLike):

@@ -79,7 +79,7 @@ def test_the_forward_pass_may_hold_most(kind: type[nn.Module]) -> None:
 def test_what_divides_a_model_is_told_of_its_forward_pass() -> None:
     problem = of_one(Frozen(), {"x": torch.randn(2048, 32)})
     work = module_work(Replay(problem, problem.replicated()))
-    assert max(part.beside for part in work) >= 2 * 2048 * 1024 * 4
+    assert max(part.transient_bytes for part in work) >= 2 * 2048 * 1024 * 4
 
 
 def test_what_is_kept_is_not_alive_too() -> None:

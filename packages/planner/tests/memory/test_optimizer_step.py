@@ -75,7 +75,7 @@ def test_no_more_optimizers_are_offered_than_were_counted() -> None:
 )
 def test_the_moment_of_a_step(name: str, together: bool, expected: Moment) -> None:
     assert updating([10.0, 4.0, 5.0], name, together) == expected
-    assert updating([], name, False).beside == 0
+    assert updating([], name, False).transient_bytes == 0
 
 
 @pytest.mark.parametrize("name", sorted(COPIES))

@@ -161,7 +161,7 @@ def test_when_the_optimizer_steps_shared_gradients_are_shards_alone() -> None:
     alone, whole = at_peak(parts, (stepping,), stepped=25.0), at_peak(parts, (stepping,))
     assert (alone["gradients"], alone["temporaries"]) == (25, 25)
     assert (whole["gradients"], whole["temporaries"]) == (100, 100)  # copies are no gradients
-    one_by_one = replace(stepping, beside=70.0, copies=0.0)
+    one_by_one = replace(stepping, transient_bytes=70.0, copies=0.0)
     assert at_peak(parts, (one_by_one,), stepped=25.0)["temporaries"] == 70
 
 
@@ -198,7 +198,10 @@ def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.Monke
 def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:
     """What is cut is smaller; of whole ones a rank has a part; what is only summed over the axis is not summed at all."""
     size = ParameterSize((8, 6), (), (4, 4), True)
-    cut, both = replace(size, shape=(2, 6), taken=(0,)), replace(size, shape=(2, 3), taken=(0, 1))
+    cut, both = (
+        replace(size, shape=(2, 6), sharded_dims=(0,)),
+        replace(size, shape=(2, 3), sharded_dims=(0, 1)),
+    )
     owned = [*(f"own.{n}" for n in range(8)), "cut", "both"]
     unit = dict.fromkeys(["free", *owned], size)
     stated = {"cut": {"ep": "S(0)"}, "both": {"ep": "S(0)", "tp": "S(1)"}}

@@ -75,7 +75,7 @@ def test_stages_are_told_of_each_block_what_it_has_alive() -> None:
     for before, after in pairs:
         assert before.module == after.module
         block = ".".join(after.module.split(".")[:2])
-        more[block] = max(more.get(block, 0.0), after.beside - before.beside)
+        more[block] = max(more.get(block, 0.0), after.transient_bytes - before.transient_bytes)
     large, small = more["layers.5"], more["layers.4"]
     assert large >= 1024 * 1024 * 4 and 0 < small < 1024 * 32 * 4 * 4 and more[""] == 0
 

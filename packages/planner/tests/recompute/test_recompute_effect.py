@@ -82,19 +82,25 @@ class Halves(Strategy):
         return [1, 2]
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        whole, kept = (sum(getattr(w, part) for w in request.work) for part in ("seconds", "saved_bytes"))
-        work, chosen = list(request.work), dict[str, str]()
+        whole, kept = (
+            sum(getattr(w, part) for w in request.pipeline.work) for part in ("seconds", "saved_bytes")
+        )
+        work, chosen = list(request.pipeline.work), dict[str, str]()
         order = [(f"layers.{n}", policy) for policy in ("selective", "full") for n in range(4)]
-        while request.again and order and _held(request.work) - _held(work) < request.relief:
+        while (
+            request.pipeline.recompute_variants
+            and order
+            and _held(request.pipeline.work) - _held(work) < request.pipeline.bytes_to_free
+        ):
             name, policy = order.pop(0)
             chosen[self.chosen.format(name)] = policy
-            for place, again in enumerate(request.again[policy]):
+            for place, again in enumerate(request.pipeline.recompute_variants[policy]):
                 if again.module.startswith(name):
                     work[place] = again
         return StrategyCost(
             compute=sum(w.seconds for w in work) / whole,
             activations=sum(w.saved_bytes for w in work) / kept,
-            peak=Peak(1.0, max(w.beside for w in work)),
+            peak=Peak(1.0, max(w.transient_bytes for w in work)),
             stages=(0.5, 0.5),
             recompute=chosen,
             fields={"pipeline": {"stages": STAGES, "microbatches": 1, "schedule": "1f1b"}},
@@ -103,7 +109,7 @@ class Halves(Strategy):
 
 def _held(work: Iterable[ModuleWork]) -> float:
     every = list(work)
-    return sum(w.saved_bytes for w in every) + max(w.beside for w in every)
+    return sum(w.saved_bytes for w in every) + max(w.transient_bytes for w in every)
 
 
 class Parts(Halves):

@@ -338,7 +338,7 @@ class Careful(DataLike):
     """Refuses to keep everything, but only when it is asked exactly."""
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        if not request.rough and not request.recompute:
+        if not request.pipeline.estimate and not request.step.recompute:
             raise PlanError("degrees.dp", degree, "less must be kept", "1")
         return super().cost(request, degree, link)
 

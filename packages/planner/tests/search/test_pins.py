@@ -46,7 +46,7 @@ class Late(DataLike):
     """Refuses two ranks, but only when it is asked exactly, as one may whose estimates are far from the best."""
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        if degree == 2 and not request.rough:
+        if degree == 2 and not request.pipeline.estimate:
             raise PlanError("degrees.dp", degree, "two are one too few", "1")
         return super().cost(request, degree, link)
 

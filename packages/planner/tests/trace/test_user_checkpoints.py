@@ -221,7 +221,7 @@ class Asking(DataLike):
     asked: ClassVar[list[float]] = []
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        self.asked.append(request.flops)
+        self.asked.append(request.sizes.flops)
         return super().cost(request, degree, link)
 
 

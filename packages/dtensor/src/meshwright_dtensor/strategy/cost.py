@@ -37,7 +37,7 @@ class Peak:
     """
 
     gradients: float
-    beside: float
+    transient_bytes: float
     at_once: int = 1
 
 
@@ -72,7 +72,7 @@ class StrategyCost:
         forwards: per stage, the part of its time that is the forward pass; () for a third of each.
         holds: names of the parameters that the fullest rank holds, None for all.
         peak: when the fullest rank holds most; None where that is when the whole model would.
-        recompute: module -> policy by which it runs again, for SearchRequest.relief; empty where nothing relieves enough.
+        recompute: module -> policy by which it runs again, for PipelineQuery.bytes_to_free; empty where nothing relieves enough.
         notes: what users should know of what was costed, a line each; they stand in the plan.
         lasting: the part of one rank's gradients whose memory stays from step to step.
         bucket: bytes of gradients that are there as soon as the first of them is; 0 where each comes by itself.

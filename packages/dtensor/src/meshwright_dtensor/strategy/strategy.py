@@ -6,10 +6,8 @@ how batch tensors and parameters lie on its axis and lets it attach its engine. 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright_dtensor.cluster.links import CollectiveKind as CollectiveKind
@@ -19,6 +17,14 @@ from meshwright_dtensor.strategy.cost import Peak as Peak
 from meshwright_dtensor.strategy.cost import Phase as Phase
 from meshwright_dtensor.strategy.cost import Stall as Stall
 from meshwright_dtensor.strategy.cost import StrategyCost as StrategyCost
+from meshwright_dtensor.strategy.request import AttentionUse as AttentionUse
+from meshwright_dtensor.strategy.request import ModelSizes as ModelSizes
+from meshwright_dtensor.strategy.request import ModuleWork as ModuleWork
+from meshwright_dtensor.strategy.request import ParameterSize as ParameterSize
+from meshwright_dtensor.strategy.request import PipelineQuery as PipelineQuery
+from meshwright_dtensor.strategy.request import SearchRequest as SearchRequest
+from meshwright_dtensor.strategy.request import StepContext as StepContext
+from meshwright_dtensor.strategy.request import Survey as Survey
 
 if TYPE_CHECKING:
     import torch
@@ -30,189 +36,6 @@ if TYPE_CHECKING:
     from meshwright_dtensor.sharding.states import State
 
 GradientKind = Literal["complete", "deferred"]
-
-
-@dataclass(frozen=True)
-class AttentionUse:
-    """`count` equal attention calls of one forward pass, as ONE rank sees them.
-
-    Args:
-        query_bytes, key_value_bytes, output_bytes: sizes of its tensors; keys and values together.
-        heads, key_heads: how many of each (1 where there is no such dim).
-        causal: a query sees keys up to its own position.
-        seconds: predicted time of one call, forward and backward, over this rank's part of the sequence alone.
-    """
-
-    query_bytes: int
-    key_value_bytes: int
-    output_bytes: int
-    heads: int
-    key_heads: int
-    causal: bool
-    seconds: float = 0.0
-    count: int = 1
-
-
-@dataclass(frozen=True)
-class ParameterSize:
-    """One parameter, as the axes that do not gather leave it to one rank.
-
-    Args:
-        shape: of the local part, whole on the axes that gather.
-        taken: dims that an axis has cut.
-        itemsize: bytes of an element as it is stored, and of one as it is computed with.
-        trainable: it gets a gradient.
-    """
-
-    shape: tuple[int, ...]
-    taken: tuple[int, ...]
-    itemsize: tuple[int, int]
-    trainable: bool
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class ModuleWork:
-    """Consecutive operations of one module, forward and backward, on one rank.
-
-    Args:
-        module: its full name.
-        seconds: predicted.
-        saved_bytes: what autograd keeps of them alone, on one rank.
-        parameters: names of the parameters that they read, the first name of tied ones.
-        entering: (number of a value, module that made it, bytes on one rank) of the tensors that were made before, whatever
-            they hold; not those that come from outside of the model.
-        shared: (number of a tensor, bytes) of what autograd keeps of them and of other modules too, once.
-        beside: the most bytes that are alive at once while they run, beside what is kept (backward gradients of values, and
-            of the parameter that gets one).
-        waiting: bytes of the gradients that lie between the two halves of a backward pass: of what parameters were used for.
-        forward: the part of the seconds that is the forward pass.
-        leaving: (number of a value, numbers of those entering that it is made of, whether it gets a gradient) of the tensors
-            that are made here and enter elsewhere.
-    """
-
-    module: str
-    seconds: float = 0.0
-    saved_bytes: float = 0.0
-    parameters: frozenset[str] = frozenset()
-    entering: frozenset[tuple[int, str, int]] = frozenset()
-    shared: frozenset[tuple[int, float]] = frozenset()
-    beside: float = 0.0
-    waiting: float = 0.0
-    forward: float = 1 / 3
-    leaving: tuple[tuple[int, frozenset[int], bool], ...] = ()
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What a strategy found in a model before the search.
-
-    Args:
-        parameters: names of the parameters that it shards on its own axis.
-        modules: names of the modules whose inputs it wants to know of (SearchRequest.entering).
-        notes: what users should know; they stand in the plan.
-        details: for the strategy itself.
-    """
-
-    parameters: frozenset[str] = frozenset()
-    modules: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    details: Any = None
-
-
-@dataclass(frozen=True)
-class SearchRequest:
-    """What a strategy may know of the model when it says which degrees are legal and what they cost.
-
-    The sizes are those of ONE rank as the other axes leave them (the planner divides before it asks), for one step.
-
-    Args:
-        world_size: number of ranks in the whole mesh.
-        batch_size: rows of the global batch (size of dim 0 of its tensors).
-        sequence_length: size of the sequence dim, or None where the batch has none.
-        parameter_bytes: bytes of parameters.
-        gradient_bytes: bytes of gradients (parameters that require one).
-        activation_bytes: bytes that autograd keeps for the backward pass.
-        flops: floating-point operations of products and attention, forward and backward, with what runs again.
-        layers: number of repeated blocks (1 when nothing repeats).
-        backward_seconds: predicted seconds of the backward pass, which communication may hide behind.
-        attention: the attention calls.
-        pins: degrees that the user pinned, by axis.
-        options: keywords of `plan` that a strategy may know by name, those that were given.
-        forward_seconds: the same of the forward pass.
-        stage: what ranks that share training state share (see plan.ZeroRule), 0 where it is not decided.
-        units: parameters by unit (see units.parameter_units), the one outside of blocks last. For the strategy that sums
-            gradients, those whose gradients it sums whole, as all axes leave them to one rank.
-        survey: what the strategy that is asked found in the model.
-        own_bytes, own_gradient_bytes: those of the parameters that its survey names, which the others include.
-        entering: module of the survey -> (shape, bytes) of every floating-point tensor that goes into it.
-        degrees: of every axis, where they are decided.
-        work: what modules do in one microbatch, in the order of execution; for strategies that divide a model by modules. What the
-            model returns enters the last of it, that of the model itself ("").
-        microbatches: how often a step runs the model, forward and backward, before gradients are handed over.
-        resident_bytes: bytes of parameters, gradients and optimizer states that a rank would hold of the whole model; for
-            strategies that divide one, to tell which rank holds most.
-        call_seconds: what one operation costs the host and compute does not hide; 0 where the host runs ahead of the device.
-        recompute: modules run again in the backward pass, which is not split into halves then.
-        byte_seconds: what moving one byte between memory and cores takes.
-        accelerated: ranks compute on accelerators, not on the cores of the host.
-        company: for the strategy that divides the model, how many times as long a rank computes while only 1, 2, ..., all ranks of
-            the axis do, against what is said here: ranks that wait leave the cores that they share to the others. () where ranks
-            have a device of their own, and for other strategies.
-        again: for the same strategy, policy of plan.RecomputeRule -> `work` where all that can run again does, one for one.
-        relief: bytes that the fullest rank must hold less than if nothing ran again; the strategy chooses among `again` what does.
-        numbers: for the same strategy, (module that made it, module that takes it) of tensors without dims made of inputs.
-        calls: for the same strategy, (module that calls, module that is called) in one forward; None where that is not known.
-        example: for the same strategy, positional and keyword arguments of the batch that is planned for; its tensors need
-            have no values. None where it is not known.
-        rough: the answer is an estimate, one of many: where it takes a trial of the model, what is known of a similar one will do.
-        beyond: of such an estimate, seconds of a step from which it is out of the question; it may then say less than it takes.
-        thorough: where a strategy says which degrees and ways there are, all that are legal, not only those worth a try unasked.
-        stages: parts of the model that one rank holds, 0 where it holds all of it.  Gradients of parts are handed over together,
-            when all ranks have gone back: no backward pass is left to hide their sums behind.
-    """
-
-    world_size: int
-    batch_size: int
-    sequence_length: int | None = None
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
-    activation_bytes: int = 0
-    flops: float = 0.0
-    layers: int = 1
-    backward_seconds: float = 0.0
-    attention: tuple[AttentionUse, ...] = ()
-    pins: Mapping[str, int] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    forward_seconds: float = 0.0
-    stage: int = 0
-    units: tuple[tuple[ParameterSize, ...], ...] = ()
-    survey: Survey | None = None
-    own_bytes: int = 0
-    own_gradient_bytes: int = 0
-    entering: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
-    degrees: Mapping[str, int] = field(default_factory=dict)
-    work: tuple[ModuleWork, ...] = ()
-    microbatches: int = 1
-    resident_bytes: int = 0
-    call_seconds: float = 0.0
-    byte_seconds: float = 0.0
-    recompute: bool = False
-    accelerated: bool = True
-    company: tuple[float, ...] = ()
-    again: Mapping[str, tuple[ModuleWork, ...]] = field(default_factory=dict)
-    relief: int = 0
-    numbers: frozenset[tuple[str, str]] = frozenset()
-    calls: frozenset[tuple[str, str]] | None = None
-    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
-    rough: bool = False
-    beyond: float = math.inf
-    thorough: bool = False
-    stages: int = 0
 
 
 class Division(ABC):
@@ -283,7 +106,7 @@ class Strategy(ABC):
         return ({},)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """Time, memory factors and collectives of one step at `degree`, over `link`; sizes as in SearchRequest."""
+        """Time, memory factors and collectives of one step at `degree`, over `link`; sizes as `PipelineQuery.bytes_to_free`."""
         return StrategyCost()
 
     def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:

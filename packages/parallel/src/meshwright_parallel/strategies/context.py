@@ -58,7 +58,7 @@ class Context(Strategy):
         length = request.sequence_length
         if length is None:
             return [1]
-        least = 1 if request.pins.get(self.axis) or request.thorough else LEAST_TOKENS
+        least = 1 if request.pins.get(self.axis) or request.exhaustive else LEAST_TOKENS
         chunks = 2 if request.options.get("context_balance") == "zigzag" else 1
         return [
             d
@@ -80,7 +80,7 @@ class Context(Strategy):
         balance = self._balance(request, degree)
         pinned = request.options.get("context_attention")
         if pinned is not None and not _possible(pinned, request, degree):
-            heads = next(use.heads for use in request.attention if use.heads % degree)
+            heads = next(use.heads for use in request.sizes.attention if use.heads % degree)
             raise UsageError(
                 f"context_attention={pinned!r}: attention over {heads} heads (a rank's, as other axes leave them) cannot be "
                 f"spread over cp={degree}; pin cp to a divisor of {heads}, or use 'ring' or 'all_gather'"
@@ -95,15 +95,15 @@ class Context(Strategy):
     @staticmethod
     def _balance(request: SearchRequest, degree: int) -> str:
         pinned: str | None = request.options.get("context_balance")
-        causal = any(use.causal for use in request.attention)
+        causal = any(use.causal for use in request.sizes.attention)
         fits = request.sequence_length is not None and request.sequence_length % (2 * degree) == 0
         return pinned or ("zigzag" if causal and fits else "none")
 
     @staticmethod
     def _cost_of(form: str, balance: str, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        exposed, hidden, times = 0.0, 0.0, request.microbatches
+        exposed, hidden, times = 0.0, 0.0, request.step.microbatches
         collectives: list[CollectiveUse] = []
-        for use in request.attention:
+        for use in request.sizes.attention:
             uneven = use.causal and balance == "none" and form != "all_to_all"
             # chunk r attends to r whole chunks and half of itself: the last rank has most work
             compute = use.seconds * (2.0 * degree - 1.0 if uneven else float(degree))
@@ -158,7 +158,7 @@ class Context(Strategy):
 
 
 def _possible(form: str, request: SearchRequest, degree: int) -> bool:
-    return form != "all_to_all" or all(use.heads % degree == 0 for use in request.attention)
+    return form != "all_to_all" or all(use.heads % degree == 0 for use in request.sizes.attention)
 
 
 def _collectives(form: str, use: AttentionUse, degree: int) -> list[CollectiveUse]:

@@ -55,23 +55,23 @@ class Data(Strategy):
         The buckets start evenly spread over the backward pass. The last one starts when the pass has ended, and the link reduces
         one bucket after the other. So the exposed time is that of the last bucket, or what the backward pass cannot hide.
         """
-        if degree <= 1 or request.gradient_bytes <= 0:
+        if degree <= 1 or request.sizes.gradient_bytes <= 0:
             return StrategyCost()
         reused = 0
-        if not request.accelerated:
-            reused = sum(_reused_bytes(group) * n for group, n in counted(request.units))
-        count = max(1, round(request.gradient_bytes / BUCKET_BYTES))
-        bucket_bytes = request.gradient_bytes / count
+        if not request.step.accelerated:
+            reused = sum(_reused_bytes(group) * n for group, n in counted(request.sizes.units))
+        count = max(1, round(request.sizes.gradient_bytes / BUCKET_BYTES))
+        bucket_bytes = request.sizes.gradient_bytes / count
         bucket_seconds = link.seconds("all_reduce", bucket_bytes, degree)
         total = bucket_seconds * count
-        hideable = request.backward_seconds * (count - 1) / count
+        hideable = request.step.backward_seconds * (count - 1) / count
         exposed = max(bucket_seconds, total - hideable)
         use = CollectiveUse("all_reduce", round(bucket_bytes), count, "backward", "gradients, in buckets")
         return StrategyCost(
             exposed_seconds=exposed,
             overlapped_seconds=max(0.0, total - exposed),
             collectives=(use,),
-            lasting=min(1.0, reused / request.gradient_bytes),
+            lasting=min(1.0, reused / request.sizes.gradient_bytes),
             bucket=BUCKET_BYTES,
         )
 

@@ -100,10 +100,14 @@ class Expert(Strategy):
         from meshwright_parallel.moe.plan_rules import all_divided_inside, rules_of
 
         detection = _detection(request)
-        inside = request.degrees.get("tp", 1) if all_divided_inside(detection, request.degrees) else 1
+        inside = (
+            request.step.degrees.get("tp", 1) if all_divided_inside(detection, request.step.degrees) else 1
+        )
         width = {e.candidate.name: e.found.width for e in detection.experts}
         sizes = Counter(
-            _sent_bytes(inputs, width[name]) * degree for name, inputs in request.entering.items() if inputs
+            _sent_bytes(inputs, width[name]) * degree
+            for name, inputs in request.sizes.module_inputs.items()
+            if inputs
         )
         uses = [
             CollectiveUse("all_to_all", nbytes, 2 * count, phase, f"{what} of experts, there and back")
@@ -114,10 +118,10 @@ class Expert(Strategy):
         share = 1.0 / degree / inside
         return StrategyCost(
             exposed_seconds=seconds,
-            stall=Stall(seconds / request.microbatches, 0.0, request.microbatches),
-            parameters=_factor(request.parameter_bytes, request.own_bytes, share),
-            gradients=_factor(request.gradient_bytes, request.own_gradient_bytes, share),
-            optimizer=_factor(request.gradient_bytes, request.own_gradient_bytes, share),
+            stall=Stall(seconds / request.step.microbatches, 0.0, request.step.microbatches),
+            parameters=_factor(request.sizes.parameter_bytes, request.sizes.surveyed_bytes, share),
+            gradients=_factor(request.sizes.gradient_bytes, request.sizes.surveyed_gradient_bytes, share),
+            optimizer=_factor(request.sizes.gradient_bytes, request.sizes.surveyed_gradient_bytes, share),
             collectives=tuple(uses),
             fields={"experts": rules_of(detection)},
         )

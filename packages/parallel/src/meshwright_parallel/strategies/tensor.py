@@ -40,4 +40,4 @@ class TensorOuter(Strategy):
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """1; every divisor of the world size where the axis is pinned."""
-        return divisors(request.world_size) if self.axis in request.pins or request.thorough else (1,)
+        return divisors(request.world_size) if self.axis in request.pins or request.exhaustive else (1,)

@@ -88,18 +88,18 @@ class Zero(Strategy):
         Stage 3 gathers again in the backward pass, except for the last block and the parameters outside of blocks. With several
         microbatches it gathers all blocks for each.
         """
-        alone_bytes = BUCKET_BYTES if request.accelerated else SINGLE_BYTES
+        alone_bytes = BUCKET_BYTES if request.step.accelerated else SINGLE_BYTES
         # most groups are one and the same object, and hashing one is the most expensive step here
         sizes = {
             key: _GroupBytes.of(tuple(group), degree, alone_bytes)
-            for key, group in {id(group): group for group in request.units}.items()
+            for key, group in {id(group): group for group in request.sizes.units}.items()
         }
-        groups = [sizes[id(group)] for group in request.units]
+        groups = [sizes[id(group)] for group in request.sizes.units]
         if degree <= 1 or not sum(group.full for group in groups):
             return StrategyCost()
         exposure = _Exposure(groups, _collectives(groups, request), request, degree, link)
-        exposure.add_phase("forward", request.forward_seconds)
-        exposure.add_phase("backward", request.backward_seconds)
+        exposure.add_phase("forward", request.step.forward_seconds)
+        exposure.add_phase("backward", request.step.backward_seconds)
         parameters, gradients, optimizer = _memory(groups, request)
         return StrategyCost(
             exposed_seconds=exposure.exposed,
@@ -116,10 +116,10 @@ class Zero(Strategy):
 def _collectives(groups: Sequence[_GroupBytes], request: SearchRequest) -> list[CollectiveUse]:
     """The collectives of one step."""
     blocks = groups[:-1]
-    times = request.microbatches if request.stage == 3 else 1
+    times = request.step.microbatches if request.step.zero_stage == 3 else 1
     again: Sequence[_GroupBytes] = ()
-    if request.stage == 3:
-        again = blocks if request.microbatches > 1 else blocks[:-1]
+    if request.step.zero_stage == 3:
+        again = blocks if request.step.microbatches > 1 else blocks[:-1]
     uses = [
         *_uses("all_gather", (group.all_gathers for group in blocks), times, "forward", "parameters"),
         *_uses("all_gather", (group.all_gathers for group in groups[-1:]), times, "forward", OUTSIDE),
@@ -134,7 +134,7 @@ def _collectives(groups: Sequence[_GroupBytes], request: SearchRequest) -> list[
 
 def _memory(groups: Sequence[_GroupBytes], request: SearchRequest) -> tuple[float, float, float]:
     """Factors on one rank's memory of parameters, gradients and optimizer states."""
-    if request.stage == 3:
+    if request.step.zero_stage == 3:
         # one block computes while the next is gathered from a row of this rank's shards
         largest = max((2 * group.unsharded + group.row for group in groups[:-1]), default=0)
         unsharded = largest + groups[-1].unsharded
@@ -143,7 +143,7 @@ def _memory(groups: Sequence[_GroupBytes], request: SearchRequest) -> tuple[floa
     trained = sum(group.trained for group in groups)
     trained_shards = sum(group.trained_shards for group in groups)
     # a stage of a pipeline keeps whole gradients until the last microbatch
-    gradients = (trained if request.stages else trained_shards) + max(group.buffers for group in groups)
+    gradients = (trained if request.step.stages else trained_shards) + max(group.buffers for group in groups)
     parameters = sum(group.shards for group in groups) + unsharded
     return (
         parameters / sum(group.full for group in groups),
@@ -177,7 +177,7 @@ class _Exposure:
         root = self._seconds("all_gather", self.groups[-1].all_gathers) if phase == "forward" else 0.0
         first = next((group.all_gathers for group in self.groups[:-1] if group.all_gathers), ())
         block = self._seconds("all_gather", first)
-        if self.request.stages:
+        if self.request.step.stages:
             gathered = sum(s for use, s in zip(uses, seconds, strict=True) if use.kind == "all_gather")
             self.exposed += sum(seconds) - gathered
             if gathered:
@@ -198,9 +198,9 @@ class _Exposure:
 
         Gradients are whole until the last microbatch, so their reduction hides nothing.
         """
-        times = self.request.microbatches if self.request.stage == 3 else 1
-        each, first_blocks = gathered / times, block * self.request.stages
-        hidden = compute / self.request.microbatches
+        times = self.request.step.microbatches if self.request.step.zero_stage == 3 else 1
+        each, first_blocks = gathered / times, block * self.request.step.stages
+        hidden = compute / self.request.step.microbatches
         self.exposed += min(each, max(root + first_blocks, each - hidden)) * times
         # the parameters outside of blocks are on the first or the last stage: other stages do not wait for them
         stalled = min(each - root, max(first_blocks, each - root - hidden))
@@ -246,7 +246,7 @@ class _GroupBytes:
         all_gathers, reduce_scatters = [], []
         for p in group:
             stored_size, compute_size = p.itemsize
-            dim = _state(p.shape, set(p.taken), degree)
+            dim = _state(p.shape, set(p.sharded_dims), degree)
             local = _shard_numel(p, dim, degree)
             alone = local * stored_size >= alone_bytes and _is_contiguous_shard(p, dim, degree)
             full += p.numel * stored_size

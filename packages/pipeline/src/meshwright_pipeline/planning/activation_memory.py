@@ -33,7 +33,7 @@ class StageBytes:
 
     saved: Sequence[float]
     over: Sequence[float]
-    waiting: Sequence[float]
+    deferred_bytes: Sequence[float]
     gradients: Sequence[float]
     split: bool
     first: Sequence[float]
@@ -58,7 +58,7 @@ class RankActions:
         kinds, stages = self._kinds, self._stages
         saved, over, waiting, gradients, first = (
             np.asarray(own, dtype=float)[stages]
-            for own in (sizes.saved, sizes.over, sizes.waiting, sizes.gradients, sizes.first)
+            for own in (sizes.saved, sizes.over, sizes.deferred_bytes, sizes.gradients, sizes.first)
         )
         if sizes.split:
             over = np.where(kinds == FIRST, first, over)

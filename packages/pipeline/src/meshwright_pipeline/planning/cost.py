@@ -68,12 +68,13 @@ def tied_sums(
     waits = [0.0] * count
     uses = []
     for ranks, tied in groups.items():
-        nbytes, others = math.ceil(known.share(frozenset(tied)) * request.gradient_bytes), len(ranks) - 1
+        nbytes = math.ceil(known.share(frozenset(tied)) * request.sizes.gradient_bytes)
+        others = len(ranks) - 1
         times = (1 if others == 1 else 2 * others) + others * unlike
         for rank in ranks:
             waits[rank] += times * link.seconds("send_recv", nbytes, count)
         uses.append(CollectiveUse("send_recv", nbytes, times, "backward", TIED))
-    return max(waits) + (1 + unlike) * AGREEING_CALLS * request.call_seconds, tuple(uses)
+    return max(waits) + (1 + unlike) * AGREEING_CALLS * request.step.call_seconds, tuple(uses)
 
 
 ACTION_CALLS, UNIT_CALLS, WEIGHT_CALLS = 350, 50, 40
@@ -102,23 +103,24 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         raise PlanError("degrees.pp", degree, rule)
     schedule = known.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * known.stages_each(schedule, degree), microbatches(request, degree))
-    found = known.read(request.work)
+    found = known.read(request.pipeline.work)
     tail: UnitWork | None = None
     foreseen = now = None
     case = _Case(request, link, found, known, schedule, shape)
-    if request.rough and not known.looked:  # the first look takes longer than all estimates together
-        now = case.run(case.even(), not request.recompute)
-    if now is None or now.step.seconds < request.beyond:
+    # the first look takes longer than all estimates together
+    if request.pipeline.estimate and not known.looked:
+        now = case.run(case.even(), not request.step.recompute)
+    if now is None or now.step.seconds < request.pipeline.cutoff_seconds:
         foreseen = _foreseen(request, known, degree, shape)
     late = foreseen is not None and not foreseen.adds
     if late:  # what runs then, see behind
         schedule, found, tail, now = ForwardsFirst(schedule), without_tail(found), tail_of(found), None
         case = _Case(request, link, found, known, schedule, shape, tail)
     parts = case.even()
-    now = now or case.run(parts, not request.recompute)
+    now = now or case.run(parts, not request.step.recompute)
     policies: Mapping[str, str] = {}
-    if request.relief and request.again:
-        room = now.fullest.total(request)[0] - request.relief
+    if request.pipeline.bytes_to_free and request.pipeline.recompute_variants:
+        room = now.fullest.total(request)[0] - request.pipeline.bytes_to_free
         asked = room
         between = None
         if tail is not None:
@@ -130,14 +132,14 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
             relieved = recompute_to_fit(request, found, known, schedule, shape, parts, asked, between)
             if relieved is None:
                 break
-            other = case.run(relieved.parts, not relieved.policies and not request.recompute)
+            other = case.run(relieved.parts, not relieved.policies and not request.step.recompute)
             more = other.fullest.total(request)[0] - room
             if more <= 0:
                 now, policies = other, relieved.policies
                 break
             asked -= more
     parts, step, fullest = now.parts, now.step, now.fullest
-    whole, around = found.whole * shape.microbatches, STEP_CALLS * request.call_seconds
+    whole, around = found.whole * shape.microbatches, STEP_CALLS * request.step.call_seconds
     summing, sums = case.tied(parts)
     times = list(zip(now.costs.forward, now.costs.backward, strict=True))
     return StrategyCost(
@@ -180,7 +182,7 @@ def _foreseen(request: SearchRequest, known: ModelSurvey, degree: int, shape: Sh
     several = shape.microbatches > 1
     single = several and shape.microbatches == request.batch_size
     try:
-        found = known.foreseen(request.example, single, request.rough or not several)
+        found = known.foreseen(request.pipeline.example, single, request.pipeline.estimate or not several)
     except CannotBeCut as error:
         raise PlanError("degrees.pp", degree, str(error), "1") from None
     return found if several else None
@@ -230,7 +232,7 @@ class _Case:
         costs = _stage_costs(parts, self.link, request, shape)
         owners = [schedule.owner(stage, shape) for stage in range(shape.stages)]
         costs = replace(_with_host(costs, parts.sizes, owners, request, shape), split=split)
-        company = request.company
+        company = request.pipeline.shared_cores
         step = found.once(
             (schedule.name, shape, costs, company),
             functools.partial(_predicted, schedule, shape, costs, company),
@@ -278,12 +280,12 @@ class _Rank:
 
     def total(self, request: SearchRequest) -> tuple[float, float]:
         """Bytes at its peak, or when the optimizer steps, whichever is more."""
-        lasting = self.share * request.resident_bytes
-        return max(lasting, lasting - self.share * request.gradient_bytes + self.peak.total), self.share
+        lasting = self.share * request.sizes.state_bytes
+        return max(lasting, lasting - self.share * request.sizes.gradient_bytes + self.peak.total), self.share
 
     def moment(self, request: SearchRequest, at_once: int) -> Peak:
         """As the planner takes it."""
-        own = self.share * request.gradient_bytes
+        own = self.share * request.sizes.gradient_bytes
         return Peak(min(1.0, self.peak.gradients / own) if own else 1.0, self.peak.over, at_once)
 
 
@@ -320,8 +322,8 @@ def _stage_costs(parts: StageDivision, link: Link, request: SearchRequest, shape
         tuple(link.seconds("send_recv", size, shape.ranks) for size in sent),
         tuple(one.over for one in loads),
         # the first stage has no inputs: all of its backward is left to the second half
-        tuple(one.waiting if i else 0.0 for i, one in enumerate(loads)),
-        tuple(share * request.gradient_bytes for share in parts.shares),
+        tuple(one.deferred_bytes if i else 0.0 for i, one in enumerate(loads)),
+        tuple(share * request.sizes.gradient_bytes for share in parts.shares),
         first=tuple(one.first if i else one.over for i, one in enumerate(loads)),
     )
 
@@ -337,8 +339,8 @@ def _with_host(
 
     Gradients of a microbatch are added to those before, a rank's part of them: two reads and a write.
     """
-    call = request.call_seconds
-    added = 3 * request.byte_seconds if shape.microbatches > 1 else 0.0
+    call = request.step.call_seconds
+    added = 3 * request.step.byte_seconds if shape.microbatches > 1 else 0.0
     crossed = [0, *(int(a != b) for a, b in pairwise(owners)), 0]
     mail = [call * MESSAGE_CALLS * (before + behind) for before, behind in pairwise(crossed)]
     return replace(

@@ -72,7 +72,7 @@ def flow_of(work: Sequence[ModuleWork], known: Owners, shared: Collection[str]) 
     def results(part: ModuleWork) -> Values:
         """The results of units that a part of the work takes."""
         found = set[int]()
-        for number, module, size in part.entering:
+        for number, module, size in part.inputs:
             if number not in of:  # nothing is said of where it comes from, but who made it
                 place = first.get(known.unit(module))
                 of[number] = _NONE if place is None else frozenset({number})
@@ -89,7 +89,7 @@ def flow_of(work: Sequence[ModuleWork], known: Owners, shared: Collection[str]) 
         taken = results(part)
         if not unit or unit in shared:
             behind.append(part)
-            for number, sources, _ in part.leaving:
+            for number, sources, _ in part.outputs:
                 of[number] = _NONE.union(*(of.get(source, _NONE) for source in sources))
             continue
         behind.clear()
@@ -100,7 +100,7 @@ def flow_of(work: Sequence[ModuleWork], known: Owners, shared: Collection[str]) 
         for number in taken:
             if flow.made[number] != place:
                 flow.taken[number] = place
-        for number, _, trained in part.leaving:
+        for number, _, trained in part.outputs:
             of[number] = frozenset({number})
             flow.made[number], flow.modules[number] = place, part.module
             if trained:

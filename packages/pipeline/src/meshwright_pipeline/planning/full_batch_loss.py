@@ -26,7 +26,7 @@ def tail_of(found: ModelCosts) -> UnitWork:
 
 def tail_gradient_bytes(tail: UnitWork, microbatches: int) -> float:
     """Bytes of the gradients that a tail hands to the units: those of all microbatches are there when backwards begin."""
-    return microbatches * sum(size for _, _, size in tail.entering)
+    return microbatches * sum(size for _, _, size in tail.inputs)
 
 
 def tail_memory(tail: UnitWork, microbatches: int) -> tuple[float, float]:

@@ -101,7 +101,7 @@ def recompute_to_fit(
         between: bytes that the rank of the last stage takes between all forwards and all backwards, and that are there beside
             backwards from then on; None where nothing runs then.
     """
-    again = request.again
+    again = request.pipeline.recompute_variants
     ways: RecomputeOptions = found.once("ways", lambda: RecomputeOptions.of(found, known, again))
     if any(a is not b for a, b in zip(ways.again, again.values(), strict=True)):
         ways = RecomputeOptions.of(found, known, again)
@@ -197,10 +197,10 @@ class _Rooms:
         request, crossing = self.request, self.found.crossing
         held = [self._held(*stage) for stage in stages]
         share = self.known.share(held[0] if len(held) == 1 else held[0].union(*held[1:]))
-        lasting = share * request.resident_bytes
+        lasting = share * request.sizes.state_bytes
         if lasting > self.room:
             return None
-        gradients = [self.known.share(names) * request.gradient_bytes for names in held]
+        gradients = [self.known.share(names) * request.sizes.gradient_bytes for names in held]
         passing = max(crossing[a] + crossing[b] + max(crossing[a], crossing[b]) for a, b in stages)
         always = [self._shared(a, b) + crossing[b] for a, b in stages]
 
@@ -210,7 +210,7 @@ class _Rooms:
             kept = choice.kept + always[stage]
             return [m.kept[stage] * kept + (choice.over if m.running == stage else 0) for m, _ in every]
 
-        left = self.room - lasting + share * request.gradient_bytes - passing
+        left = self.room - lasting + share * request.sizes.gradient_bytes - passing
         room = [
             left - beside - sum(size for made, size in zip(moment.made, gradients, strict=True) if made)
             for moment, beside in every

@@ -51,14 +51,14 @@ def _counts(request: SearchRequest, degree: int) -> list[int]:
     if _rowless(request) is not None:
         return [1]
     every = divisors(request.batch_size)
-    if request.thorough:
+    if request.exhaustive:
         return every
     found = [count for count in every if count >= degree] or every[-1:]
     kept: list[int] = []
     for count in found:
         if not kept or count >= 2 * kept[-1] or count == every[-1]:
             kept.append(count)
-    if request.company:
+    if request.pipeline.shared_cores:
         for count in reversed(every):
             if 2 * count <= min(kept):
                 kept.append(count)
@@ -70,7 +70,9 @@ def _rowless(request: SearchRequest) -> CannotSplit | None:
     known = survey_of(request)
     if known is None:
         return None
-    found = (made for made, taken in request.numbers if known.unit(made) and not known.unit(taken))
+    found = (
+        made for made, taken in request.pipeline.scalar_flows if known.unit(made) and not known.unit(taken)
+    )
     first = min(found, default=None)
     if first is not None:
         why = (
@@ -80,7 +82,7 @@ def _rowless(request: SearchRequest) -> CannotSplit | None:
         return CannotSplit(why, "compute it outside of the module, or take one")
     norm = known.normalising
     if norm is None:
-        return known.rowless(request.example)
+        return known.rowless(request.pipeline.example)
     return CannotSplit(
         f"module {norm!r} normalises by the whole batch, which microbatches would change",
         "take one, or eval() if it keeps running statistics",
@@ -142,7 +144,7 @@ def microbatches(request: SearchRequest, degree: int) -> int:
 def _checked(count: int, request: SearchRequest) -> int:
     rows = request.batch_size
     if count < 1 or rows % count:
-        others = [f"{axis} {n}" for axis, n in request.degrees.items() if n > 1 and axis != "pp"]
+        others = [f"{axis} {n}" for axis, n in request.step.degrees.items() if n > 1 and axis != "pp"]
         beside = f" beside {' x '.join(others)}" if others else ""
         many = f"{rows} row{'s' if rows != 1 else ''}"
         rule = f"the {many} that one pipeline takes in a step{beside} cannot be cut into {count} equal microbatches"

@@ -110,7 +110,7 @@ class StageCosts:
     saved: tuple[float, ...] = ()
     sending: tuple[float, ...] = ()
     over: tuple[float, ...] = ()
-    waiting: tuple[float, ...] = ()
+    deferred_bytes: tuple[float, ...] = ()
     gradients: tuple[float, ...] = ()
     halving: tuple[float, ...] = ()
     split: bool = True
@@ -294,7 +294,7 @@ def _by_rank(steps: Steps, lengths: Sequence[float], late: Sequence[float]) -> l
 def _held(steps: Steps, shape: Shape, costs: StageCosts) -> tuple[tuple[float, ...], tuple[MemoryPeak, ...]]:
     """What ranks hold, as in Prediction."""
     nothing = (0.0,) * shape.stages
-    over, waiting, gradients = (own or nothing for own in (costs.over, costs.waiting, costs.gradients))
+    over, waiting, gradients = (own or nothing for own in (costs.over, costs.deferred_bytes, costs.gradients))
     return steps.actions.held(
         StageBytes(costs.saved, over, waiting, gradients, costs.split, costs.first or over)
     )

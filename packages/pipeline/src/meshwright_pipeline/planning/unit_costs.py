@@ -47,8 +47,8 @@ class UnitWork:
     saved_bytes: float = 0.0
     shared: Shared = frozenset()
     over: float = 0.0
-    waiting: float = 0.0
-    entering: frozenset[tuple[int, str, int]] = frozenset()
+    deferred_bytes: float = 0.0
+    inputs: frozenset[tuple[int, str, int]] = frozenset()
     first: float = 0.0
 
     @property
@@ -67,9 +67,9 @@ class UnitWork:
             self.saved_bytes + other.saved_bytes,
             shared,
             max(self.over - later, other.over),
-            self.waiting + other.waiting,
-            self.entering | other.entering,
-            max(self.first + other.waiting, other.first),
+            self.deferred_bytes + other.deferred_bytes,
+            self.inputs | other.inputs,
+            max(self.first + other.deferred_bytes, other.first),
         )
 
 
@@ -78,8 +78,13 @@ NO_WORK = UnitWork("")
 
 def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK) -> UnitWork:
     """The work of modules, one behind the other, behind what came before: as `UnitWork.then`, part by part, but made once."""
-    seconds, forward, saved, waiting = before.seconds, before.forward, before.saved_bytes, before.waiting
-    over, shared, entering, first = before.over, before.shared, set(before.entering), before.first
+    seconds, forward, saved, waiting = (
+        before.seconds,
+        before.forward,
+        before.saved_bytes,
+        before.deferred_bytes,
+    )
+    over, shared, entering, first = before.over, before.shared, set(before.inputs), before.first
     for part in parts:
         seconds += part.seconds
         forward += part.seconds * part.forward
@@ -88,11 +93,11 @@ def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK)
             both = shared | part.shared
             later = part.saved_bytes + shared_bytes(both) - shared_bytes(shared)
             shared = both
-        over = max(over - later, part.beside)
-        first = max(first + part.waiting, part.beside)
+        over = max(over - later, part.transient_bytes)
+        first = max(first + part.deferred_bytes, part.transient_bytes)
         saved += part.saved_bytes
-        waiting += part.waiting
-        entering |= part.entering
+        waiting += part.deferred_bytes
+        entering |= part.inputs
     return UnitWork(unit, seconds, forward, saved, shared, over, waiting, frozenset(entering), first)
 
 
@@ -160,7 +165,7 @@ def model_costs(work: tuple[ModuleWork, ...], known: UnitNames, holding: frozens
     whole = sum(part.seconds for part in work) or 1.0
     blocks = _blocks(runs, holding)
     flow = flow_of(work, known, shared)
-    tail = replace(tail, entering=flow.final)
+    tail = replace(tail, inputs=flow.final)
     return ModelCosts(
         work,
         shared,

@@ -22,7 +22,7 @@ from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.model.blocks import parameter_units
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest, Strategy, Survey
+from meshwright_dtensor.strategy.strategy import Link, ModelSizes, SearchRequest, Strategy, Survey
 from meshwright_planner.cost.cost_models import CheckedModel, priced
 from meshwright_planner.memory.parts import Sizes
 from meshwright_planner.trace.batch import Batch
@@ -136,8 +136,7 @@ class Basis:
             world_size=self.setting.world_size,
             batch_size=self.setting.batch.size,
             sequence_length=self.setting.batch.sequence_length,
-            parameter_bytes=parameters,
-            gradient_bytes=trainable,
+            sizes=ModelSizes(parameter_bytes=parameters, gradient_bytes=trainable),
             pins=self.setting.pins,
             options=self.setting.options,
             survey=self.surveys.get(axis) if axis is not None else None,

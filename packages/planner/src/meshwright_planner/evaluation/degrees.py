@@ -99,7 +99,7 @@ def unasked(basis: Basis) -> dict[str, list[int]]:
     for axis, strategy in setting.strategies.items():
         if axis in setting.pins:
             continue
-        for degree in strategy.degrees(replace(requests[axis], thorough=True)):
+        for degree in strategy.degrees(replace(requests[axis], exhaustive=True)):
             if degree not in legal[axis] and any(
                 _rows_divide(basis, c) and _sequence_divides(basis, c)
                 for c in _products({**legal, axis: [degree]}, setting.world_size)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy.strategy import PipelineQuery, StepContext
 from meshwright_planner.cost.prices import AxisCosts
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import BY_STAGE, Point
@@ -94,14 +95,16 @@ class Search:
                 asked = replace(
                     self.basis.request(axis),
                     batch_size=rows,
-                    degrees=dict(degrees),
-                    thorough=thorough,
-                    company=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
-                    numbers=frozenset() if tape is None else tape.numbers,
-                    calls=None if tape is None else tape.calls,
-                    example=(self.setting.batch.args, self.setting.batch.kwargs)
-                    if strategy.divides
-                    else None,
+                    step=StepContext(degrees=dict(degrees)),
+                    exhaustive=thorough,
+                    pipeline=PipelineQuery(
+                        shared_cores=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
+                        scalar_flows=frozenset() if tape is None else tape.numbers,
+                        calls=None if tape is None else tape.calls,
+                        example=(self.setting.batch.args, self.setting.batch.kwargs)
+                        if strategy.divides
+                        else None,
+                    ),
                 )
                 own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
                 found = [{**a, **b} for a in found for b in own]

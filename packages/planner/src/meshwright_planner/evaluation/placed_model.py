@@ -67,13 +67,13 @@ def summed_units(
 
 
 def _cut(size: ParameterSize, states: Mapping[str, str], degrees: Mapping[str, int]) -> ParameterSize:
-    shape, taken = list(size.shape), list(size.taken)
+    shape, sharded = list(size.shape), list(size.sharded_dims)
     for axis, text in states.items():
         state = parse_state(text, degrees[axis])
-        if isinstance(state, int) and degrees[axis] > 1 and int(state) not in taken:
+        if isinstance(state, int) and degrees[axis] > 1 and int(state) not in sharded:
             shape[state] = -(-shape[state] // degrees[axis])
-            taken.append(int(state))
-    return replace(size, shape=tuple(shape), taken=tuple(taken))
+            sharded.append(int(state))
+    return replace(size, shape=tuple(shape), sharded_dims=tuple(sharded))
 
 
 class Placed:

@@ -59,7 +59,7 @@ class Again:
 
 @dataclass(frozen=True)
 class Easing:
-    """What is asked of the strategy that divides the model; `relief`: as in SearchRequest."""
+    """What is asked of the strategy that divides the model; `relief`: as `PipelineQuery.bytes_to_free`."""
 
     again: Again
     relief: int
@@ -85,12 +85,12 @@ def _work(placed: Placed, other: Placed, inside: Sequence[bool]) -> tuple[Module
                 seconds,
                 work.saved_bytes,
                 work.parameters,
-                work.entering,
+                work.inputs,
                 work.shared,
-                work.beside,
-                work.waiting,
+                work.transient_bytes,
+                work.deferred_bytes,
                 base.forward * base.seconds / seconds if seconds else base.forward,
-                work.leaving,
+                work.outputs,
             )
         found.append(work)
     return tuple(found)

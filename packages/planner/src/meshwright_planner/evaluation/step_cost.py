@@ -16,9 +16,12 @@ from meshwright_dtensor.propagate.prediction import PredictedMove
 from meshwright_dtensor.strategy.strategy import (
     CollectiveUse,
     Link,
+    ModelSizes,
     ParameterSize,
+    PipelineQuery,
     SearchRequest,
     Stall,
+    StepContext,
     StrategyCost,
 )
 from meshwright_planner.cost.operations import OPTIMIZERS, optimizer_seconds, update_of
@@ -50,7 +53,7 @@ def cost(
 ) -> Candidate:
     """The candidate with the degrees of `point` (of every axis) and these placements on the axes that were `searched`.
 
-    `easing`: what stages may run again, and for how much memory; `rough` and `beyond`: see SearchRequest.
+    `easing`: what stages may run again, and for how much memory; `rough` and `beyond`: `estimate` and `cutoff_seconds` of PipelineQuery.
 
     Raises:
         PlanError: a strategy cannot have it so.
@@ -73,25 +76,28 @@ def cost(
         basis.request(),
         options={**setting.options, **dict(point.way)},
         batch_size=max(1, math.ceil(setting.batch.size / basis.batch_factor(degrees))),
-        parameter_bytes=memory["parameters"],
-        gradient_bytes=memory["gradients"],
-        activation_bytes=memory["activations"],
-        flops=placed.flops * times,
-        layers=max((len(g) for g in problem.quotient.groups), default=1),
-        backward_seconds=(placement.compute_seconds - placement.forward_seconds) * hides,
-        attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
-        forward_seconds=placement.forward_seconds * hides,
-        stage=point.stage,
-        units=placed.summed(degrees, (SHARED,)) if shards > 1 else (),
-        degrees=dict(degrees),
-        microbatches=times,
-        resident_bytes=_resident(memory, shards, point.stage),
-        call_seconds=0.0 if setting.cluster.hides_launch else setting.cluster.launch_s,
-        byte_seconds=1 / setting.cluster.streams,
-        recompute=bool(placed.recompute),
-        accelerated=setting.cluster.accelerated,
-        rough=rough,
-        beyond=beyond,
+        sizes=ModelSizes(
+            parameter_bytes=memory["parameters"],
+            gradient_bytes=memory["gradients"],
+            activation_bytes=memory["activations"],
+            flops=placed.flops * times,
+            layers=max((len(g) for g in problem.quotient.groups), default=1),
+            attention=tuple(replace(use, count=use.count * times) for use in placed.attention),
+            units=placed.summed(degrees, (SHARED,)) if shards > 1 else (),
+            state_bytes=_resident(memory, shards, point.stage),
+        ),
+        step=StepContext(
+            backward_seconds=(placement.compute_seconds - placement.forward_seconds) * hides,
+            forward_seconds=placement.forward_seconds * hides,
+            zero_stage=point.stage,
+            degrees=dict(degrees),
+            microbatches=times,
+            call_seconds=0.0 if setting.cluster.hides_launch else setting.cluster.launch_s,
+            byte_seconds=1 / setting.cluster.streams,
+            recompute=bool(placed.recompute),
+            accelerated=setting.cluster.accelerated,
+        ),
+        pipeline=PipelineQuery(estimate=rough, cutoff_seconds=beyond),
     )
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided, again = StrategyCost(), placed.recompute
@@ -100,14 +106,22 @@ def cost(
         asked = replace(
             common,
             survey=basis.surveys.get(outer),
-            work=placed.work,
-            company=company,
-            numbers=problem.quotient.once("numbers", lambda: tape.numbers),
-            calls=tape.calls,
-            example=(setting.batch.args, setting.batch.kwargs),
+            pipeline=replace(
+                common.pipeline,
+                work=placed.work,
+                shared_cores=company,
+                scalar_flows=problem.quotient.once("numbers", lambda: tape.numbers),
+                calls=tape.calls,
+                example=(setting.batch.args, setting.batch.kwargs),
+            ),
         )
         if easing is not None:
-            asked = replace(asked, again=easing.again.work, relief=easing.relief)
+            asked = replace(
+                asked,
+                pipeline=replace(
+                    asked.pipeline, recompute_variants=easing.again.work, bytes_to_free=easing.relief
+                ),
+            )
         divided = setting.strategies[outer].cost(asked, degrees[outer], basis.link(degrees, outer))
         if easing is not None and divided.recompute:
             again = easing.again.rules(divided.recompute)
@@ -115,9 +129,14 @@ def cost(
         own_part = 1 / degrees[outer]
         common = replace(
             common,
-            units=placed.summed(degrees, (SHARED,), divided.holds) if shards > 1 else (),
-            attention=tuple(replace(u, count=math.ceil(u.count * own_part)) for u in common.attention),
-            stages=max(1, len(divided.stages) // degrees[outer]),
+            sizes=replace(
+                common.sizes,
+                units=placed.summed(degrees, (SHARED,), divided.holds) if shards > 1 else (),
+                attention=tuple(
+                    replace(u, count=math.ceil(u.count * own_part)) for u in common.sizes.attention
+                ),
+            ),
+            step=replace(common.step, stages=max(1, len(divided.stages) // degrees[outer])),
         )
     holds = divided.holds
     own = {
@@ -126,7 +145,9 @@ def cost(
         if degrees[axis] > 1
     }
     # what ranks share is summed over the replicas of each shard
-    parted = replace(common, gradient_bytes=math.ceil(common.gradient_bytes / shards))
+    parted = replace(
+        common, sizes=replace(common.sizes, gradient_bytes=math.ceil(common.sizes.gradient_bytes / shards))
+    )
     fields: dict[str, Any] = {}
     said: list[str] = []
     lasting = bucket = 0.0
@@ -149,10 +170,12 @@ def cost(
             link = basis.link(degrees, axes)
         request = common if strategy.gathers else parted
         if name == SUMS:
-            request = replace(request, backward_seconds=_hiding(request, link, shared))
+            request = replace(
+                request, step=replace(request.step, backward_seconds=_hiding(request, link, shared))
+            )
         if name == SUMS:  # ranks share gradients, or have them in other memory, where they are not whole
             units = placed.summed(degrees, summed) if shards == 1 and outer is None else ()
-            request = replace(request, units=units)
+            request = replace(request, sizes=replace(request.sizes, units=units))
         survey = basis.surveys.get(name)
         mine, mine_trained = own.get(name, (0.0, 0.0))
         others = sum((1 - 1 / degrees[a]) * trained for a, (_, trained) in own.items() if a != name)
@@ -160,10 +183,13 @@ def cost(
         asked = replace(
             request,
             survey=survey,
-            own_bytes=math.ceil(mine),
-            own_gradient_bytes=math.ceil(mine_trained / parts),
-            gradient_bytes=max(0, request.gradient_bytes - math.ceil(others / parts)),
-            entering={} if survey is None else placed.entering(_held(survey.modules, holds), times),
+            sizes=replace(
+                request.sizes,
+                surveyed_bytes=math.ceil(mine),
+                surveyed_gradient_bytes=math.ceil(mine_trained / parts),
+                gradient_bytes=max(0, request.sizes.gradient_bytes - math.ceil(others / parts)),
+                module_inputs={} if survey is None else placed.entering(_held(survey.modules, holds), times),
+            ),
         )
         found = divided if name == outer else strategy.cost(asked, degree, link)
         # beside a collective compute is slower: as if a part of it were not hidden
@@ -193,7 +219,7 @@ def cost(
         lasting = 0.0
     bucket = min(bucket, max(0.0, memory["gradients"] - placed_apart))
     if shards > 1:  # whole until all of a unit are there, but for those in buffers that stay
-        bucket = max(bucket, _largest_unit(common.units) / (shards if lasting else 1))
+        bucket = max(bucket, _largest_unit(common.sizes.units) / (shards if lasting else 1))
     if divided.peak is None:
         always = lasting * memory["gradients"]
         memory = at_peak(
@@ -207,7 +233,7 @@ def cost(
     else:
         meshed = any(degree > 1 for axis, degree in degrees.items() if axis != outer)
         torchs = 0.0 if meshed else placed.replay.more_without_mesh * divided.peak.at_once
-        beside = divided.peak.beside + torchs
+        beside = divided.peak.transient_bytes + torchs
         memory = at_peak(
             memory, (Moment(1.0, divided.peak.gradients, beside), placed.update), stepped=stepped
         )
@@ -258,11 +284,11 @@ def _hiding(request: SearchRequest, link: Link, shared: tuple[Link, float] | Non
 
     `shared`: the link that what ranks share crosses, and for how long: where both end on the same level they take turns.
     """
-    if request.stages:
+    if request.step.stages:
         return 0.0
     if shared is None or shared[0].name != link.name:
-        return request.backward_seconds
-    return max(0.0, request.backward_seconds - shared[1])
+        return request.step.backward_seconds
+    return max(0.0, request.step.backward_seconds - shared[1])
 
 
 def _updated(setting: Setting, nbytes: float, parameters: int) -> float:

@@ -34,8 +34,8 @@ class ModuleRun:
     module: str
     kinds: tuple[int, ...]
     parameters: frozenset[str]
-    entering: tuple[tuple[int, int, str], ...]
-    leaving: tuple[tuple[int, frozenset[int], bool], ...] = ()
+    inputs: tuple[tuple[int, int, str], ...]
+    outputs: tuple[tuple[int, frozenset[int], bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def module_runs(problem: PlacementProblem) -> ModuleRuns:
         made_of.append(made)
     returned = dict.fromkeys(i for i in tape.returned if i in makers)
     found.append(_run(problem, "", (), (), returned, makers))
-    taken = {value for run in found for value, _, _ in run.entering}
+    taken = {value for run in found for value, _, _ in run.inputs}
     runs = [
-        replace(run, leaving=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in taken))
+        replace(run, outputs=tuple((v, of, tape.grad[v]) for v, of in made.items() if v in taken))
         for run, made in zip(found, [*made_of, {}], strict=True)
     ]
     return ModuleRuns(tuple(runs), tuple(run_of), {})
@@ -157,11 +157,11 @@ def module_work(
                 run.parameters,
                 frozenset(
                     (i, made, math.ceil(tape.values[i].nbytes * share(states.get(like, "I"))))
-                    for i, like, made in run.entering
+                    for i, like, made in run.inputs
                 ),
                 frozenset(common[number].items()),
                 *same[1:],
-                run.leaving,
+                run.outputs,
             )
         )
     return tuple(found)
@@ -210,10 +210,16 @@ def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], 
     busy = cost.compute - cost.idle
     return replace(
         request,
-        parameter_bytes=up(request.parameter_bytes * cost.parameters),
-        gradient_bytes=up(request.gradient_bytes * cost.gradients),
-        activation_bytes=up(request.activation_bytes * cost.activations),
-        forward_seconds=request.forward_seconds * busy,
-        backward_seconds=request.backward_seconds * busy * cost.early,
-        flops=request.flops * busy,
+        sizes=replace(
+            request.sizes,
+            parameter_bytes=up(request.sizes.parameter_bytes * cost.parameters),
+            gradient_bytes=up(request.sizes.gradient_bytes * cost.gradients),
+            activation_bytes=up(request.sizes.activation_bytes * cost.activations),
+            flops=request.sizes.flops * busy,
+        ),
+        step=replace(
+            request.step,
+            forward_seconds=request.step.forward_seconds * busy,
+            backward_seconds=request.step.backward_seconds * busy * cost.early,
+        ),
     )

@@ -34,7 +34,7 @@ class Moment:
 
     kept: float
     gradients: float
-    beside: float
+    transient_bytes: float
     copied: float = 0.0
     stepping: bool = False
     copies: float = 0.0
@@ -42,7 +42,9 @@ class Moment:
     def covers(self, other: Moment) -> bool:
         """Whether no less of anything is there than at another."""
         kept, grown = self.kept >= other.kept, self.gradients >= other.gradients
-        return kept and grown and self.beside >= other.beside and self.copied >= other.copied
+        return (
+            kept and grown and self.transient_bytes >= other.transient_bytes and self.copied >= other.copied
+        )
 
 
 def updating(sizes: Sequence[float], optimizer: str, together: bool) -> Moment:
@@ -93,7 +95,11 @@ def at_peak(
     def parts(moment: Moment) -> tuple[float, float, float]:
         if moment.stepping and stepped is not None:
             twice = moment.copies * stepped
-            return 0.0, moment.gradients * max(0.0, stepped - always) + always, max(moment.beside, twice)
+            return (
+                0.0,
+                moment.gradients * max(0.0, stepped - always) + always,
+                max(moment.transient_bytes, twice),
+            )
         made = moment.gradients * coming
         # where microbatches add up, the gradients of those before are there from the start of a backward pass
         if moment.gradients < 1.0 and (moment.gradients or (math.isinf(bucket) and moment.kept)):
@@ -101,7 +107,7 @@ def at_peak(
         return (
             moment.kept * memory["activations"],
             made + always,
-            max(moment.beside, moment.copies * memory["gradients"])
+            max(moment.transient_bytes, moment.copies * memory["gradients"])
             + (moment.copied if bucket and copies else 0),
         )
 
