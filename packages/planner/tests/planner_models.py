@@ -13,7 +13,7 @@ from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_dtensor.strategy.strategy import (
     CollectiveUse,
     Link,

@@ -14,7 +14,7 @@ from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel, MeasuredWork,
 from meshwright_dtensor.cluster.links import MeasuredCollective
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_planner import explain
 from meshwright_planner.clusters.file import read, write
 from meshwright_planner.clusters.registry import (

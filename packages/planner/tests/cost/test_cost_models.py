@@ -17,7 +17,7 @@ from meshwright_dtensor.errors import PluginError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.cost.cost_models import Roofline
 from meshwright_planner.plugin import meshwright_cost_models

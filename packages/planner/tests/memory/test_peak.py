@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.cross_entropy_rows import RowsLoss
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_dtensor.strategy.strategy import (
     GradientKind,
     Link,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.hints import mark_sharding
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 
 
 def placed(model: nn.Module, batch: Any, cluster: Cluster = LAPTOP_CPU, **options: Any) -> dict[str, str]:

@@ -16,7 +16,7 @@ from meshwright_dtensor.hints import mark_sharding
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_planner.planners.alpa import AlpaPlanner, latency
 from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.planners.mcmc import BETA, McmcPlanner, _accepted

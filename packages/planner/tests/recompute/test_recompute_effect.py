@@ -10,7 +10,7 @@ from planner_models import LAPTOP_CPU, Transformer, eager, host_of, tokens
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule, StageTime
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_dtensor.strategy.strategy import (
     Link,
     ModuleWork,

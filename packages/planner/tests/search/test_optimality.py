@@ -28,7 +28,7 @@ from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_dtensor.strategy.strategy import Link, SearchRequest, Strategy, StrategyCost
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.evaluation.candidate import Candidate

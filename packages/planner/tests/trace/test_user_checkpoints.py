@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright_dtensor.plan.plan import Prediction
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner, profile_model
 from meshwright_planner.trace.batch import Batch

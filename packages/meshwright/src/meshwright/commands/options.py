@@ -14,7 +14,8 @@ import click
 from meshwright.sources import ROWS, TOKENS
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
-from meshwright_dtensor.strategy.planner import DEGREES, KEYWORDS, PRECISIONS, Planner, PlanRequest
+from meshwright_dtensor.strategy.plan_request import DEGREES, KEYWORDS, PRECISIONS, PlanRequest
+from meshwright_dtensor.strategy.planner import Planner
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
 
 if TYPE_CHECKING:

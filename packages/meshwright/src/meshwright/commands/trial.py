@@ -16,7 +16,7 @@ from meshwright.sources import Source
 from meshwright.trial.measure import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.planner import unknown
+from meshwright_dtensor.strategy.plan_request import unknown
 
 if TYPE_CHECKING:
     from torch import nn

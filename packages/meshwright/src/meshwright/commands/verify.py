@@ -22,7 +22,7 @@ from meshwright.commands.options import (
 )
 from meshwright.sources import loss_of
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.strategy.planner import unknown
+from meshwright_dtensor.strategy.plan_request import unknown
 
 if TYPE_CHECKING:
     from torch import nn

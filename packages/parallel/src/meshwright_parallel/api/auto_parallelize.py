@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
 
-from meshwright_dtensor.cluster.cluster import Cluster
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanKeywords, PlanRequest, with_plan_keywords
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.ranks import generator_kept, same_plugins
 from meshwright_parallel.validation.checks import check_model
 
 
+@with_plan_keywords
 def auto_parallelize(
-    model: nn.Module,
-    batch: Any,
-    *,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
-    world_size: int | None = None,
-    planner: str = "eager",
-    cost_model: str | None = None,
-    optimizer: str = "adamw",
-    global_batch_size: int | None = None,
-    precision: str | None = None,
-    top_k: int = 1,
-    memory_limit: int | str | None = None,
-    time_budget: float | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    dp: int | None = None,
-    cp: int | None = None,
-    ep: int | None = None,
-    degrees: Mapping[str, int] | None = None,
-    context_attention: str | None = None,
-    context_balance: str | None = None,
-    zero: int | None = None,
-    zero_degree: int | None = None,
-    sequence_parallel: bool | None = None,
-    microbatches: int | None = None,
-    schedule: str | None = None,
-    recompute: str | None = None,
-    compile: str | bool | None = None,
-    keep_user_sharding: bool = True,
-    plugins: PluginHost | None = None,
+    model: nn.Module, batch: Any, *, plugins: PluginHost | None = None, **keywords: Unpack[PlanKeywords]
 ) -> nn.Module:
     """Plan for this model, batch and job with an installed planner, and apply the best plan in place.
 
     Args:
         model, batch, plugins: as for `parallelize`; the batch is an example, the same on every rank.
-        the others: as for `plan` (see `meshwright_dtensor.strategy.planner.PlanRequest`). `world_size` is that of the job.
+        {keywords}
 
     Returns:
         `model`; `model.parallel_plan` holds the plan. The first rank plans, and every rank applies its plan.
@@ -67,36 +36,11 @@ def auto_parallelize(
     init()
     host = same_plugins(plugins)
     check_model(model)
-    request = PlanRequest(
-        cluster=cluster,
-        world_size=dist.get_world_size() if world_size is None else world_size,
-        planner=planner,
-        cost_model=cost_model,
-        optimizer=optimizer,
-        global_batch_size=global_batch_size,
-        precision=precision,
-        top_k=top_k,
-        memory_limit=memory_limit,
-        time_budget=time_budget,
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        cp=cp,
-        ep=ep,
-        degrees={} if degrees is None else degrees,
-        context_attention=context_attention,
-        context_balance=context_balance,
-        zero=zero,
-        zero_degree=zero_degree,
-        sequence_parallel=sequence_parallel,
-        microbatches=microbatches,
-        schedule=schedule,
-        recompute=recompute,
-        compile=compile,
-        keep_user_sharding=keep_user_sharding,
-    )
+    if keywords.get("world_size") is None:
+        keywords["world_size"] = dist.get_world_size()
+    request = PlanRequest.of(keywords)
     request.check(sorted({registered.record.axis for registered in host.strategies().values()}))
-    found = host.get(PlannerSpec, planner)
+    found = host.get(PlannerSpec, request.planner)
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         with generator_kept():

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.strategy.planner import DEGREES, KEYWORDS
+from meshwright_dtensor.strategy.plan_request import DEGREES, KEYWORDS
 from meshwright_parallel.api.auto_parallelize import auto_parallelize
 from meshwright_parallel.ranks import same_plugins
 

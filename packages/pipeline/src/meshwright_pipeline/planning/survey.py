@@ -44,7 +44,7 @@ class ModelSurvey:
     opened: frozenset[str] = frozenset()
 
     def at(self, calls: frozenset[tuple[str, str]] | None) -> ModelSurvey:
-        """The same with the units of a model that calls its modules like this; `estimate` and `cutoff_seconds` of PipelineQuery.calls."""
+        """The same with the units of a model that calls its modules like this; see PipelineQuery.calls."""
         if calls is None or self.model is None:
             return self
         found = self._at.get(id(calls))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.strategy.planner import KEYWORDS
+from meshwright_dtensor.strategy.plan_request import KEYWORDS
 from meshwright_planner.evaluation.context import SHARED, Basis, Setting
 from meshwright_planner.placement.legal_rows import balanced
 

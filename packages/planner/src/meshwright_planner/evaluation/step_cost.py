@@ -53,7 +53,8 @@ def cost(
 ) -> Candidate:
     """The candidate with the degrees of `point` (of every axis) and these placements on the axes that were `searched`.
 
-    `easing`: what stages may run again, and for how much memory; `rough` and `beyond`: `estimate` and `cutoff_seconds` of PipelineQuery.
+    `easing`: what stages may run again, and for how much memory; `rough`, `beyond`: `estimate` and `cutoff_seconds`
+    of PipelineQuery.
 
     Raises:
         PlanError: a strategy cannot have it so.

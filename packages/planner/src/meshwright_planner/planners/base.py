@@ -12,7 +12,7 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import ended_by

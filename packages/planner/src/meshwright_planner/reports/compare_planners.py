@@ -12,7 +12,7 @@ from torch import nn
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
-from meshwright_dtensor.strategy.planner import PlanRequest
+from meshwright_dtensor.strategy.plan_request import PlanRequest
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.reports.explain import explain
 

@@ -14,7 +14,7 @@ from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.base import Composite
-from meshwright_dtensor.strategy.planner import PRECISIONS, unknown
+from meshwright_dtensor.strategy.plan_request import PRECISIONS, unknown
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.recompute.rules import recompute_rules

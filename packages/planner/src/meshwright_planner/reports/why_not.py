@@ -14,7 +14,7 @@ from torch import nn
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
 from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
-from meshwright_dtensor.strategy.planner import DEGREES, PlanRequest
+from meshwright_dtensor.strategy.plan_request import DEGREES, PlanRequest
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
 from meshwright_planner.evaluation.candidate import human_seconds
