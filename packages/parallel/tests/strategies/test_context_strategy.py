@@ -42,7 +42,7 @@ def test_degrees_divide_the_sequence_and_leave_each_rank_many_tokens() -> None:
     assert degrees(512) == [1]
     assert degrees(4 * LEAST_TOKENS) == [1, 2, 4]
     assert degrees(6 * LEAST_TOKENS) == [1, 2, 3, 4, 6]
-    assert degrees(12, thorough=True) == [1, 2, 3, 4, 6, 12]
+    assert degrees(12, exhaustive=True) == [1, 2, 3, 4, 6, 12]
     assert degrees(12, pins={"cp": 2}) == [1, 2, 3, 4, 6, 12]
     assert degrees(12, pins={"cp": 2}, options={"context_balance": "zigzag"}) == [1, 2, 3, 6]
 
@@ -83,17 +83,18 @@ def test_the_cheapest_form_is_chosen() -> None:
 
 
 def test_zigzag_is_chosen_for_causal_attention() -> None:
-    def balance(**changes: object) -> tuple[str, float]:
-        cost = Context().cost(replace(REQUEST, **changes), 4, LINK)  # type: ignore[arg-type]
+    def balance(use: AttentionUse = USE, **changes: object) -> tuple[str, float]:
+        sizes = replace(REQUEST.sizes, attention=(use,))
+        cost = Context().cost(replace(REQUEST, sizes=sizes, **changes), 4, LINK)  # type: ignore[arg-type]
         return cost.fields["context"]["balance"], cost.exposed_seconds
 
     assert balance()[0] == "zigzag"
     assert balance(sequence_length=60)[0] == "none"
-    assert balance(attention=(replace(USE, causal=False),))[0] == "none"
-    busy = (replace(USE, seconds=1.0),)
+    assert balance(replace(USE, causal=False))[0] == "none"
+    busy = replace(USE, seconds=1.0)
     ring = {"context_attention": "ring"}
-    chunks = balance(attention=busy, options={**ring, "context_balance": "none"})[1]
-    zigzag = balance(attention=busy, options=ring)[1]
+    chunks = balance(busy, options={**ring, "context_balance": "none"})[1]
+    zigzag = balance(busy, options=ring)[1]
     assert chunks > zigzag + 3 * 2.5  # the last rank has 7/4 of the work that it has with zig-zag
 
 

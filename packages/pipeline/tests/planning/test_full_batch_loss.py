@@ -214,15 +214,16 @@ def test_an_estimate_that_is_out_of_the_question_looks_at_no_loss(monkeypatch: p
     request = replace(asked_for(judged(WHOLE["products"]), judged_batch(0), "1f1b"), options=options)
 
     def found(**changes: Any) -> StrategyCost:
-        return Pipeline().cost(replace(request, **changes), 2, LINK)
+        query = replace(request.pipeline, **changes)
+        return Pipeline().cost(replace(request, pipeline=query), 2, LINK)
 
-    least = found(rough=True, beyond=1e-3)
+    least = found(estimate=True, cutoff_seconds=1e-3)
     assert not looks and "loss" not in least.fields["pipeline"]
-    known = found(rough=True, beyond=1e9)
+    known = found(estimate=True, cutoff_seconds=1e9)
     assert len(looks) == 1 and known.fields["pipeline"]["loss"] == "batch"
     assert least.compute <= known.compute  # what adds up takes no longer
-    assert found(beyond=1e-3) == known  # no estimate
-    assert found(rough=True, beyond=1e-3) == known  # what is known is taken
+    assert found(cutoff_seconds=1e-3) == known  # no estimate
+    assert found(estimate=True, cutoff_seconds=1e-3) == known  # what is known is taken
     assert len(looks) == 1
 
 
