@@ -32,7 +32,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 NOISE = 0.03

@@ -20,7 +20,7 @@ from small_models import Batch, gpt2, llama, mixtral, tokens
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.calibration.live_bytes import Counting
 

@@ -24,7 +24,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import named
 from meshwright_planner.cost.fusion import fused_saving
 from meshwright_planner.trace.batch import Batch

@@ -44,7 +44,7 @@ from taking_turns import living_together
 
 import meshwright as mw
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 
 WARM = 2

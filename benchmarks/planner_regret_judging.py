@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
+from meshwright_dtensor.plan import ParallelPlan, Prediction
 
 REGRET, CORRELATION = 0.05, 0.9
 """What acceptance asks for: the median regret at most, the correlation at least."""

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.reports.compare_planners import compare
 
 PLANNERS = ("eager", "alpa", "mcmc")

@@ -15,7 +15,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.mesh.mesh import destroy_groups, live_process_groups
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 
 Step = Callable[[], float]
 """One step of a configuration that is set up: its seconds, from the last rank's begin to the last rank's end."""

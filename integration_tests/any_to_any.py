@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 import meshwright as mw
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.stored.permuted import in_runs
 from meshwright_dtensor.testing.rank_pool import RankPool
 

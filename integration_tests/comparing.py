@@ -10,7 +10,7 @@ from once import plan_once
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_parallel.verification.compare import compare as compare_tensors
 from meshwright_parallel.verification.compare import one_rounding_away
 from meshwright_parallel.verification.report import Comparison

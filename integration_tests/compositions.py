@@ -28,7 +28,7 @@ from compositions_models import MODELS
 
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.verification.compare import NOISE_REACH, apart, magnitude, one_rounding_away
 

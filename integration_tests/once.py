@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 
 
 def plan_once(model: nn.Module, batch: Any, **options: Any) -> ParallelPlan:

@@ -10,7 +10,7 @@ from containers import MODELS, batch
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 

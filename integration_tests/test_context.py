@@ -13,7 +13,7 @@ from zoo import CASES, bert, bert_batch, gpt2, llama
 import meshwright as mw
 from meshwright import cli
 from meshwright_dtensor.comm.log import CommEvent, communication
-from meshwright_dtensor.plan.plan import ActivationRule, ContextSharing, ParallelPlan
+from meshwright_dtensor.plan import ActivationRule, ContextSharing, ParallelPlan
 from meshwright_dtensor.rules.composites import sdpa_blocks, sdpa_ring
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.verification.compare import compare

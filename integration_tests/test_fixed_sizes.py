@@ -8,7 +8,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.reports.why_not import why_not
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.cluster.cluster import LinkLevel
+from meshwright_dtensor.cluster import LinkLevel
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.clusters.registry import LAPTOP_CPU

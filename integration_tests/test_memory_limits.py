@@ -12,8 +12,8 @@ from zoo import llama
 
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
-from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import Link, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.strategies.data import Data

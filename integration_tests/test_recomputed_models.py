@@ -17,7 +17,7 @@ from zoo import CASES, gpt2, llama
 import meshwright as mw
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import EagerPlanner, default_rules

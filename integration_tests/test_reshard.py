@@ -17,7 +17,7 @@ import meshwright as mw
 from meshwright.resharding import _share_random_state
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 ROUTE: dict[str, list[dict[str, Any]]] = {

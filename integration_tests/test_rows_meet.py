@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize
 from meshwright_planner import plan

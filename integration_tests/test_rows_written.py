@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 ROWS, WIDTH = 8, 16

@@ -15,7 +15,7 @@ from zoo import CASES
 import meshwright as mw
 from meshwright.cli import main
 from meshwright_dtensor.errors import PluginError
-from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
+from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.testing.rank_pool import RankPool
 

@@ -11,7 +11,7 @@ from zoo import llama
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
 

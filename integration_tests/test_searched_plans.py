@@ -13,7 +13,7 @@ from zoo import CASES
 
 import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 from meshwright_planner.clusters.file import write

@@ -10,7 +10,7 @@ from side_models import REFUSED, RUN, Left, numbers, sets_a_number
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import verify
 

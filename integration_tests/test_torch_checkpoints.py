@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zoo import CASES
 
 import meshwright as mw
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 

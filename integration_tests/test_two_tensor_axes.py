@@ -15,10 +15,10 @@ from test_planner_models import build, example
 from torch import nn
 
 import meshwright as mw
-from meshwright_dtensor.cluster.cluster import LinkLevel
+from meshwright_dtensor.cluster import LinkLevel
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 

@@ -13,7 +13,7 @@ from training_zoo import SCRIPTS, Models, Script
 
 import meshwright as mw
 from meshwright_dtensor.model.stage_info import stages_of
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_parallel.verification.compare import compare, one_rounding_away
 from meshwright_parallel.verification.report import Comparison, Kind
 

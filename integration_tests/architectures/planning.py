@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import meshwright as mw
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 
 from .batches import batch_of
 from .catalogue import Architecture, NotBuildable, architectures, build

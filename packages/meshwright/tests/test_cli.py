@@ -19,7 +19,7 @@ from meshwright_dtensor.errors import (
     UnsupportedError,
     VerificationError,
 )
-from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.plugins import CommandSpec, PluginHost, Registered
 from meshwright_planner.cost import operations
 

@@ -15,7 +15,7 @@ import pytest
 from meshwright import cli
 from meshwright.commands import options, plan
 from meshwright.sources import resolve
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.api import plan as plan_function
 from meshwright_planner.clusters.file import write
 from meshwright_planner.clusters.registry import LAPTOP_CPU

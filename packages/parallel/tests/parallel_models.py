@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 13, 8, 4, 5

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_parallel import parallelize
 from meshwright_parallel.verification.compare import compare, one_rounding_away
 

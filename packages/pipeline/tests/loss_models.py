@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pipe_models import TOKENS, Chain, chain_batch, chain_plan
 from torch import Tensor, nn
 
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 
 Judge = Callable[[Any, Tensor, Tensor, Tensor], Any]
 

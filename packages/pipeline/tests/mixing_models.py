@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 
 WIDTH, ROWS = 6, 8
 Change = Callable[[Tensor], Tensor]

@@ -9,19 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import (
-    CollectiveUse,
-    Link,
-    SearchRequest,
-    Strategy,
-    StrategyCost,
-    divisors,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Link, PlanRequest, SearchRequest, Strategy, StrategyCost, divisors
 from meshwright_planner import EagerPlanner, ManualPlanner
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 

@@ -12,17 +12,9 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.strategy import (
-    CollectiveUse,
-    Link,
-    SearchRequest,
-    Strategy,
-    StrategyCost,
-    divisors,
-    planned_state,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Link, SearchRequest, Strategy, StrategyCost, divisors, planned_state
 
 TABLES = (
     "*embed_tokens.weight",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.cluster.cost_model import Communication, Operation
+from meshwright_dtensor.cluster import Cluster, Communication, Operation
 
 FLOPS: Mapping[str, float] = MappingProxyType({"float32": 4e10, "bfloat16": 8e10})
 """Operations per second of products, by dtype."""

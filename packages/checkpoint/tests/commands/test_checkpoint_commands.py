@@ -17,7 +17,7 @@ from meshwright_checkpoint.commands import command
 from meshwright_checkpoint.errors import CheckpointError
 from meshwright_checkpoint.storage.backend import place_of_path
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 
 
 @pytest.fixture(scope="module")

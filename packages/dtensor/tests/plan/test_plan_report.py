@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright_dtensor.plan.plan import (
-    ActivationRule,
-    ParallelPlan,
-    ParameterRule,
-    PlannedCollective,
-    Prediction,
-    Provenance,
-)
+from meshwright_dtensor.plan import ActivationRule, ParallelPlan, ParameterRule, PlannedCollective, Prediction, Provenance
 
 
 @pytest.fixture

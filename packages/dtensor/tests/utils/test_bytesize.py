@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.utils.bytesize import parse_size
 
 

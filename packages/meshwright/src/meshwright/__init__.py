@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright_dtensor.deferred.materialize import deferred_init as deferred_init
     from meshwright_dtensor.hints import mark_sharding as mark_sharding
     from meshwright_dtensor.mesh.mesh import init as init
-    from meshwright_dtensor.plan.plan import ParallelPlan as ParallelPlan
+    from meshwright_dtensor.plan import ParallelPlan as ParallelPlan
     from meshwright_parallel import GradScaler as GradScaler
     from meshwright_parallel import auto_parallelize as auto_parallelize
     from meshwright_parallel import clip_grad_norm_ as clip_grad_norm_
@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 # name -> (module, attribute); None means the module itself.
 _EXPORTS: dict[str, tuple[str, str | None]] = {
     "GradScaler": ("meshwright_parallel", "GradScaler"),
-    "ParallelPlan": ("meshwright_dtensor.plan.plan", "ParallelPlan"),
+    "ParallelPlan": ("meshwright_dtensor.plan", "ParallelPlan"),
     "auto_parallelize": ("meshwright_parallel", "auto_parallelize"),
     "clip_grad_norm_": ("meshwright_parallel", "clip_grad_norm_"),
     "get_total_norm": ("meshwright_parallel", "get_total_norm"),

@@ -15,7 +15,7 @@ from meshwright_checkpoint.reshard.in_memory import Belongings, trained_everywhe
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, set_default_world
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_parallel import parallelize
 from meshwright_parallel.placement.unparallelize import blank_out, take_off
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright_dtensor.deferred.materialize import is_deferred
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, discover_on_all_ranks
 
 _SAMPLES = 64

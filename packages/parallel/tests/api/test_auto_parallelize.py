@@ -14,10 +14,9 @@ from parallel_models import batch_of, make, plan_of
 from torch import nn
 
 from meshwright_dtensor.errors import InfeasibleError, PluginError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, hookimpl
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.planner import Planner
+from meshwright_dtensor.strategy import Planner, PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import auto_parallelize, parallelize
 

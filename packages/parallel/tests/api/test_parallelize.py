@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
 from meshwright_dtensor.errors import PlanError, PluginError, UnsupportedError, UsageError
-from meshwright_dtensor.plan.plan import ActivationRule, ParameterRule, Provenance
+from meshwright_dtensor.plan import ActivationRule, ParameterRule, Provenance
 from meshwright_dtensor.plugins import PluginHost, StrategySpec, hookimpl
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.testing.rank_pool import RankPool

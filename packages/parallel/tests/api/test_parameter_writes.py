@@ -12,7 +12,7 @@ from torch import nn
 from write_cases import INITS, READS, WRITES, Write
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 

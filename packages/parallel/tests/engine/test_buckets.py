@@ -11,8 +11,8 @@ from parallel_models import plan_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.strategy import Link, ModelSizes, ParameterSize, SearchRequest, StepContext
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import Link, ModelSizes, ParameterSize, SearchRequest, StepContext
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.engine import DataReduction

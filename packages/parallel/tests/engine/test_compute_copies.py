@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
+from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.engine import flat_shards, reduction_of, unshard_engine_of

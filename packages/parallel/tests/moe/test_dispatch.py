@@ -24,7 +24,7 @@ from torch import nn
 
 from meshwright_dtensor.comm.log import communication
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan
+from meshwright_dtensor.plan import ExpertsRule, ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import clip_grad_norm_, parallelize
 from meshwright_parallel.moe import dispatch

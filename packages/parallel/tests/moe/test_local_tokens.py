@@ -25,7 +25,7 @@ from moe_models import (
 from torch import nn
 
 from meshwright_dtensor.comm.log import CommEvent, communication
-from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan, RecomputeRule
+from meshwright_dtensor.plan import ExpertsRule, ParallelPlan, RecomputeRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.api import parallelize as parallelize_module

@@ -11,7 +11,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.api.parallelize import parallelize
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.verification.compare import compare, whole

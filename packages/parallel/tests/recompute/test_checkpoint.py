@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright_dtensor.errors import PlanError, UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule, RecomputeRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule, RecomputeRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.verification.compare import compare

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright_dtensor.plan.plan import ActivationRule, ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ActivationRule, ParallelPlan, ParameterRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_dtensor.trace.module_stack import FRAMES
 from meshwright_parallel import parallelize

@@ -8,9 +8,9 @@ import pytest
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.model.batch_size import BatchSize
-from meshwright_dtensor.plan.plan import ContextSharing, ParallelPlan
+from meshwright_dtensor.plan import ContextSharing, ParallelPlan
 from meshwright_dtensor.sharding.intervals import IntervalShard
-from meshwright_dtensor.strategy.strategy import AttentionUse, Link, ModelSizes, SearchRequest
+from meshwright_dtensor.strategy import AttentionUse, Link, ModelSizes, SearchRequest
 from meshwright_parallel.strategies.context import LEAST_TOKENS, Context
 
 LINK = Link("cable", latency_s=1e-6, bandwidth_Bps=1e9)

@@ -9,17 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright_dtensor.plan.plan import ParallelPlan, ParameterRule
+from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy.strategy import (
-    Link,
-    ModelSizes,
-    ParameterSize,
-    SearchRequest,
-    StepContext,
-    Strategy,
-    divisors,
-)
+from meshwright_dtensor.strategy import Link, ModelSizes, ParameterSize, SearchRequest, StepContext, Strategy, divisors
 from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
 from meshwright_parallel.strategies.tensor import Tensor, TensorOuter
 from meshwright_parallel.strategies.zero import Zero

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright_dtensor.deferred.materialize import deferred_init, is_deferred
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize

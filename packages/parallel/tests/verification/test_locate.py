@@ -12,7 +12,7 @@ from parallel_models import batch_of, make, plan_of
 
 from meshwright_dtensor.comm import collectives
 from meshwright_dtensor.errors import VerificationError
-from meshwright_dtensor.plan.plan import ParameterRule
+from meshwright_dtensor.plan import ParameterRule
 from meshwright_dtensor.rules.composites.embedding import Embedding
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import VerificationReport, verify

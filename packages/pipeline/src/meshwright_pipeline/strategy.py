@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from meshwright_dtensor.strategy.strategy import (
-    Division,
-    Link,
-    SearchRequest,
-    Strategy,
-    StrategyCost,
-    Survey,
-)
+from meshwright_dtensor.strategy import Division, Link, SearchRequest, Strategy, StrategyCost, Survey
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.plan import ParallelPlan
 
 
 class Pipeline(Strategy):

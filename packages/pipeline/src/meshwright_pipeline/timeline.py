@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import NAMES, ForwardsFirst, Shape
 from meshwright_dtensor.schedule.timetable import DURATION, Timetable

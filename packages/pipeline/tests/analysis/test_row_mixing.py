@@ -23,7 +23,7 @@ from pipe_models import Chain, Crossed, chain_batch, crossed_batch
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline.analysis import row_mixing

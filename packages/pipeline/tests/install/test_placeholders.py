@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 

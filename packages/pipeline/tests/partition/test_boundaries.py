@@ -13,8 +13,8 @@ from pipe_models import WIDTH, Chain, Crossed, chain_batch, chain_plan, crossed_
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule, RecomputeRule
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule, RecomputeRule
+from meshwright_dtensor.strategy import Link, ModuleWork, PipelineQuery, SearchRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import pipeline
 from meshwright_pipeline.install.validate import check_division

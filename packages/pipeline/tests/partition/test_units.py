@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_dtensor.plan.plan import PipelineRule
-from meshwright_dtensor.strategy.strategy import ModuleWork, PipelineQuery, SearchRequest
+from meshwright_dtensor.plan import PipelineRule
+from meshwright_dtensor.strategy import ModuleWork, PipelineQuery, SearchRequest
 from meshwright_pipeline.partition.units import called_in_parts, find_units, ownership
 from meshwright_pipeline.planning.dataflow import flow_of
 from meshwright_pipeline.planning.survey import survey_of

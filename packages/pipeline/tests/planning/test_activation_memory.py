@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright_dtensor.strategy.strategy import ModuleWork
+from meshwright_dtensor.strategy import ModuleWork
 from meshwright_pipeline.planning.activation_memory import (
     FIRST,
     FORWARD,

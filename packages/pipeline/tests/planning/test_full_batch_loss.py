@@ -13,10 +13,10 @@ from loss_models import ADDING, WHOLE, judged, judged_batch, judged_plan, mean, 
 from pipe_models import TOKENS, Chain, chain_batch
 from torch import Tensor, nn
 
-from meshwright_dtensor.plan.plan import Prediction
+from meshwright_dtensor.plan import Prediction
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import ForwardsFirst
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import Shape, pipeline, timetable
 from meshwright_pipeline.analysis.loss_preview import LossChecker

@@ -9,7 +9,7 @@ from pipe_models import Chain
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_pipeline.strategy import Pipeline
 
 LINK = Link("test", 1e-6, 1e9)

@@ -15,7 +15,7 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.timetable import dependencies, ordered
-from meshwright_dtensor.strategy.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import Link, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
 from meshwright_pipeline import Action, Schedule, Shape, timetable
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.cost import MESSAGE_CALLS, STEP_CALLS

@@ -12,7 +12,7 @@ from pipe_models import INNER, Bomb, Chain, Crossed, chain_batch, chain_plan, cr
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import StageError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline, write_trace
 from meshwright_pipeline.runtime.grad_handover import Sink

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.comm.log import communication
-from meshwright_dtensor.strategy.strategy import Link, ModelSizes, SearchRequest, StepContext
+from meshwright_dtensor.strategy import Link, ModelSizes, SearchRequest, StepContext
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline.planning.cost import AGREEING_CALLS, tied_sums
 from meshwright_pipeline.planning.survey import ModelSurvey

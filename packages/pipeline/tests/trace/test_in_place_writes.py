@@ -11,7 +11,7 @@ from pipe_models import TOKENS, VOCABULARY, WIDTH, chain_batch
 from torch import Tensor, nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan.plan import ParallelPlan, PipelineRule
+from meshwright_dtensor.plan import ParallelPlan, PipelineRule
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_pipeline import call_of, pipeline
 from meshwright_pipeline.analysis.loss_preview import LossChecker

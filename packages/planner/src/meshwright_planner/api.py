@@ -7,9 +7,9 @@ from typing import Any, Unpack
 from torch import nn
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, discover
-from meshwright_dtensor.strategy.plan_request import PlanKeywords, PlanRequest, with_plan_keywords
+from meshwright_dtensor.strategy import PlanKeywords, PlanRequest, with_plan_keywords
 
 
 @with_plan_keywords

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from planner_models import LAPTOP_CPU, Mlp, eager
 from torch import nn
 
-from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster import Cluster, MeasuredWork
 from meshwright_dtensor.cluster.links import interpolated
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_planner.calibration import host_overhead, operations, profile
 from meshwright_planner.calibration.profile import Together

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from planner_models import HOST, Transformer, eager, manual, tokens
 
-from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel, MeasuredWork, SlowNode
-from meshwright_dtensor.cluster.links import MeasuredCollective
+from meshwright_dtensor.cluster import Cluster, LinkLevel, MeasuredCollective, MeasuredWork, SlowNode
 from meshwright_dtensor.errors import InfeasibleError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import explain
 from meshwright_planner.clusters.file import read, write
 from meshwright_planner.clusters.registry import (

@@ -11,7 +11,7 @@ import torch
 from planner_models import HOST, Mlp, eager
 
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.clusters import local_machine
 from meshwright_planner.clusters.file import read
 from meshwright_planner.clusters.registry import DGX_H100, FOLDER, cluster_of

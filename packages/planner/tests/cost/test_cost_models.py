@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 import pytest
 from planner_models import DGX_H100, HOST, LAPTOP_CPU, Transformer, tokens
 
-from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
-from meshwright_dtensor.cluster.cost_model import Communication, Operation
-from meshwright_dtensor.cluster.links import MeasuredCollective
+from meshwright_dtensor.cluster import Cluster, Communication, MeasuredCollective, MeasuredWork, Operation
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.cost.cost_models import Roofline
 from meshwright_planner.plugin import meshwright_cost_models

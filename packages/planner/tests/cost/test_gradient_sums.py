@@ -12,9 +12,9 @@ import pytest
 import torch
 from planner_models import DGX_H100, DataLike, Mlp, TensorLike, host_of
 
-from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel, joined
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.cluster import Cluster, LinkLevel
+from meshwright_dtensor.cluster.cluster import joined
+from meshwright_dtensor.strategy import Link, PlanRequest, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner
 from meshwright_planner.simulation import simulate
 

@@ -11,7 +11,7 @@ from operations import kept
 from planner_models import HOST, Mlp, Transformer, tokens
 from torch import nn
 
-from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel
+from meshwright_dtensor.cluster import Cluster, LinkLevel
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.clusters.registry import DGX_A100, DGX_H100, LAPTOP_CPU, cluster_of
 from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move, work_of

@@ -10,7 +10,7 @@ from planner_models import LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.cost.prices import AxisCosts
 from meshwright_planner.memory.liveness import Living
 from meshwright_planner.memory.module_work import module_work

@@ -10,7 +10,7 @@ import pytest
 import torch
 from planner_models import Transformer, eager, tokens
 
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 from meshwright_planner.cost.operations import COPIES, OPTIMIZERS

@@ -18,14 +18,7 @@ from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.cross_entropy_rows import RowsLoss
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import (
-    GradientKind,
-    Link,
-    ParameterSize,
-    SearchRequest,
-    StrategyCost,
-)
+from meshwright_dtensor.strategy import GradientKind, Link, ParameterSize, PlanRequest, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner
 from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.cost.prices import AxisCosts
@@ -192,7 +185,7 @@ def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.Monke
     assert none < sum(sizes) / 2 <= part < every == sum(sizes)
     assert gradients(0.0, 2**20) > 2**20 / 2
     # what the strategy may tell it from
-    assert {sum(p.numel * p.itemsize[0] for unit in one.units for p in unit) for one in seen} == {sum(sizes)}
+    assert {sum(p.numel * p.itemsize[0] for unit in request.sizes.units for p in unit) for request in seen} == {sum(sizes)}
 
 
 def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright_dtensor.comm.redistribute import route
 from meshwright_dtensor.sharding.states import State, States, forward_kind, is_shard
-from meshwright_dtensor.strategy.strategy import Link
+from meshwright_dtensor.strategy import Link
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.cost.prices import AxisCosts, backward_move, convertible, forward_move
 from meshwright_planner.placement.legal_rows import Legality

@@ -12,10 +12,10 @@ from planner_models import DGX_H100, LAPTOP_CPU, Mlp, Transformer, eager, tokens
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.hints import mark_sharding
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 
 
 def placed(model: nn.Module, batch: Any, cluster: Cluster = LAPTOP_CPU, **options: Any) -> dict[str, str]:

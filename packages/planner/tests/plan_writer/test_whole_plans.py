@@ -9,8 +9,8 @@ import torch
 from planner_models import LAPTOP_CPU, Mlp, Transformer, best, eager, tokens
 from torch import nn
 
-from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import explain
 from meshwright_planner.plan_writer.notes import comparison
 

@@ -13,10 +13,10 @@ from planner_models import DGX_H100, HOST, LAPTOP_CPU, Transformer, tokens
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.hints import mark_sharding
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.planners.alpa import AlpaPlanner, latency
 from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.planners.mcmc import BETA, McmcPlanner, _accepted

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.planners.eager import default_rules
 from meshwright_planner.recompute.region import Region
 from meshwright_planner.trace.batch import Batch

@@ -12,10 +12,10 @@ import pytest
 from planner_models import HOST, Transformer, eager, tokens
 
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner import explain
 from meshwright_planner.clusters.file import write

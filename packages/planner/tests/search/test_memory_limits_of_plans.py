@@ -12,7 +12,7 @@ from planner_models import DGX_H100, LAPTOP_CPU, Transformer, best, eager, token
 from torch import nn
 
 from meshwright_dtensor.errors import InfeasibleError
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.context import allowing
 
 

@@ -22,14 +22,12 @@ from planner_models import (
 )
 from torch import nn
 
-from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
-from meshwright_dtensor.cluster.cost_model import Communication, Operation
+from meshwright_dtensor.cluster import Cluster, Communication, MeasuredWork, Operation
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
+from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest, Strategy, StrategyCost
+from meshwright_dtensor.strategy import Link, PlanRequest, SearchRequest, Strategy, StrategyCost
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point

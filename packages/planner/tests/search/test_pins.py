@@ -25,10 +25,9 @@ from planner_models import (
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError, PluginError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import Link, PlanRequest, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner, ManualPlanner, explain
 
 

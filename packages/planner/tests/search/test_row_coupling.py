@@ -12,8 +12,7 @@ import torch
 from planner_models import HOST, LAPTOP_CPU, DataLike, Transformer, best, host_of, tokens
 from torch import nn
 
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import Survey
+from meshwright_dtensor.strategy import PlanRequest, Survey
 from meshwright_planner import EagerPlanner
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.evaluation.placed_model import Placed

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.hints import mark_sharding
-from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.two_axes import solve

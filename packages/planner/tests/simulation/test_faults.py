@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_replay import BUCKET, pipelined, plan_of, simulate
 
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_planner.clusters.registry import DGX_H100
 from meshwright_planner.simulation import LinkFault, Straggler
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import InfeasibleError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
+from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.schedule.schedule import Action, Kind, Schedule, Shape

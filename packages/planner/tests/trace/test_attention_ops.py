@@ -11,7 +11,7 @@ from planner_models import DGX_H100, host_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.op_kinds import kind_of

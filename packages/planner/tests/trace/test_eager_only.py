@@ -13,7 +13,7 @@ from planner_models import Transformer, eager, tokens
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.record import Known, record

@@ -12,8 +12,7 @@ from operations import BOOK, counted, planned
 from planner_models import DGX_H100, LAPTOP_CPU, DataLike, Mlp, Transformer, host_of, tokens
 from torch import nn
 
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import Link, PlanRequest, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner
 from meshwright_planner.cost.prices import AxisCosts, work_of
 from meshwright_planner.trace.batch import Batch

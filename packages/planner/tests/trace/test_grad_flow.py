@@ -10,7 +10,7 @@ from operations import BOOK, Net, Residual, counted, kept, planned, profiled, th
 from planner_models import DGX_H100, host_of
 from torch import nn
 
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner import EagerPlanner
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.record import record

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.record import record
 

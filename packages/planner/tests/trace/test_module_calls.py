@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.recompute.region import recomputed_blocks
 from meshwright_planner.recompute.rules import repeated_blocks

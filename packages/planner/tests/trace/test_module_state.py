@@ -12,7 +12,7 @@ from test_eager_only import facts
 from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.module_state import Contents

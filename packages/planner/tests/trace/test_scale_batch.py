@@ -10,7 +10,7 @@ from counting import counted
 from planner_models import HOST, LAPTOP_CPU, Transformer, eager, tokens
 from torch import nn
 
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation import tapes
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.planners.eager import default_rules

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from meshwright_dtensor.plan.plan import Prediction
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import Link, SearchRequest, StrategyCost
+from meshwright_dtensor.plan import Prediction
+from meshwright_dtensor.strategy import Link, PlanRequest, SearchRequest, StrategyCost
 from meshwright_planner import EagerPlanner, profile_model
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.record import record

@@ -150,7 +150,7 @@ def reshard(
     from meshwright_checkpoint.storage.backend import place_of
     from meshwright_checkpoint.storage.checkpoint import Checkpoint
     from meshwright_dtensor.errors import UsageError
-    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.plan import ParallelPlan
 
     plan = None if plan_file is None else ParallelPlan.load(plan_file)
     if (ranks is None) == (plan is None):

@@ -23,12 +23,12 @@ from meshwright_checkpoint.state.collect import MODEL, OPTIMIZER
 from meshwright_checkpoint.storage.backend import Place
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.sharding.boxes import Box, box_numel, box_shape, region_boxes, region_of, whole_box
 from meshwright_dtensor.sharding.states import State
+from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.strategy.resolve import parameter_states, resolve_strategies
-from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_dtensor.utils.names import did_you_mean, listing
 
 

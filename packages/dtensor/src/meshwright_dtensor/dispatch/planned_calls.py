@@ -15,7 +15,8 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout
-from meshwright_dtensor.plan.plan import ActivationRule, ParallelPlan
+from meshwright_dtensor.plan.fields import ActivationRule
+from meshwright_dtensor.plan.plan import ParallelPlan
 from meshwright_dtensor.sharding.boxes import local_shape_of
 from meshwright_dtensor.sharding.intervals import IntervalShard, repeat_to_fit
 from meshwright_dtensor.sharding.states import State, States, parse_state

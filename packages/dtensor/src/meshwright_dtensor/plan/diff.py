@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshwright_dtensor.plan.fields import PlanFields
 from meshwright_dtensor.plan.serialization import identity
 
-if TYPE_CHECKING:
-    from meshwright_dtensor.plan.plan import ParallelPlan
 
-
-def diff(old: ParallelPlan, new: ParallelPlan) -> list[str]:
+def diff(old: PlanFields, new: PlanFields) -> list[str]:
     """What changes from `old` to `new`, a line each; empty exactly where the two are equal."""
     lines: list[str] = []
     _compare("", identity(old), identity(new), lines)

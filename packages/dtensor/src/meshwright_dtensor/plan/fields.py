@@ -1,75 +1,274 @@
-"""What the parts of a plan are made of: frozen models whose typos are PlanErrors, and the types of their fields."""
+"""The fields of a plan: its rules by kind, and `PlanFields`, which holds all of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
-    ValidationError,
+from pydantic import Field, StrictBool
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.plan.field_types import (
+    Axis,
+    AxisProduct,
+    Count,
+    Frozen,
+    FrozenDict,
+    Given,
+    Model,
+    ParameterState,
+    Positive,
+    Seconds,
+    States,
+    Text,
+    Word,
 )
-
-from meshwright_dtensor.plan import validate as checks
-
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass
-else:
-    ModelMetaclass = type(BaseModel)
+from meshwright_dtensor.plan.prediction import Prediction
+from meshwright_dtensor.sharding.states import State, parse_state
 
 
-class FrozenDict(dict[Any, Any]):
-    """A dict that refuses to change, since the plan that holds it is a value."""
+class ParameterRule(Model):
+    """Where the parameters whose name matches `pattern` lie.
 
-    def _refuse(self, *_: object, **__: object) -> Any:
-        raise TypeError("a plan is frozen: build a changed copy with plan.replace(...)")
+    pattern: a shell-style pattern (fnmatch, case counts) on the parameter's full name, "*.q_proj.weight".
+    placement: mesh axis -> "I" (replicated), "S(d)" (sharded on tensor dim d) or runs of a dim ("S(0; 64+32+32)": the
+        parts of a fused projection, each sharded). Axes left out are "I".
+    """
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+    pattern: Word
+    placement: Annotated[dict[Axis, ParameterState], Frozen] = Field(default_factory=FrozenDict)
 
-    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
-        return type(self), (dict(self),)
-
-
-def _count(value: int) -> int:
-    return checks.within(value, 0)
-
-
-def _positive(value: int) -> int:
-    return checks.within(value, 1)
+    def matches(self, fqn: str) -> bool:
+        """Whether the rule speaks of this parameter."""
+        return fnmatchcase(fqn, self.pattern)
 
 
-Text = Annotated[StrictStr, AfterValidator(checks.text)]
-Word = Annotated[Text, AfterValidator(checks.not_empty)]
-Count = Annotated[StrictInt, AfterValidator(_count)]
-Positive = Annotated[StrictInt, AfterValidator(_positive)]
-Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
-Axis = Annotated[StrictStr, AfterValidator(checks.axis_name)]
-AxisProduct = Annotated[StrictStr, AfterValidator(checks.axis_product)]
-Frozen = AfterValidator(FrozenDict)
-ParameterState = Annotated[StrictStr, AfterValidator(checks.parameter_state)]
-ValueState = Annotated[StrictStr, AfterValidator(checks.value_state)]
-States = Annotated[dict[Axis, ValueState], Frozen]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Given = StrictBool | StrictInt | Number | Text | Annotated[dict[Axis, Positive], Frozen]
+class ActivationRule(Model):
+    """Target states for one call of a torch function.
+
+    module: a shell-style pattern on the full name of the module whose forward makes the call ("" is the root).
+    function: the function's name as the trace gives it, "linear".
+    occurrence: which such call of that module's forward, from 0.
+    inputs: per tensor input, mesh axis -> "I", "X", "P" or "S(d)"; None leaves an input as it comes.
+    outputs: the same for the outputs; None (whole or per output) leaves them as they are derived.
+    """
+
+    module: Text
+    function: Word
+    occurrence: Count = 0
+    inputs: tuple[States | None, ...] = ()
+    outputs: tuple[States | None, ...] | None = None
+
+    def matches(self, module: str, function: str, occurrence: int) -> bool:
+        """Whether the rule speaks of this call."""
+        return (
+            self.occurrence == occurrence and self.function == function and fnmatchcase(module, self.module)
+        )
 
 
-class PlanMeta(ModelMetaclass):
-    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+class ZeroRule(Model):
+    """How the ranks along the mesh axis `zero` share one copy of the training state.
 
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    stage: 1 shares optimizer states, 2 gradients too, 3 parameters too (gathered for use, one block at a time). The
+        strategies that meshwright brings share gradients at stage 1 as well, since that costs nothing.
+    """
+
+    stage: Literal[1, 2, 3]
+
+
+class PrecisionRule(Model):
+    """In which precision a float32 model is computed; parameters and optimizer states stay float32.
+
+    parameters: dtype of the copies that forward and backward compute with, and of floating batch tensors.
+    reduce: dtype in which gradients are added up over ranks.
+    """
+
+    parameters: Literal["fp32", "bf16", "fp16"] = "fp32"
+    reduce: Literal["fp32"] = "fp32"
+
+
+class ExpertsRule(Model):
+    """A module of experts: tokens are sent to the rank that has their expert, along the axis that shards the parameters.
+
+    module: a shell-style pattern on full module names.
+    count: number of experts.
+    kind: "fused" - dim 0 of the parameters is the experts', equally many rows each; "container" - one child each.
+    assignment: what the second argument of the forward is: "index" - numbers of experts, one per slot; "mask" - which
+        expert is chosen, along its last dim.
+    attributes: integer attributes that hold the number of experts, which a rank sets to that of its own: paths in the module.
+    children: of a container, the paths of its experts in their order; each rank owns equally many, in order.
+    inner: parameter path -> state in which ranks of another axis may hold parts of every expert, whose results add up.
+    """
+
+    module: Word
+    count: Positive
+    kind: Literal["fused", "container"] = "fused"
+    assignment: Literal["index", "mask"] = "index"
+    attributes: tuple[Word, ...] = ()
+    children: tuple[Word, ...] = ()
+    inner: Annotated[dict[Word, ParameterState], Frozen] = Field(default_factory=FrozenDict)
+
+    def matches(self, module: str) -> bool:
+        """Whether the rule speaks of this module."""
+        return fnmatchcase(module, self.module)
+
+
+class PlannedCollective(Model):
+    """A collective that the plan implies, for comparison with what is executed.
+
+    axis: a mesh axis, or several over whose product one collective runs, joined by "+" ("dp+cp").
+    nbytes: bytes of the full tensor on that axis, per occurrence; count: occurrences a step.
+    why: what asks for it, for people.
+    """
+
+    axis: AxisProduct
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+    nbytes: Count
+    count: Positive = 1
+    phase: Literal["forward", "backward"] = "forward"
+    module: Text = ""
+    why: Text = ""
+
+
+class ContextSharing(Model):
+    """How ranks of the axis "cp" share a sequence.
+
+    attention: keys and values are gathered ("all_gather"), travel around the ranks ("ring"), or heads are spread in place
+    of the sequence inside attention ("all_to_all").
+    balance: "none" gives each rank one chunk of the sequence, "zigzag" two, one from each end: equal work under a causal
+    mask.
+    """
+
+    attention: Literal["all_gather", "ring", "all_to_all"] = "all_gather"
+    balance: Literal["none", "zigzag"] = "none"
+
+
+class RecomputeRule(Model):
+    """Modules whose activations are not kept for the backward pass but computed again in it.
+
+    pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost is taken.
+    policy: "full" computes everything again; "selective" keeps the results of matmuls, convolutions and attention;
+        "alternate" those of attention and of every other matmul or convolution of a module, the first included.
+    """
+
+    pattern: Word
+    policy: Literal["full", "alternate", "selective"] = "full"
+
+    def matches(self, module: str) -> bool:
+        """Whether the rule speaks of this module."""
+        return fnmatchcase(module, self.pattern)
+
+
+class PipelineRule(Model):
+    """How the ranks along the axis "pp" share the modules of a model, and pass microbatches on.
+
+    stages: per stage, shell-style patterns on names of modules ("model.layers.[0-3]"); a pattern names what is inside too.
+        Stages are dealt to ranks by the schedule. A module that is called in several stages is named in each of them.
+    microbatches: equal parts that the rows of a batch are cut into.
+    schedule: name of a registered schedule.
+    shared: patterns on names of modules and parameters that every stage holds; their gradients are summed.
+    outputs: what a call with gradients returns beside the loss: nothing ("loss"), or everything on every rank ("all").
+    loss: what time and memory are predicted for: backwards that begin as the schedule says, since the loss adds up over
+        microbatches ("microbatches"), or behind all forwards, since it is made of the whole batch or outside of the model
+        ("batch"); None where nobody looked. What runs is found out in the first step, whatever stands here.
+    """
+
+    stages: tuple[tuple[Word, ...], ...]
+    microbatches: Positive = 1
+    schedule: Word = "1f1b"
+    shared: tuple[Word, ...] = ()
+    outputs: Literal["loss", "all"] = "loss"
+    loss: Literal["microbatches", "batch"] | None = None
+
+
+class Provenance(Model):
+    """Where a plan comes from.
+
+    cost_model: name of the one that its predictions come from, None for the cluster's own figures.
+    request: keyword of `plan` -> value, those that were given; batch: "rows" and "tokens" of the batch it was planned for.
+    measured_seconds: of a step, where the plan was tried on real ranks; predicted ones are in `predicted`.
+    notes: the planner's reasons. created: ISO 8601; it, request and batch do not count for equality.
+    """
+
+    planner: Text | None = None
+    versions: Annotated[dict[Text, Text], Frozen] = Field(default_factory=FrozenDict)
+    model: Text | None = None
+    cluster: Text | None = None
+    cost_model: Text | None = None
+    request: Annotated[dict[Word, Given], Frozen] = Field(default_factory=FrozenDict)
+    batch: Annotated[dict[Word, Count], Frozen] = Field(default_factory=FrozenDict)
+    measured_seconds: Seconds | None = None
+    created: Text | None = None
+    notes: tuple[Text, ...] = ()
+
+
+class PlanFields(Model):
+    """How a model is laid over a mesh of ranks.
+
+    degrees: mesh axis -> degree, outermost axis first; their product is world_size.
+    strategies: mesh axis -> name of the strategy that works on it.
+    zero: what the ranks along the axis "zero" share; needed where that axis has more than one rank.
+    precision: None computes in the dtype of the parameters.
+    parameters: the first rule that matches a parameter's name places it; without one it is replicated.
+    activations: target states by call; derivation fills in the rest.
+    context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
+    recompute: modules whose activations are computed again in the backward pass; the first rule that matches counts.
+    experts: modules whose experts are shared along the axis "ep" and get their tokens sent; without that axis, each data rank
+        runs them on its own tokens. Where none are named, those that a probe finds when the plan is applied.
+    pipeline: stages and schedule along the axis "pp"; needed where that axis has more than one rank.
+
+    Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
+    """
+
+    version: Literal[1] = 1
+    world_size: Positive
+    degrees: Annotated[dict[Axis, Positive], Frozen]
+    strategies: Annotated[dict[Axis, Word], Frozen] = Field(default_factory=FrozenDict)
+    sequence_parallel: StrictBool = False
+    zero: ZeroRule | None = None
+    precision: PrecisionRule | None = None
+    parameters: tuple[ParameterRule, ...] = ()
+    activations: tuple[ActivationRule, ...] = ()
+    context: ContextSharing | None = None
+    recompute: tuple[RecomputeRule, ...] = ()
+    experts: tuple[ExpertsRule, ...] = ()
+    pipeline: PipelineRule | None = None
+    predicted: Prediction | None = None
+    collectives: tuple[PlannedCollective, ...] = ()
+    provenance: Provenance = Field(default_factory=Provenance)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes, outermost first."""
+        return tuple(self.degrees)
+
+    def degree(self, axis: str) -> int:
+        """The number of ranks along `axis`: 1 for an axis that the plan does not have."""
+        return int(self.degrees.get(axis, 1))
+
+    def parameter_rule(self, fqn: str) -> ParameterRule | None:
+        """The rule that places this parameter: the first that matches, or None."""
+        return next((rule for rule in self.parameters if rule.matches(fqn)), None)
+
+    def parameter_states(self, fqn: str) -> dict[str, State]:
+        """mesh axis -> state of this parameter, for every axis of the mesh, in its order."""
+        rule = self.parameter_rule(fqn)
+        placement: Mapping[str, str] = rule.placement if rule else {}
+        states: dict[str, State] = {}
+        for axis, degree in self.degrees.items():
             try:
-                return super().__call__(*args, **kwargs)
-            except ValidationError as error:
-                raise checks.plan_error(cls, error) from None
+                states[axis] = parse_state(placement.get(axis, "I"), degree)
+            except ValueError as error:
+                index = self.parameters.index(rule) if rule else 0
+                where = f"parameters[{index}].placement.{axis}"
+                raise PlanError(where, placement[axis], f"{fqn!r} on {degree} ranks: {error}") from None
+        return states
 
+    def activation_rule(self, module: str, function: str, occurrence: int) -> ActivationRule | None:
+        """The target states of this call: the first rule that matches, or None."""
+        return next((rule for rule in self.activations if rule.matches(module, function, occurrence)), None)
 
-class Model(BaseModel, metaclass=PlanMeta):
-    """A frozen model whose typos are PlanErrors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    def experts_rule(self, module: str) -> ExpertsRule | None:
+        """What is said of this module of experts: the first rule that matches, or None."""
+        return next((rule for rule in self.experts if rule.matches(module)), None)

@@ -1,7 +1,7 @@
 """The parallel plan: the document that a planner writes, a person edits and commits, and the runtime carries out.
 
 Torch-free. A plan is a frozen value: equality, hashing and `diff` go by content (the time of creation aside), and its
-JSON is stable, so that a plan under version control changes only where it says something new.
+JSON is stable, so that a plan under version control changes only where its content does.
 
 Version 1 holds what is carried out today. A field that nothing executes does not exist: naming one is an error.
 """
@@ -11,279 +11,24 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, StrictBool
+from typing import Any
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import serialization as plan_json
-from meshwright_dtensor.plan import validate as checks
-from meshwright_dtensor.plan.fields import (
-    Axis,
-    AxisProduct,
-    Count,
-    Frozen,
-    FrozenDict,
-    Given,
-    Model,
-    ParameterState,
-    Positive,
-    Seconds,
-    States,
-    Text,
-    Word,
-)
-from meshwright_dtensor.plan.prediction import Prediction, StageTime, StepSplit
-from meshwright_dtensor.sharding.states import State, parse_state
+from meshwright_dtensor.plan.diff import diff
+from meshwright_dtensor.plan.field_types import guarded
+from meshwright_dtensor.plan.fields import PlanFields
+from meshwright_dtensor.plan.report import explain
+from meshwright_dtensor.plan.serialization import dumps, identity, loads, to_data
+from meshwright_dtensor.plan.validate import check
 
 
-class ParameterRule(Model):
-    """Where the parameters whose name matches `pattern` lie.
-
-    pattern: a shell-style pattern (fnmatch, case counts) on the parameter's full name, "*.q_proj.weight".
-    placement: mesh axis -> "I" (replicated), "S(d)" (sharded on tensor dim d) or runs of a dim ("S(0; 64+32+32)": the
-        parts of a fused projection, each sharded). Axes left out are "I".
-    """
-
-    pattern: Word
-    placement: Annotated[dict[Axis, ParameterState], Frozen] = Field(default_factory=FrozenDict)
-
-    def matches(self, fqn: str) -> bool:
-        """Whether the rule speaks of this parameter."""
-        return fnmatchcase(fqn, self.pattern)
-
-
-class ActivationRule(Model):
-    """Target states for one call of a torch function.
-
-    module: a shell-style pattern on the full name of the module whose forward makes the call ("" is the root).
-    function: the function's name as the trace gives it, "linear".
-    occurrence: which such call of that module's forward, from 0.
-    inputs: per tensor input, mesh axis -> "I", "X", "P" or "S(d)"; None leaves an input as it comes.
-    outputs: the same for the outputs; None (whole or per output) leaves them as they are derived.
-    """
-
-    module: Text
-    function: Word
-    occurrence: Count = 0
-    inputs: tuple[States | None, ...] = ()
-    outputs: tuple[States | None, ...] | None = None
-
-    def matches(self, module: str, function: str, occurrence: int) -> bool:
-        """Whether the rule speaks of this call."""
-        return (
-            self.occurrence == occurrence and self.function == function and fnmatchcase(module, self.module)
-        )
-
-
-class ZeroRule(Model):
-    """How the ranks along the mesh axis `zero` share one copy of the training state.
-
-    stage: 1 shares optimizer states, 2 gradients too, 3 parameters too (gathered for use, one block at a time). The
-        strategies that meshwright brings share gradients at stage 1 as well, since that costs nothing.
-    """
-
-    stage: Literal[1, 2, 3]
-
-
-class PrecisionRule(Model):
-    """In which precision a float32 model is computed; parameters and optimizer states stay float32.
-
-    parameters: dtype of the copies that forward and backward compute with, and of floating batch tensors.
-    reduce: dtype in which gradients are added up over ranks.
-    """
-
-    parameters: Literal["fp32", "bf16", "fp16"] = "fp32"
-    reduce: Literal["fp32"] = "fp32"
-
-
-class ExpertsRule(Model):
-    """A module of experts: tokens are sent to the rank that has their expert, along the axis that shards the parameters.
-
-    module: a shell-style pattern on full module names.
-    count: number of experts.
-    kind: "fused" - dim 0 of the parameters is the experts', equally many rows each; "container" - one child each.
-    assignment: what the second argument of the forward is: "index" - numbers of experts, one per slot; "mask" - which
-        expert is chosen, along its last dim.
-    attributes: integer attributes that hold the number of experts, which a rank sets to that of its own: paths in the module.
-    children: of a container, the paths of its experts in their order; each rank owns equally many, in order.
-    inner: parameter path -> state in which ranks of another axis may hold parts of every expert, whose results add up.
-    """
-
-    module: Word
-    count: Positive
-    kind: Literal["fused", "container"] = "fused"
-    assignment: Literal["index", "mask"] = "index"
-    attributes: tuple[Word, ...] = ()
-    children: tuple[Word, ...] = ()
-    inner: Annotated[dict[Word, ParameterState], Frozen] = Field(default_factory=FrozenDict)
-
-    def matches(self, module: str) -> bool:
-        """Whether the rule speaks of this module."""
-        return fnmatchcase(module, self.module)
-
-
-class PlannedCollective(Model):
-    """A collective that the plan implies, for comparison with what is executed.
-
-    axis: a mesh axis, or several over whose product one collective runs, joined by "+" ("dp+cp").
-    nbytes: bytes of the full tensor on that axis, per occurrence; count: occurrences a step.
-    why: what asks for it, for people.
-    """
-
-    axis: AxisProduct
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
-    nbytes: Count
-    count: Positive = 1
-    phase: Literal["forward", "backward"] = "forward"
-    module: Text = ""
-    why: Text = ""
-
-
-class ContextSharing(Model):
-    """How ranks of the axis "cp" share a sequence.
-
-    attention: keys and values are gathered ("all_gather"), travel around the ranks ("ring"), or heads are spread in place
-    of the sequence inside attention ("all_to_all").
-    balance: "none" gives each rank one chunk of the sequence, "zigzag" two, one from each end: equal work under a causal
-    mask.
-    """
-
-    attention: Literal["all_gather", "ring", "all_to_all"] = "all_gather"
-    balance: Literal["none", "zigzag"] = "none"
-
-
-class RecomputeRule(Model):
-    """Modules whose activations are not kept for the backward pass but computed again in it.
-
-    pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost is taken.
-    policy: "full" computes everything again; "selective" keeps the results of matmuls, convolutions and attention;
-        "alternate" those of attention and of every other matmul or convolution of a module, the first included.
-    """
-
-    pattern: Word
-    policy: Literal["full", "alternate", "selective"] = "full"
-
-    def matches(self, module: str) -> bool:
-        """Whether the rule speaks of this module."""
-        return fnmatchcase(module, self.pattern)
-
-
-class PipelineRule(Model):
-    """How the ranks along the axis "pp" share the modules of a model, and pass microbatches on.
-
-    stages: per stage, shell-style patterns on names of modules ("model.layers.[0-3]"); a pattern names what is inside too.
-        Stages are dealt to ranks by the schedule. A module that is called in several stages is named in each of them.
-    microbatches: equal parts that the rows of a batch are cut into.
-    schedule: name of a registered schedule.
-    shared: patterns on names of modules and parameters that every stage holds; their gradients are summed.
-    outputs: what a call with gradients returns beside the loss: nothing ("loss"), or everything on every rank ("all").
-    loss: what time and memory are predicted for: backwards that begin as the schedule says, since the loss adds up over
-        microbatches ("microbatches"), or behind all forwards, since it is made of the whole batch or outside of the model
-        ("batch"); None where nobody looked. What runs is found out in the first step, whatever stands here.
-    """
-
-    stages: tuple[tuple[Word, ...], ...]
-    microbatches: Positive = 1
-    schedule: Word = "1f1b"
-    shared: tuple[Word, ...] = ()
-    outputs: Literal["loss", "all"] = "loss"
-    loss: Literal["microbatches", "batch"] | None = None
-
-
-class Provenance(Model):
-    """Where a plan comes from.
-
-    cost_model: name of the one that its predictions come from, None for the cluster's own figures.
-    request: keyword of `plan` -> value, those that were given; batch: "rows" and "tokens" of the batch it was planned for.
-    measured_seconds: of a step, where the plan was tried on real ranks; predicted ones are in `predicted`.
-    notes: the planner's reasons. created: ISO 8601; it, request and batch do not count for equality.
-    """
-
-    planner: Text | None = None
-    versions: Annotated[dict[Text, Text], Frozen] = Field(default_factory=FrozenDict)
-    model: Text | None = None
-    cluster: Text | None = None
-    cost_model: Text | None = None
-    request: Annotated[dict[Word, Given], Frozen] = Field(default_factory=FrozenDict)
-    batch: Annotated[dict[Word, Count], Frozen] = Field(default_factory=FrozenDict)
-    measured_seconds: Seconds | None = None
-    created: Text | None = None
-    notes: tuple[Text, ...] = ()
-
-
-class ParallelPlan(Model):
-    """How a model is laid over a mesh of ranks.
-
-    degrees: mesh axis -> degree, outermost axis first; their product is world_size.
-    strategies: mesh axis -> name of the strategy that works on it.
-    zero: what the ranks along the axis "zero" share; needed where that axis has more than one rank.
-    precision: None computes in the dtype of the parameters.
-    parameters: the first rule that matches a parameter's name places it; without one it is replicated.
-    activations: target states by call; derivation fills in the rest.
-    context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
-    recompute: modules whose activations are computed again in the backward pass; the first rule that matches counts.
-    experts: modules whose experts are shared along the axis "ep" and get their tokens sent; without that axis, each data rank
-        runs them on its own tokens. Where none are named, those that a probe finds when the plan is applied.
-    pipeline: stages and schedule along the axis "pp"; needed where that axis has more than one rank.
+class ParallelPlan(PlanFields):
+    """How a model is parallelized over a mesh of ranks; `PlanFields` documents the fields.
 
     Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
     """
-
-    version: Literal[1] = 1
-    world_size: Positive
-    degrees: Annotated[dict[Axis, Positive], Frozen]
-    strategies: Annotated[dict[Axis, Word], Frozen] = Field(default_factory=FrozenDict)
-    sequence_parallel: StrictBool = False
-    zero: ZeroRule | None = None
-    precision: PrecisionRule | None = None
-    parameters: tuple[ParameterRule, ...] = ()
-    activations: tuple[ActivationRule, ...] = ()
-    context: ContextSharing | None = None
-    recompute: tuple[RecomputeRule, ...] = ()
-    experts: tuple[ExpertsRule, ...] = ()
-    pipeline: PipelineRule | None = None
-    predicted: Prediction | None = None
-    collectives: tuple[PlannedCollective, ...] = ()
-    provenance: Provenance = Field(default_factory=Provenance)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes, outermost first."""
-        return tuple(self.degrees)
-
-    def degree(self, axis: str) -> int:
-        """The number of ranks along `axis`: 1 for an axis that the plan does not have."""
-        return int(self.degrees.get(axis, 1))
-
-    def parameter_rule(self, fqn: str) -> ParameterRule | None:
-        """The rule that places this parameter: the first that matches, or None."""
-        return next((rule for rule in self.parameters if rule.matches(fqn)), None)
-
-    def parameter_states(self, fqn: str) -> dict[str, State]:
-        """mesh axis -> state of this parameter, for every axis of the mesh, in its order."""
-        rule = self.parameter_rule(fqn)
-        placement: Mapping[str, str] = rule.placement if rule else {}
-        states: dict[str, State] = {}
-        for axis, degree in self.degrees.items():
-            try:
-                states[axis] = parse_state(placement.get(axis, "I"), degree)
-            except ValueError as error:
-                index = self.parameters.index(rule) if rule else 0
-                where = f"parameters[{index}].placement.{axis}"
-                raise PlanError(where, placement[axis], f"{fqn!r} on {degree} ranks: {error}") from None
-        return states
-
-    def activation_rule(self, module: str, function: str, occurrence: int) -> ActivationRule | None:
-        """The target states of this call: the first rule that matches, or None."""
-        return next((rule for rule in self.activations if rule.matches(module, function, occurrence)), None)
-
-    def experts_rule(self, module: str) -> ExpertsRule | None:
-        """What is said of this module of experts: the first rule that matches, or None."""
-        return next((rule for rule in self.experts if rule.matches(module)), None)
 
     def replace(self, **changes: Any) -> ParallelPlan:
         """A copy with these fields changed, checked like a new plan."""
@@ -296,22 +41,22 @@ class ParallelPlan(Model):
         axes: mesh axes that installed strategies work on; None leaves that unchecked.
         """
         # fields first, since model_copy and model_construct do not check them
-        ParallelPlan.from_dict(plan_json.to_data(self))
-        checks.check(self, world_size, None if axes is None else tuple(axes))
+        ParallelPlan.from_dict(to_data(self))
+        check(self, world_size, None if axes is None else tuple(axes))
 
     def to_json(self) -> str:
         """The plan as JSON text that is pleasant to read and to diff. Ends in a newline."""
-        return plan_json.dumps(plan_json.to_data(self))
+        return dumps(to_data(self))
 
     @classmethod
     def from_dict(cls, data: object) -> ParallelPlan:
         """The plan that plain dicts and lists describe. Raises PlanError."""
-        return plan_json.guarded(cls, lambda: cls.model_validate(data))
+        return guarded(cls, lambda: cls.model_validate(data))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ParallelPlan:
         """The plan that `to_json` wrote, or a person edited. Raises PlanError."""
-        return cls.from_dict(plan_json.loads(text))
+        return cls.from_dict(loads(text))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ParallelPlan:
@@ -349,18 +94,14 @@ class ParallelPlan(Model):
 
     def diff(self, other: ParallelPlan) -> list[str]:
         """What changes from this plan to `other`, a line each; empty where they are equal."""
-        from meshwright_dtensor.plan.diff import diff
-
         return diff(self, other)
 
     def explain(self, width: int = 110) -> str:
         """The plan for people: mesh, placements, activations, predicted time and memory, provenance. Plain text."""
-        from meshwright_dtensor.plan.report import explain
-
         return explain(self, width)
 
     def _identity(self) -> str:
-        return plan_json.dumps(plan_json.identity(self))
+        return dumps(identity(self))
 
     def __eq__(self, other: object) -> bool:
         return self._identity() == other._identity() if isinstance(other, ParallelPlan) else NotImplemented
@@ -371,21 +112,3 @@ class ParallelPlan(Model):
     def __str__(self) -> str:
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items()) or "one rank"
         return f"ParallelPlan({mesh}, {len(self.parameters)} parameter rules, {len(self.activations)} activation rules)"
-
-
-__all__ = [
-    "ActivationRule",
-    "ContextSharing",
-    "ExpertsRule",
-    "ParallelPlan",
-    "ParameterRule",
-    "PipelineRule",
-    "PlannedCollective",
-    "PrecisionRule",
-    "Prediction",
-    "Provenance",
-    "RecomputeRule",
-    "StageTime",
-    "StepSplit",
-    "ZeroRule",
-]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright_dtensor.plan.fields import (
+from meshwright_dtensor.plan.field_types import (
     AxisProduct,
     Count,
     Frozen,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan.fields import PlanFields
 
 
-def explain(plan: ParallelPlan, width: int = 110) -> str:
+def explain(plan: PlanFields, width: int = 110) -> str:
     """The plan as plain text, `width` columns wide."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, _environ={})
     console.print(Text(_mesh(plan)))
@@ -60,7 +58,7 @@ def explain(plan: ParallelPlan, width: int = 110) -> str:
     return "\n".join(kept).strip() + "\n"
 
 
-def _mesh(plan: ParallelPlan) -> str:
+def _mesh(plan: PlanFields) -> str:
     degrees = " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
     ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
     return f"mesh: {degrees} = {ranks}" if degrees else f"mesh: {ranks}"
@@ -75,7 +73,7 @@ def _table(console: Console, title: str, columns: Iterable[str]) -> Table:
     return table
 
 
-def _parameters(plan: ParallelPlan, console: Console) -> None:
+def _parameters(plan: PlanFields, console: Console) -> None:
     if not plan.parameters:
         where = "on the ranks of its stage" if plan.pipeline is not None else "on all ranks"
         sharing = ", but for what ranks along zero share" if plan.degree("zero") > 1 else ""
@@ -90,7 +88,7 @@ def _parameters(plan: ParallelPlan, console: Console) -> None:
     console.print(table)
 
 
-def _activations(plan: ParallelPlan, console: Console) -> None:
+def _activations(plan: PlanFields, console: Console) -> None:
     if not plan.activations:
         console.print(Text("\nactivations: no target, so every state is derived"))
         return
@@ -103,7 +101,7 @@ def _activations(plan: ParallelPlan, console: Console) -> None:
     console.print(table)
 
 
-def _experts(plan: ParallelPlan, console: Console) -> None:
+def _experts(plan: PlanFields, console: Console) -> None:
     if not plan.experts:
         return
     sent = "tokens are sent to the ranks of ep that have theirs"
@@ -117,7 +115,7 @@ def _experts(plan: ParallelPlan, console: Console) -> None:
     console.print(table)
 
 
-def _pipeline(plan: ParallelPlan, console: Console) -> None:
+def _pipeline(plan: PlanFields, console: Console) -> None:
     rule = plan.pipeline
     if rule is None:
         return
@@ -156,7 +154,7 @@ def _states(values: Iterable[Mapping[str, str] | None]) -> str:
     )
 
 
-def _collectives(plan: ParallelPlan, console: Console) -> None:
+def _collectives(plan: PlanFields, console: Console) -> None:
     if not plan.collectives:
         return
     total: dict[tuple[str, str, str], list[int]] = {}
@@ -170,7 +168,7 @@ def _collectives(plan: ParallelPlan, console: Console) -> None:
     console.print(table)
 
 
-def _prediction(plan: ParallelPlan, console: Console) -> None:
+def _prediction(plan: PlanFields, console: Console) -> None:
     predicted = plan.predicted
     if predicted is None:
         console.print(Text("\npredicted: nothing"))
@@ -193,7 +191,7 @@ def _prediction(plan: ParallelPlan, console: Console) -> None:
         )
 
 
-def _provenance(plan: ParallelPlan, console: Console) -> None:
+def _provenance(plan: PlanFields, console: Console) -> None:
     origin = plan.provenance
     facts = {
         "planner": origin.planner,

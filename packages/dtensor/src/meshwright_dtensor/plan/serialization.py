@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import validate as checks
-
-if TYPE_CHECKING:
-    from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan.fields import PlanFields
 
 WIDTH = 110
 _ASKED = ("request", "batch")
 
-T = TypeVar("T")
 
-
-def to_data(plan: ParallelPlan) -> dict[str, Any]:
+def to_data(plan: PlanFields) -> dict[str, Any]:
     """The plan as plain dicts and lists. Mesh axes stand in mesh order, other keys in alphabetical order."""
     data: dict[str, Any] = _plain(plan, tuple(plan.degrees) if isinstance(plan.degrees, Mapping) else ())
     if not data.get("experts"):  # most plans have none, and say nothing of it
@@ -33,7 +28,7 @@ def to_data(plan: ParallelPlan) -> dict[str, Any]:
     return data
 
 
-def identity(plan: ParallelPlan) -> dict[str, Any]:
+def identity(plan: PlanFields) -> dict[str, Any]:
     """`to_data` without what does not count for equality: when the plan was made, and what was asked for."""
     data = to_data(plan)
     if isinstance(data.get("provenance"), dict):
@@ -117,13 +112,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> Any:
     raise PlanError("(document)", text, "numbers in a plan are finite")
-
-
-def guarded(model: type[BaseModel], make: Callable[[], T]) -> T:
-    """What `make` returns, its pydantic errors turned into PlanErrors."""
-    try:
-        return make()
-    except ValidationError as error:
-        raise checks.plan_error(model, error) from None
-    except RecursionError:
-        raise PlanError("(document)", "nested values", "it is nested too deeply to be a plan") from None

@@ -84,7 +84,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(Record):
-    """A way to parallelise along one mesh axis. The target is a `meshwright_dtensor.strategy.strategy.Strategy` class.
+    """A way to parallelise along one mesh axis. The target is a `meshwright_dtensor.strategy.Strategy` class.
 
     axis: the mesh axis it works on, such as "dp" or "tp".
     """
@@ -104,7 +104,7 @@ class StrategySpec(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSpec(Record):
-    """A planner. The target is a `meshwright_dtensor.strategy.planner.Planner` class."""
+    """A planner. The target is a `meshwright_dtensor.strategy.Planner` class."""
 
     kind: ClassVar[str] = "planner"
     provided_by: ClassVar[str] = "meshwright-planner"
@@ -114,7 +114,7 @@ class PlannerSpec(Record):
 class CostModelSpec(Record):
     """A cost model: how long an operation or a collective takes on a cluster.
 
-    The target takes a `meshwright_dtensor.cluster.cluster.Cluster` and returns a `meshwright_dtensor.cluster.cost_model.CostModel`.
+    The target takes a `meshwright_dtensor.cluster.Cluster` and returns a `meshwright_dtensor.cluster.CostModel`.
     """
 
     kind: ClassVar[str] = "cost model"
@@ -123,7 +123,7 @@ class CostModelSpec(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec(Record):
-    """A cluster that plans can be made for. The target is a `meshwright_dtensor.cluster.cluster.Cluster`."""
+    """A cluster that plans can be made for. The target is a `meshwright_dtensor.cluster.Cluster`."""
 
     kind: ClassVar[str] = "cluster"
     provided_by: ClassVar[str] = "meshwright-planner"

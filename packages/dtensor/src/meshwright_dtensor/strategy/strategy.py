@@ -10,21 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from meshwright_dtensor.cluster.links import CollectiveKind as CollectiveKind
-from meshwright_dtensor.cluster.links import Link as Link
-from meshwright_dtensor.strategy.cost import CollectiveUse as CollectiveUse
-from meshwright_dtensor.strategy.cost import Peak as Peak
-from meshwright_dtensor.strategy.cost import Phase as Phase
-from meshwright_dtensor.strategy.cost import Stall as Stall
-from meshwright_dtensor.strategy.cost import StrategyCost as StrategyCost
-from meshwright_dtensor.strategy.request import AttentionUse as AttentionUse
-from meshwright_dtensor.strategy.request import ModelSizes as ModelSizes
-from meshwright_dtensor.strategy.request import ModuleWork as ModuleWork
-from meshwright_dtensor.strategy.request import ParameterSize as ParameterSize
-from meshwright_dtensor.strategy.request import PipelineQuery as PipelineQuery
-from meshwright_dtensor.strategy.request import SearchRequest as SearchRequest
-from meshwright_dtensor.strategy.request import StepContext as StepContext
-from meshwright_dtensor.strategy.request import Survey as Survey
+from meshwright_dtensor.cluster.links import Link
+from meshwright_dtensor.strategy.cost import StrategyCost
+from meshwright_dtensor.strategy.request import SearchRequest, Survey
 
 if TYPE_CHECKING:
     import torch

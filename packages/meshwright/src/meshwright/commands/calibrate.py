@@ -120,7 +120,7 @@ def _numbers(text: str | None, most: int) -> list[int]:
 
 
 def _finish(cluster: object, output: Path, as_json: bool) -> None:
-    from meshwright_dtensor.cluster.cluster import Cluster
+    from meshwright_dtensor.cluster import Cluster
     from meshwright_planner.clusters.file import write
 
     assert isinstance(cluster, Cluster)

@@ -27,7 +27,7 @@ from meshwright.commands.options import (
     pinning,
 )
 from meshwright.rendering.tables import show
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 
 DISTRIBUTIONS = (
     "meshwright",

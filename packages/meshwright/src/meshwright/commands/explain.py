@@ -17,9 +17,9 @@ from meshwright.commands.options import (
     check_image,
     check_needs,
 )
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import StrategySpec
 
 NOT_CHECKED = "not checked against a model: give --model to check names, shapes and the batch too"

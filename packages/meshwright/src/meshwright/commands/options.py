@@ -14,15 +14,15 @@ import click
 from meshwright.sources import ROWS, TOKENS
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
-from meshwright_dtensor.strategy.plan_request import DEGREES, KEYWORDS, PRECISIONS, PlanRequest
-from meshwright_dtensor.strategy.planner import Planner
+from meshwright_dtensor.strategy import Planner, PlanRequest
+from meshwright_dtensor.strategy.plan_request import DEGREES, KEYWORDS, PRECISIONS
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
 
 if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.sources import Source
-    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.plan import ParallelPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[Any], Any]

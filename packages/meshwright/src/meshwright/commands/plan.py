@@ -25,7 +25,7 @@ from meshwright_dtensor.errors import InfeasibleError
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright_dtensor.strategy.plan_request import PlanRequest
+    from meshwright_dtensor.strategy import PlanRequest
 
 RUNS = "trial"  # the planner that runs the model, which therefore needs its values
 COMPARED = 5  # plans in the table of candidates, however few are asked for

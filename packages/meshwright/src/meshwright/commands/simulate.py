@@ -10,7 +10,7 @@ import click
 from meshwright.cli import State
 from meshwright.commands.options import check_folder
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 
 
 @click.command("simulate")

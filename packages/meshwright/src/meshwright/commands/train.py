@@ -78,7 +78,7 @@ def command(
     """
     loaded = None
     if plan is not None:
-        from meshwright_dtensor.plan.plan import ParallelPlan
+        from meshwright_dtensor.plan import ParallelPlan
 
         loaded = ParallelPlan.load(plan)
     size = ranks.check_world_size(world_size, default=loaded.world_size if loaded else 4)

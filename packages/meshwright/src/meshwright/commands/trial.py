@@ -15,7 +15,7 @@ from meshwright.commands.verify import OPTIMIZERS
 from meshwright.sources import Source
 from meshwright.trial.measure import STEPS, measure
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.strategy.plan_request import unknown
 
 if TYPE_CHECKING:

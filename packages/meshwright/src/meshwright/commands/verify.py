@@ -97,7 +97,7 @@ def command(
     check_rows("verify", True, options.values["global_batch_size"])
     plan = None
     if plan_file is not None:
-        from meshwright_dtensor.plan.plan import ParallelPlan
+        from meshwright_dtensor.plan import ParallelPlan
 
         plan = ParallelPlan.load(plan_file)
     size = ranks.check_world_size(world_size, default=plan.world_size if plan else 4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from meshwright.trial.measure import STEPS
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.planner import Planner
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import Planner, PlanRequest
 
 if TYPE_CHECKING:
     from torch import nn

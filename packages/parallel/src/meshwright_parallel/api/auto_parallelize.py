@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright_dtensor.mesh.mesh import init
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost
-from meshwright_dtensor.strategy.plan_request import PlanKeywords, PlanRequest, with_plan_keywords
+from meshwright_dtensor.strategy import PlanKeywords, PlanRequest, with_plan_keywords
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.ranks import generator_kept, same_plugins
 from meshwright_parallel.validation.checks import check_model

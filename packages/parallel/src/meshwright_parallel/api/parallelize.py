@@ -26,7 +26,7 @@ from meshwright_dtensor.dispatch.planned_calls import install_targets
 from meshwright_dtensor.mesh.layout import stored_placement
 from meshwright_dtensor.mesh.mesh import build_mesh, init, live_process_groups
 from meshwright_dtensor.model.precision import DTYPES, cast_buffers, computes_as_stored
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, region_of, region_shape, whole_box
 from meshwright_dtensor.sharding.states import State

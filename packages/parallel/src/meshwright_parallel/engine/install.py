@@ -12,9 +12,9 @@ from meshwright_dtensor.mesh.layout import layout_of
 from meshwright_dtensor.model.blocks import parameter_units
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.parameter import MeshParameter
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.strategy import Strategy
 from meshwright_parallel.engine.flat_shards import Shards
 from meshwright_parallel.engine.param_group import UnshardedParameter
 from meshwright_parallel.engine.unshard import GroupSpec, ModuleGroups, UnshardEngine, hook_module

@@ -20,7 +20,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import layout_of_dtensor
-from meshwright_dtensor.plan.plan import ExpertsRule
+from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import State, States, is_shard
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 from meshwright_parallel.moe.all_to_all import Route, named_anywhere, tied

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan
-from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.plan import ExpertsRule, ParallelPlan
+from meshwright_dtensor.strategy import Strategy
 from meshwright_parallel.moe.detect import detect
 from meshwright_parallel.moe.local_tokens import Apart
 from meshwright_parallel.moe.plan_rules import rule_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
-from meshwright_dtensor.plan.plan import ExpertsRule
+from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import State, States, is_shard
 
 Tensor = torch.Tensor

@@ -21,7 +21,7 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
-from meshwright_dtensor.plan.plan import ExpertsRule
+from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 from meshwright_dtensor.trace.module_stack import FRAMES, Frame

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.parameter import layout_of_dtensor
-from meshwright_dtensor.plan.plan import ExpertsRule, ParallelPlan
+from meshwright_dtensor.plan import ExpertsRule, ParallelPlan
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, is_shard, parse_state
 from meshwright_parallel.moe.detect import Detection, Experts, detect

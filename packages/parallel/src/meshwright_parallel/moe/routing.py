@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.plan.plan import ExpertsRule
+from meshwright_dtensor.plan import ExpertsRule
 
 Tensor = torch.Tensor
 

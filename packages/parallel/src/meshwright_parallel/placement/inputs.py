@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor.api import distribute
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.model.precision import DTYPES
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_parallel._torch.core import map_tensors
 

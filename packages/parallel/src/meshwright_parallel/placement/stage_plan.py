@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.stage_info import link_stage, mark_repeated, stages_of
-from meshwright_dtensor.plan.plan import ParallelPlan
-from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.plan import ParallelPlan
+from meshwright_dtensor.strategy import Strategy
 
 
 @dataclass(frozen=True)

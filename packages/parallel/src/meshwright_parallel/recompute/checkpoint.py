@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase as NORMS
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
-from meshwright_dtensor.plan.plan import ParallelPlan, RecomputeRule
+from meshwright_dtensor.plan import ParallelPlan, RecomputeRule
 from meshwright_dtensor.trace.module_stack import FRAMES, Frame
 from meshwright_parallel._torch.checkpoint import Region, recomputed_region
 from meshwright_parallel.recompute.argument_copies import ArgumentCopies, version_of

@@ -18,24 +18,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.intervals import zigzag_shard
-from meshwright_dtensor.strategy.strategy import (
-    AttentionUse,
-    CollectiveUse,
-    GradientKind,
-    Link,
-    SearchRequest,
-    Stall,
-    Strategy,
-    StrategyCost,
-    divisors,
-)
+from meshwright_dtensor.strategy import AttentionUse, CollectiveUse, GradientKind, Link, SearchRequest, Stall, Strategy, StrategyCost, divisors
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from meshwright_dtensor.model.batch_size import BatchSize
-    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.sharding.states import State
 
 LEAST_TOKENS = 2048

@@ -14,27 +14,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.intervals import single_owner_shard
-from meshwright_dtensor.strategy.strategy import (
-    CollectiveUse,
-    GradientKind,
-    Link,
-    Phase,
-    SearchRequest,
-    Stall,
-    Strategy,
-    StrategyCost,
-    Survey,
-    divisors,
-    planned_state,
-    rows_state,
-)
+from meshwright_dtensor.strategy import CollectiveUse, GradientKind, Link, Phase, SearchRequest, Stall, Strategy, StrategyCost, Survey, divisors, planned_state, rows_state
 from meshwright_dtensor.utils.names import listing
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.sharding.states import State
     from meshwright_parallel.moe.detect import Detection
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from meshwright_dtensor.strategy.strategy import SearchRequest, Strategy, divisors
+from meshwright_dtensor.strategy import SearchRequest, Strategy, divisors
 
 
 class Tensor(Strategy):

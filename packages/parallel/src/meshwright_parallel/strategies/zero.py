@@ -17,25 +17,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright_dtensor.cluster.links import CollectiveKind
-from meshwright_dtensor.strategy.strategy import (
-    CollectiveUse,
-    GradientKind,
-    Link,
-    ParameterSize,
-    Phase,
-    SearchRequest,
-    Stall,
-    Strategy,
-    StrategyCost,
-    divisors,
-    planned_state,
-    rows_state,
-)
+from meshwright_dtensor.cluster import CollectiveKind
+from meshwright_dtensor.strategy import CollectiveUse, GradientKind, Link, ParameterSize, Phase, SearchRequest, Stall, Strategy, StrategyCost, divisors, planned_state, rows_state
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
 
 if TYPE_CHECKING:
-    from meshwright_dtensor.plan.plan import ParallelPlan
+    from meshwright_dtensor.plan import ParallelPlan
     from meshwright_dtensor.sharding.states import State
 
 OUTSIDE = "parameters outside of blocks"

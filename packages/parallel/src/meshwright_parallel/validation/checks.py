@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
 from meshwright_dtensor.model.tied_parameters import all_names, with_ties
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, format_state
+from meshwright_dtensor.strategy import Strategy
 from meshwright_dtensor.strategy.resolve import parameter_states
-from meshwright_dtensor.strategy.strategy import Strategy
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_parallel._torch.core import gradient_hooks, map_tensors

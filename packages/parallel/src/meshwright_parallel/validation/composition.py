@@ -18,8 +18,8 @@ from meshwright_dtensor.sharding.states import State, States, format_state, pars
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright_dtensor.plan.plan import ParallelPlan
-    from meshwright_dtensor.strategy.strategy import Strategy
+    from meshwright_dtensor.plan import ParallelPlan
+    from meshwright_dtensor.strategy import Strategy
 
 Found = tuple[str, object]
 

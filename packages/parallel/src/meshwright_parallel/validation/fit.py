@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy.resolve import resolve_strategies

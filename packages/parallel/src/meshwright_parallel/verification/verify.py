@@ -26,7 +26,7 @@ from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.model.tied_parameters import tied_names
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_parallel.api.parallelize import parallelize
 from meshwright_parallel.ranks import generator_kept

@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.mesh.mesh import init
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_pipeline.install.division import StageDivision
 from meshwright_pipeline.install.validate import check_division
 

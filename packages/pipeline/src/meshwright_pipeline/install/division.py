@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.model.stage_info import StageInfo, describe_stages
-from meshwright_dtensor.plan.plan import PipelineRule, Prediction
+from meshwright_dtensor.plan import PipelineRule, Prediction
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
-from meshwright_dtensor.strategy.strategy import Division
+from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.install.optimizer_guard import watch_steps
 from meshwright_pipeline.install.placeholders import leave

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
-from meshwright_dtensor.plan.plan import PipelineRule
+from meshwright_dtensor.plan import PipelineRule
 from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_pipeline._torch import by_the_batch
 

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 from meshwright_dtensor.errors import PlanError, UsageError
 from meshwright_dtensor.schedule.schedule import ForwardsFirst, Schedule, Shape
+from meshwright_dtensor.strategy import CollectiveUse, Link, Peak, SearchRequest, StrategyCost
 from meshwright_dtensor.strategy.cost import TIED
-from meshwright_dtensor.strategy.strategy import CollectiveUse, Link, Peak, SearchRequest, StrategyCost
 from meshwright_pipeline.analysis.loss_preview import LossForecast
 from meshwright_pipeline.planning.activation_memory import MemoryPeak
 from meshwright_pipeline.planning.full_batch_loss import (

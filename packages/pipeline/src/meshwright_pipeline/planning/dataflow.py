@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from meshwright_dtensor.strategy.strategy import ModuleWork
+from meshwright_dtensor.strategy import ModuleWork
 
 Values = frozenset[int]
 _NONE: Values = frozenset()

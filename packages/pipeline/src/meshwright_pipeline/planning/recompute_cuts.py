@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
-from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest
+from meshwright_dtensor.strategy import ModuleWork, SearchRequest
 from meshwright_pipeline.planning.recompute import Choices, Moment, RunChoice, UnitOption, cheapest, moments
 from meshwright_pipeline.planning.stage_costs import StageDivision, divide, parameters_of
 from meshwright_pipeline.planning.survey import ModelSurvey

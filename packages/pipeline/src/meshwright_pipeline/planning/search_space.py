@@ -9,7 +9,7 @@ from meshwright_dtensor.errors import PlanError, PluginError, UsageError
 from meshwright_dtensor.plugins import ScheduleSpec, discover
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Shape
-from meshwright_dtensor.strategy.strategy import SearchRequest, divisors
+from meshwright_dtensor.strategy import SearchRequest, divisors
 from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.analysis.row_mixing import CannotSplit
 from meshwright_pipeline.planning.survey import survey_of

@@ -13,7 +13,7 @@ from meshwright_dtensor.model.tied_parameters import all_names
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule
-from meshwright_dtensor.strategy.strategy import ModuleWork, SearchRequest, Survey
+from meshwright_dtensor.strategy import ModuleWork, SearchRequest, Survey
 from meshwright_pipeline.analysis.loss_preview import LossChecker, LossForecast
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.units import batch_norm_module, called_in_parts, find_units

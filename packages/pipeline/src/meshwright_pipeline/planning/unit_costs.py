@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from meshwright_dtensor.strategy.strategy import ModuleWork
+from meshwright_dtensor.strategy import ModuleWork
 from meshwright_pipeline.planning.dataflow import flow_of
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.plan.plan import PipelineRule, Prediction
+from meshwright_dtensor.plan import PipelineRule, Prediction
 from meshwright_dtensor.schedule.schedule import Shape
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.utils.bytesize import human_bytes

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from meshwright_dtensor.cluster.links import CollectiveKind, MeasuredCollective
+from meshwright_dtensor.cluster import CollectiveKind, MeasuredCollective
 from meshwright_planner.calibration.timing import device, sync
 
 SIZES = (2**10, 2**14, 2**17, 2**20, 2**23)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright_dtensor.cluster.cluster import MeasuredWork
+from meshwright_dtensor.cluster import MeasuredWork
 from meshwright_planner.calibration.timing import device, least
 from meshwright_planner.cost.operations import even_bytes
 from meshwright_planner.cost.prices import dtype_name

@@ -1,6 +1,6 @@
 """Clusters as JSON files: those of this package (folder `profiles`), a user's own, and what `meshwright calibrate` writes.
 
-The fields are those of `meshwright_dtensor.cluster.cluster.Cluster`; what a file leaves out has that class's default.  Points of
+The fields are those of `meshwright_dtensor.cluster.Cluster`; what a file leaves out has that class's default.  Points of
 measured curves are [size, seconds] pairs, sizes ascending.
 """
 
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meshwright_dtensor.cluster.cluster import Cluster, LinkLevel, MeasuredWork, SlowNode
-from meshwright_dtensor.cluster.links import CollectiveKind, MeasuredCollective, Points
+from meshwright_dtensor.cluster import Cluster, CollectiveKind, LinkLevel, MeasuredCollective, MeasuredWork, SlowNode
+from meshwright_dtensor.cluster.links import Points
 from meshwright_dtensor.errors import UsageError
 
 FORMAT = "meshwright-cluster/1"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.cpu import usable_cores

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwright_dtensor.rules import Composite, NodeView
-from meshwright_dtensor.strategy.strategy import AttentionUse
+from meshwright_dtensor.strategy import AttentionUse
 from meshwright_planner.cost.prices import AxisCosts, work_of
 from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.tape import Tape

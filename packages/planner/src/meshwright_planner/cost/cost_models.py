@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, TypeVar
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.cluster.cost_model import Communication, CostModel, Operation
-from meshwright_dtensor.cluster.links import CollectiveKind, Link
+from meshwright_dtensor.cluster import Cluster, CollectiveKind, Communication, CostModel, Link, Operation
 from meshwright_dtensor.errors import MeshwrightError, PluginError, UsageError
 from meshwright_dtensor.plugins import CostModelSpec, PluginHost
 from meshwright_planner.cost.operations import operation_seconds
@@ -182,6 +180,6 @@ def cost_model_of(name: str | None, cluster: Cluster, host: PluginHost) -> Check
     if lacking:
         raise PluginError(
             f"{who} makes a {type(model).__name__} without {' and '.join(lacking)}; its target must take a Cluster and return a "
-            "meshwright_dtensor.cluster.cost_model.CostModel"
+            "meshwright_dtensor.cluster.CostModel"
         )
     return CheckedModel(name, found.distribution, model)

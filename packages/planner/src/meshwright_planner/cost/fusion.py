@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.cost.backward import Backwards
 from meshwright_planner.cost.prices import AxisCosts, Work, work_of

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
-from meshwright_dtensor.cluster.cost_model import Operation
+from meshwright_dtensor.cluster import Cluster, MeasuredWork, Operation
 
 BACKWARD = 2.0
 """Backward work relative to forward: one product or pass for the input, one for the other operand."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.cluster.cost_model import CostModel, Operation
+from meshwright_dtensor.cluster import Cluster, CostModel, Operation
 from meshwright_dtensor.sharding.states import State, forward_kind, gradient_kind, is_shard
-from meshwright_dtensor.strategy.strategy import CollectiveKind, Link
+from meshwright_dtensor.strategy import CollectiveKind, Link
 from meshwright_dtensor.trace.graph import Node, Value
 from meshwright_planner.cost.backward import Back
 from meshwright_planner.cost.operations import FORWARD, timed

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright_dtensor.plan.plan import PlannedCollective, RecomputeRule
-from meshwright_dtensor.strategy.strategy import CollectiveUse
+from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
+from meshwright_dtensor.strategy import CollectiveUse
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.recompute.rules import in_words

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.model.batch_size import BatchSize
 from meshwright_dtensor.model.blocks import parameter_units
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.strategy import Link, ModelSizes, SearchRequest, Strategy, Survey
+from meshwright_dtensor.strategy import Link, ModelSizes, SearchRequest, Strategy, Survey
 from meshwright_planner.cost.cost_models import CheckedModel, priced
 from meshwright_planner.memory.parts import Sizes
 from meshwright_planner.trace.batch import Batch

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.strategy import PipelineQuery, StepContext
+from meshwright_dtensor.strategy import PipelineQuery, StepContext
 from meshwright_planner.cost.prices import AxisCosts
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import BY_STAGE, Point

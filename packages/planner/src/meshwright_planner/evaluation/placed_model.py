@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import parse_state
-from meshwright_dtensor.strategy.strategy import AttentionUse, ModuleWork, ParameterSize
+from meshwright_dtensor.strategy import AttentionUse, ModuleWork, ParameterSize
 from meshwright_planner.cost.attention import attention_uses
 from meshwright_planner.evaluation.context import Basis, placements
 from meshwright_planner.memory.module_work import module_runs, module_work, parameter_sizes

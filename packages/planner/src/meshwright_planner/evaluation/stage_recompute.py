@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan.plan import RecomputeRule
-from meshwright_dtensor.strategy.strategy import ModuleWork
+from meshwright_dtensor.plan import RecomputeRule
+from meshwright_dtensor.strategy import ModuleWork
 from meshwright_planner.evaluation.placed_model import Placed
 from meshwright_planner.recompute.rules import rules_of
 

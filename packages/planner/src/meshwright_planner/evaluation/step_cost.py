@@ -13,17 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright_dtensor.propagate.prediction import PredictedMove
-from meshwright_dtensor.strategy.strategy import (
-    CollectiveUse,
-    Link,
-    ModelSizes,
-    ParameterSize,
-    PipelineQuery,
-    SearchRequest,
-    Stall,
-    StepContext,
-    StrategyCost,
-)
+from meshwright_dtensor.strategy import CollectiveUse, Link, ModelSizes, ParameterSize, PipelineQuery, SearchRequest, Stall, StepContext, StrategyCost
 from meshwright_planner.cost.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point

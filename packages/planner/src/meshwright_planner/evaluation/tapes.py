@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright_dtensor.errors import PlanError, UsageError
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.propagate.prediction import MeshShape
 from meshwright_dtensor.rules import RuleBook
 from meshwright_planner.evaluation.context import Basis, Surveys

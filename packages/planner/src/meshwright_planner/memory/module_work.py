@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import ModuleWork, ParameterSize, SearchRequest, StrategyCost
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import FORWARD
 from meshwright_planner.memory.peak import Replay

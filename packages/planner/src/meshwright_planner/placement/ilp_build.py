@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
-from meshwright_dtensor.strategy.strategy import CollectiveKind
+from meshwright_dtensor.strategy import CollectiveKind
 from meshwright_planner.cost.prices import Collective, backward_move, convertible, forward_move
 from meshwright_planner.placement.ilp import Conversion, Event, MemoryTerms, Phase, Program, User
 from meshwright_planner.placement.saved_bytes import SavedPlaces

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright_dtensor.plan.plan import ActivationRule, ParameterRule, PlannedCollective
+from meshwright_dtensor.plan import ActivationRule, ParameterRule, PlannedCollective
 from meshwright_dtensor.sharding.states import State, States, format_state
 from meshwright_dtensor.trace.graph import Call, Node
 from meshwright_planner.placement.ilp import Conversion

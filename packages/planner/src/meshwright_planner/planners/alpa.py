@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED

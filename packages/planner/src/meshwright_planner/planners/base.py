@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import ended_by

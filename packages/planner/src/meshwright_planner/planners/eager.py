@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import PluginError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, ScheduleSpec, discover
-from meshwright_dtensor.strategy.plan_request import PlanRequest, unknown
-from meshwright_dtensor.strategy.planner import Planner
-from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.strategy import Planner, PlanRequest, Strategy
+from meshwright_dtensor.strategy.plan_request import unknown
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.cost.cost_models import cost_model_of
 from meshwright_planner.cost.operations import OPTIMIZERS

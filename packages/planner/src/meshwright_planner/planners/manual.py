@@ -6,8 +6,7 @@ import math
 from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.strategy.plan_request import PlanRequest
-from meshwright_dtensor.strategy.strategy import Strategy
+from meshwright_dtensor.strategy import PlanRequest, Strategy
 from meshwright_planner.planners.eager import EagerPlanner
 from meshwright_planner.search.optimality import Proof
 

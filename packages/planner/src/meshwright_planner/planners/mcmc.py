@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.plugins import PluginHost
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.candidate import Candidate, rank
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import SHARED

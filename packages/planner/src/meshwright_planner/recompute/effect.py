@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.cost.prices import more_forward
 from meshwright_planner.placement.ilp import Conversion
 from meshwright_planner.placement.problem import Placement, PlacementProblem

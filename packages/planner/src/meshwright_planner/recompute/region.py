@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_planner.trace.quotient import Quotient
 from meshwright_planner.trace.tape import Saved, Tape
 

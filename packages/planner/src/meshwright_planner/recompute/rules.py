@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.model.blocks import has_forward
-from meshwright_dtensor.plan.plan import RecomputeRule
+from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.utils.names import suggestion
 
 POLICIES = ("full", "alternate", "selective")

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
-from meshwright_dtensor.strategy.plan_request import PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.reports.explain import explain
 

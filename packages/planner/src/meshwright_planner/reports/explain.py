@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.plugins import PluginHost, discover
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.clusters.registry import cluster_of

@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from meshwright_dtensor.plan.plan import ParallelPlan, Prediction
+from meshwright_dtensor.plan import ParallelPlan, Prediction
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.recompute.rules import in_words

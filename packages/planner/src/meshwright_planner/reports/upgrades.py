@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.simulation.events import run
 from meshwright_planner.simulation.workload import Faults, Workload

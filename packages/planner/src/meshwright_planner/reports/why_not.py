@@ -12,9 +12,10 @@ from typing import Any, Literal
 from torch import nn
 
 from meshwright_dtensor.errors import InfeasibleError, MeshwrightError, PlanError, UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PlannerSpec, PluginHost, discover
-from meshwright_dtensor.strategy.plan_request import DEGREES, PlanRequest
+from meshwright_dtensor.strategy import PlanRequest
+from meshwright_dtensor.strategy.plan_request import DEGREES
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
 from meshwright_planner.evaluation.candidate import human_seconds

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from meshwright_dtensor.cluster.cluster import Cluster, MeasuredWork
+from meshwright_dtensor.cluster import Cluster, MeasuredWork
 from meshwright_dtensor.cluster.links import Points
 from meshwright_dtensor.trace.graph import Node
 from meshwright_planner.cost.operations import BACKWARD, OPTIMIZERS

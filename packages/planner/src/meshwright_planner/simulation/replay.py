@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.simulation.events import Outcome, Span, run

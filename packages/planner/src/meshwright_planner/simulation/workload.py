@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright_dtensor.cluster.cluster import Cluster
+from meshwright_dtensor.cluster import Cluster
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan.plan import ParallelPlan, PlannedCollective, StageTime
+from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, StageTime
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.strategy.cost import TIED
 from meshwright_planner.simulation.events import Actor, Drain, Operation, Post, Receive, Send, Work

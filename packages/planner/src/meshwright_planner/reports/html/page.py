@@ -7,8 +7,8 @@ from typing import Any
 
 import jinja2
 
-from meshwright_dtensor.cluster.cluster import Cluster
-from meshwright_dtensor.plan.plan import ParallelPlan
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_planner.evaluation.candidate import human_seconds
