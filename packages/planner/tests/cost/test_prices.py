@@ -136,7 +136,16 @@ def test_copies_of_a_block_have_the_work_that_their_own_operations_have() -> Non
             Legality(tape, quotient(tape, merge), book, costs, tape.rows, {}, None), {}
         )
         parts = module_work(Replay(problem, problem.replicated()))
-        said = ("module", "seconds", "saved_bytes", "parameters", "entering", "shared", "waiting", "forward")
+        said = (
+            "module",
+            "seconds",
+            "saved_bytes",
+            "parameters",
+            "inputs",
+            "shared",
+            "deferred_bytes",
+            "forward",
+        )
         return [tuple(getattr(part, name) for name in said) for part in parts]
 
     merged = work(merge=True)

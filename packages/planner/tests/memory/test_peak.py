@@ -185,7 +185,9 @@ def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.Monke
     assert none < sum(sizes) / 2 <= part < every == sum(sizes)
     assert gradients(0.0, 2**20) > 2**20 / 2
     # what the strategy may tell it from
-    assert {sum(p.numel * p.itemsize[0] for unit in request.sizes.units for p in unit) for request in seen} == {sum(sizes)}
+    assert {
+        sum(p.numel * p.itemsize[0] for unit in request.sizes.units for p in unit) for request in seen
+    } == {sum(sizes)}
 
 
 def test_what_an_axis_owns_is_divided_before_it_is_summed() -> None:

@@ -1,0 +1,241 @@
+"""The field types of plans: frozen pydantic models whose errors are PlanErrors with field, value, rule and nearest legal value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from meshwright_dtensor.errors import PlanError
+from meshwright_dtensor.sharding.intervals import parse_interval_shard
+from meshwright_dtensor.utils.names import did_you_mean, listing
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+T = TypeVar("T")
+
+_MOST = 2**63 - 1
+_SHARD = re.compile(r"S\((0|[1-9][0-9]{0,5})\)")
+
+
+def _illegal(rule: str, nearest: str | None = None) -> PydanticCustomError:
+    # the message is no template of ours to fill: braces in it are escaped by passing it as context
+    return PydanticCustomError("plan", "{rule}", {"rule": rule, "nearest": nearest or ""})
+
+
+def within(value: int, least: int) -> int:
+    """`value`, if it is at least `least` and fits 64 bits."""
+    if value < least:
+        raise _illegal(f"it must be at least {least}", str(least))
+    if value > _MOST:
+        raise _illegal("it must be less than 2**63", str(_MOST))
+    return value
+
+
+def text(value: str) -> str:
+    """`value`, if it can be written as UTF-8: JSON can spell halves of characters, which nothing can print."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _illegal("it holds half a character (a lone surrogate); write whole ones") from None
+    return value
+
+
+def not_empty(value: str) -> str:
+    """`value`, if there is any text in it."""
+    if not value.strip():
+        raise _illegal("it must not be empty")
+    return value
+
+
+def axis_name(value: str) -> str:
+    """`value`, if it can name a mesh axis."""
+    if not value.isidentifier():
+        raise _illegal("a mesh axis is named by a word of letters, digits and underscores", "tp")
+    return value
+
+
+def axis_product(value: str) -> str:
+    """`value`, if it names one mesh axis or several joined by "+"."""
+    for part in value.split("+"):
+        axis_name(part)
+    return value
+
+
+def value_state(text: str) -> str:
+    """`text`, if it is the state of an activation on one mesh axis."""
+    if text in ("I", "X", "P") or _is_shard(text):
+        return text
+    raise _illegal(
+        "a state is one of I, X, P, S(dim) with dim >= 0, and runs of a dim as in S(0; 64+32+32)",
+        _nearest_state(text, ("I", "X", "P")),
+    )
+
+
+def parameter_state(text: str) -> str:
+    """`text`, if a parameter can have that state on a mesh axis."""
+    if text == "I" or _is_shard(text):
+        return text
+    raise _illegal(
+        "a parameter is I (replicated), S(dim) with dim >= 0, or has runs of a dim as in S(0; 64+32+32)",
+        _nearest_state(text, ("I",)),
+    )
+
+
+def _is_shard(text: str) -> bool:
+    if _SHARD.fullmatch(text):
+        return True
+    try:
+        return parse_interval_shard(text) is not None
+    except ValueError as error:
+        raise _illegal(str(error)) from None
+
+
+def _nearest_state(text: str, letters: tuple[str, ...]) -> str:
+    """The legal state that a wrong text most likely means."""
+    shown = text[:200].strip().lower()
+    digits = re.search(r"[0-9]{1,5}", shown)
+    if digits and (shown[0] in "s[(" or shown[0].isdigit()):
+        return f"S({int(digits.group())})"
+    if shown.startswith(("s", "-")):
+        return "S(0)"
+    if shown[:1].upper() in letters:
+        return shown[0].upper()
+    if shown.startswith("p") and "P" in letters:
+        return "P"
+    return "I"
+
+
+def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
+    """pydantic's first finding as a PlanError. Unknown fields come first: they are the usual cause of the others."""
+    found = error.errors(include_url=False)
+    first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
+    # pydantic marks errors in keys with "[key]" and union branches with type names; neither is part of the path
+    place = _path(first["loc"])
+    value = first.get("input")
+    kind = first["type"]
+    context: Mapping[str, Any] = first.get("ctx", {})
+    if kind == "extra_forbidden":
+        name = str(first["loc"][-1])
+        names = list(_fields_at(model, first["loc"][:-1]))
+        close = did_you_mean(name, names)
+        return PlanError(place, value, f"there is no such field; the fields are {listing(names, 16)}", close)
+    if kind == "missing":
+        return PlanError(place, None, "it is required and missing")
+    if kind == "plan":
+        return PlanError(place, value, context["rule"], context.get("nearest") or None)
+    if kind == "literal_error" and first["loc"] == ("version",):
+        return PlanError(
+            place, value, "this release reads plans of version 1; upgrade meshwright-dtensor", "1"
+        )
+    if kind == "literal_error":
+        choices = [
+            choice.strip().strip("'") for choice in re.split(r",| or ", str(context.get("expected", "")))
+        ]
+        close = did_you_mean(value, choices) or choices[0]
+        return PlanError(place, value, f"it must be one of {listing(choices)}", close)
+    rule = first["msg"].replace("Input should be", "it should be").replace("Value error, ", "")
+    return PlanError(place, value, rule[:1].lower() + rule[1:])
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part != "[key]":
+            shown = str(part).encode("ascii", "backslashreplace").decode()
+            text += f".{shown}" if text else shown
+    return text or "(document)"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The field names of the model that stands at `location` inside `model`."""
+    for part in location:
+        if isinstance(part, str) and part in model.model_fields:
+            model = _model_in(model.model_fields[part].annotation) or model
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_model_in(part) for part in getattr(annotation, "__args__", ()))
+    return next((found for found in inner if found), None)
+
+
+class FrozenDict(dict[Any, Any]):
+    """A dict that refuses to change, since the plan that holds it is a value."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("a plan is frozen: build a changed copy with plan.replace(...)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[Any, Any]]]:
+        return type(self), (dict(self),)
+
+
+def _count(value: int) -> int:
+    return within(value, 0)
+
+
+def _positive(value: int) -> int:
+    return within(value, 1)
+
+
+Text = Annotated[StrictStr, AfterValidator(text)]
+Word = Annotated[Text, AfterValidator(not_empty)]
+Count = Annotated[StrictInt, AfterValidator(_count)]
+Positive = Annotated[StrictInt, AfterValidator(_positive)]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Axis = Annotated[StrictStr, AfterValidator(axis_name)]
+AxisProduct = Annotated[StrictStr, AfterValidator(axis_product)]
+Frozen = AfterValidator(FrozenDict)
+ParameterState = Annotated[StrictStr, AfterValidator(parameter_state)]
+ValueState = Annotated[StrictStr, AfterValidator(value_state)]
+States = Annotated[dict[Axis, ValueState], Frozen]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Given = StrictBool | StrictInt | Number | Text | Annotated[dict[Axis, Positive], Frozen]
+
+
+class PlanMeta(ModelMetaclass):
+    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except ValidationError as error:
+                raise plan_error(cls, error) from None
+
+
+class Model(BaseModel, metaclass=PlanMeta):
+    """A frozen model whose typos are PlanErrors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+def guarded(model: type[BaseModel], make: Callable[[], T]) -> T:
+    """What `make` returns, its pydantic errors turned into PlanErrors."""
+    try:
+        return make()
+    except ValidationError as error:
+        raise plan_error(model, error) from None
+    except RecursionError:
+        raise PlanError("(document)", "nested values", "it is nested too deeply to be a plan") from None
