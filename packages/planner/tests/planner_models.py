@@ -13,7 +13,15 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, StrategySpec
 from meshwright_dtensor.plugins.host import Registered
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy import CollectiveUse, Link, PlanRequest, SearchRequest, Strategy, StrategyCost, divisors
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    Link,
+    PlanRequest,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    divisors,
+)
 from meshwright_planner import EagerPlanner, ManualPlanner
 from meshwright_planner.clusters.registry import DGX_H100, LAPTOP_CPU
 

@@ -14,7 +14,15 @@ from typing import ClassVar
 
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.states import State
-from meshwright_dtensor.strategy import CollectiveUse, Link, SearchRequest, Strategy, StrategyCost, divisors, planned_state
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    Link,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    divisors,
+    planned_state,
+)
 
 TABLES = (
     "*embed_tokens.weight",

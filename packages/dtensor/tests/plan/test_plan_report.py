@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright_dtensor.plan import ActivationRule, ParallelPlan, ParameterRule, PlannedCollective, Prediction, Provenance
+from meshwright_dtensor.plan import (
+    ActivationRule,
+    ParallelPlan,
+    ParameterRule,
+    PlannedCollective,
+    Prediction,
+    Provenance,
+)
 
 
 @pytest.fixture

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright_dtensor.errors import MeshwrightError, PlanError, UsageError
-from meshwright_dtensor.plan import ActivationRule, ParallelPlan, ParameterRule, PlannedCollective, Prediction, Provenance
+from meshwright_dtensor.plan import (
+    ActivationRule,
+    ParallelPlan,
+    ParameterRule,
+    PlannedCollective,
+    Prediction,
+    Provenance,
+)
 
 
 def sound(**changes: Any) -> ParallelPlan:

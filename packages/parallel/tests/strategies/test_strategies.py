@@ -11,7 +11,15 @@ import pytest
 
 from meshwright_dtensor.plan import ParallelPlan, ParameterRule
 from meshwright_dtensor.plugins import discover
-from meshwright_dtensor.strategy import Link, ModelSizes, ParameterSize, SearchRequest, StepContext, Strategy, divisors
+from meshwright_dtensor.strategy import (
+    Link,
+    ModelSizes,
+    ParameterSize,
+    SearchRequest,
+    StepContext,
+    Strategy,
+    divisors,
+)
 from meshwright_parallel.strategies.data import BUCKET_BYTES, Data
 from meshwright_parallel.strategies.tensor import Tensor, TensorOuter
 from meshwright_parallel.strategies.zero import Zero

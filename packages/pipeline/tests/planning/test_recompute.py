@@ -12,7 +12,14 @@ from pipe_models import Chain, chain_batch
 
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Action, ForwardsFirst
-from meshwright_dtensor.strategy import Link, ModelSizes, ModuleWork, PipelineQuery, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import (
+    Link,
+    ModelSizes,
+    ModuleWork,
+    PipelineQuery,
+    SearchRequest,
+    StrategyCost,
+)
 from meshwright_pipeline import Schedule, Shape
 from meshwright_pipeline.planning import cost as cost_module
 from meshwright_pipeline.planning.full_batch_loss import tail_of, without_tail

@@ -18,7 +18,14 @@ from torch import nn
 
 from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.rules.composites.cross_entropy_rows import RowsLoss
-from meshwright_dtensor.strategy import GradientKind, Link, ParameterSize, PlanRequest, SearchRequest, StrategyCost
+from meshwright_dtensor.strategy import (
+    GradientKind,
+    Link,
+    ParameterSize,
+    PlanRequest,
+    SearchRequest,
+    StrategyCost,
+)
 from meshwright_planner import EagerPlanner
 from meshwright_planner.calibration.live_bytes import Counting
 from meshwright_planner.cost.prices import AxisCosts

@@ -10,7 +10,15 @@ from planner_models import LAPTOP_CPU, Transformer, eager, host_of, tokens
 
 from meshwright_dtensor.errors import InfeasibleError, UsageError
 from meshwright_dtensor.plan import ParallelPlan, RecomputeRule, StageTime
-from meshwright_dtensor.strategy import Link, ModuleWork, Peak, PlanRequest, SearchRequest, Strategy, StrategyCost
+from meshwright_dtensor.strategy import (
+    Link,
+    ModuleWork,
+    Peak,
+    PlanRequest,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+)
 from meshwright_planner import EagerPlanner, explain
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import allowing

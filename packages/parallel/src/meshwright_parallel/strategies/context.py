@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.sharding.intervals import zigzag_shard
-from meshwright_dtensor.strategy import AttentionUse, CollectiveUse, GradientKind, Link, SearchRequest, Stall, Strategy, StrategyCost, divisors
+from meshwright_dtensor.strategy import (
+    AttentionUse,
+    CollectiveUse,
+    GradientKind,
+    Link,
+    SearchRequest,
+    Stall,
+    Strategy,
+    StrategyCost,
+    divisors,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright_dtensor.strategy import CollectiveUse, GradientKind, Link, ParameterSize, SearchRequest, Strategy, StrategyCost, divisors, rows_state
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    GradientKind,
+    Link,
+    ParameterSize,
+    SearchRequest,
+    Strategy,
+    StrategyCost,
+    divisors,
+    rows_state,
+)
 
 if TYPE_CHECKING:
     from meshwright_dtensor.sharding.states import State

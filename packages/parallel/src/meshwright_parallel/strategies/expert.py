@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.intervals import single_owner_shard
-from meshwright_dtensor.strategy import CollectiveUse, GradientKind, Link, Phase, SearchRequest, Stall, Strategy, StrategyCost, Survey, divisors, planned_state, rows_state
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    GradientKind,
+    Link,
+    Phase,
+    SearchRequest,
+    Stall,
+    Strategy,
+    StrategyCost,
+    Survey,
+    divisors,
+    planned_state,
+    rows_state,
+)
 from meshwright_dtensor.utils.names import listing
 
 if TYPE_CHECKING:

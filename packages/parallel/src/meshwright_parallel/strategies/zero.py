@@ -18,7 +18,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright_dtensor.cluster import CollectiveKind
-from meshwright_dtensor.strategy import CollectiveUse, GradientKind, Link, ParameterSize, Phase, SearchRequest, Stall, Strategy, StrategyCost, divisors, planned_state, rows_state
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    GradientKind,
+    Link,
+    ParameterSize,
+    Phase,
+    SearchRequest,
+    Stall,
+    Strategy,
+    StrategyCost,
+    divisors,
+    planned_state,
+    rows_state,
+)
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES
 
 if TYPE_CHECKING:

@@ -15,7 +15,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meshwright_dtensor.cluster import Cluster, CollectiveKind, LinkLevel, MeasuredCollective, MeasuredWork, SlowNode
+from meshwright_dtensor.cluster import (
+    Cluster,
+    CollectiveKind,
+    LinkLevel,
+    MeasuredCollective,
+    MeasuredWork,
+    SlowNode,
+)
 from meshwright_dtensor.cluster.links import Points
 from meshwright_dtensor.errors import UsageError
 

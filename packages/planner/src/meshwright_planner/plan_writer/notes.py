@@ -8,7 +8,16 @@ from dataclasses import replace
 
 from meshwright_dtensor.cluster import SlowNode
 from meshwright_dtensor.errors import UsageError
-from meshwright_dtensor.plan import ParallelPlan, PlannedCollective, PrecisionRule, Prediction, Provenance, StageTime, StepSplit, ZeroRule
+from meshwright_dtensor.plan import (
+    ParallelPlan,
+    PlannedCollective,
+    PrecisionRule,
+    Prediction,
+    Provenance,
+    StageTime,
+    StepSplit,
+    ZeroRule,
+)
 from meshwright_dtensor.sharding.states import format_state
 from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.fingerprint import fingerprint
