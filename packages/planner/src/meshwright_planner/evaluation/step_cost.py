@@ -12,13 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-<<<<<<< HEAD
 from meshwright_dtensor.propagate.prediction import PredictedMove
-from meshwright_dtensor.strategy import CollectiveUse, Link, ModelSizes, ParameterSize, PipelineQuery, SearchRequest, Stall, StepContext, StrategyCost
-=======
-from meshwright_dtensor.propagate.prediction import Moved
-from meshwright_dtensor.strategy import CollectiveUse, Link, ModelSizes, ParameterSize, PipelineQuery, SearchRequest, Stall, StepContext, StrategyCost
->>>>>>> 0dc7a5f (dtensor: imports of plans and strategies in one form)
+from meshwright_dtensor.strategy import (
+    CollectiveUse,
+    Link,
+    ModelSizes,
+    ParameterSize,
+    PipelineQuery,
+    SearchRequest,
+    Stall,
+    StepContext,
+    StrategyCost,
+)
 from meshwright_planner.cost.operations import OPTIMIZERS, optimizer_seconds, update_of
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
