@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from once import plan_once
 from zoo import gpt2
 
 import meshwright as mw
@@ -32,10 +33,9 @@ def losses(rank: int, size: int, steps: int, schedule: str) -> list[tuple[float,
     single = gpt2().train()
     torch.manual_seed(0)
     many = gpt2().train()
-    plan = mw.plan(
+    plan = plan_once(
         many,
         batch(0),
-        world_size=size,
         cluster="laptop-cpu",
         pp=2,
         dp=2,

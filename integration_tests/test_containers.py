@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from containers import MODELS, batch
+from once import plan_once
 
 import meshwright as mw
 from meshwright_dtensor.errors import PlanError
@@ -22,7 +23,7 @@ def check(
 ) -> tuple[list[str], tuple[tuple[str, ...], ...]]:
     """What differs from one device in two steps, and the stages."""
     torch.manual_seed(0)
-    plan = mw.plan(MODELS[name](), batch(), world_size=size, cluster="laptop-cpu", **pins)
+    plan = plan_once(MODELS[name](), batch(), cluster="laptop-cpu", **pins)
     assert plan.pipeline is not None
     report = verify(
         MODELS[name],
@@ -65,7 +66,7 @@ def runs(rank: int, size: int, name: str, part: str, pins: dict[str, Any]) -> tu
     """How often a part of a layer runs in a step, and the patterns of what runs again."""
     torch.manual_seed(0)
     model, times = MODELS[name](), [0]
-    plan = mw.plan(model, batch(), world_size=size, cluster="laptop-cpu", recompute="full", **pins)
+    plan = plan_once(model, batch(), cluster="laptop-cpu", recompute="full", **pins)
     mw.parallelize(model, plan, batch=batch())
     with torch.no_grad():
         model(**batch())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from once import plan_once
 from zoo import CASES, bert, bert_batch, gpt2, llama
 
 import meshwright as mw
@@ -204,7 +205,7 @@ def planned(
     """What the planner makes of pinned degrees, what a step executes, and whether it is that of one device."""
     batch = causal_batch()
     torch.manual_seed(3)
-    plan = mw.plan(grouped_llama(), batch, world_size=world_size, context_attention=form, **degrees)
+    plan = plan_once(grouped_llama(), batch, context_attention=form, **degrees)
     assert isinstance(plan, ParallelPlan)
     events = step_log(rank, world_size, "llama", plan.to_json())
     return plan, events, *verified(rank, world_size, "llama", plan.to_json())

@@ -275,7 +275,7 @@ def test_interleaved_experts_with_biases_are_divided_inside(rank_pool: RankPool)
 
 def trained(rank: int, world_size: int) -> list[str]:
     """Three steps of AdamW with clipped gradients; names of what differs."""
-    plan = mw.plan(make("mixtral"), batch(), world_size=world_size, ep=2, tp=1)
+    plan = plan_once(make("mixtral"), batch(), ep=2, tp=1)
     report = mw.verify(
         lambda: make("mixtral"),
         batch(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import plan_once
 from torch import nn
 
 import meshwright as mw
@@ -102,10 +103,9 @@ def step(rank: int, world: int, name: str, options: dict[str, Any], plain: bool 
     torch.manual_seed(5)
     expected = single(**batch).loss
     expected.backward()
-    plan = mw.plan(
+    plan = plan_once(
         model,
         batch,
-        world_size=world,
         tp=world,
         cluster=EVEN if options.get("sequence_parallel") else "laptop-cpu",
         **options,

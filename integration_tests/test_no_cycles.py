@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import plan_once
 from torch import nn
 from zoo import CASES
 
@@ -49,7 +50,7 @@ def garbage(rank: int, size: int, name: str, pins: dict[str, Any]) -> list[tuple
     torch.manual_seed(0)
     model = Rooted() if name == "rooted" else CASES[name].model()
     batch = CASES["llama" if name == "rooted" else name].batch()
-    plan = mw.plan(model, batch, world_size=size, cluster="laptop-cpu", **{**ALONE, **pins})
+    plan = plan_once(model, batch, cluster="laptop-cpu", **{**ALONE, **pins})
     mw.parallelize(model, plan, batch=batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from once import plan_once
 from zoo import CASES
 
 import meshwright as mw
@@ -31,7 +32,7 @@ def _built(size: int, **pins: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = CASES["gpt2"].model()
     if pins:
-        plan: Any = mw.plan(model, CASES["gpt2"].batch(), world_size=size, cluster="laptop-cpu", **pins)
+        plan: Any = plan_once(model, CASES["gpt2"].batch(), cluster="laptop-cpu", **pins)
         mw.parallelize(model, plan)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 

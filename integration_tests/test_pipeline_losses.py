@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import plan_once
 from torch import Tensor, nn
 from zoo import CASES, causal
 
@@ -90,7 +91,7 @@ def said(plan: mw.ParallelPlan) -> str:
 
 def planned(rank: int, size: int) -> list[str]:
     batch = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(3))}
-    plan = mw.plan(Numbered(), batch, world_size=size, cluster="laptop-cpu", pp=2)
+    plan = plan_once(Numbered(), batch, cluster="laptop-cpu", pp=2)
     assert plan.pipeline is not None and plan.pipeline.microbatches == 1
     assert "one microbatch" in said(plan) and "'layers.0' makes a number" in said(plan)
     report = verify(Numbered, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
@@ -120,7 +121,7 @@ class Normed(nn.Module):
 
 def normed(rank: int, size: int) -> list[str]:
     batch = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(3))}
-    plan = mw.plan(Normed(), batch, world_size=size, cluster="laptop-cpu", pp=2)
+    plan = plan_once(Normed(), batch, cluster="laptop-cpu", pp=2)
     assert plan.pipeline is not None and plan.pipeline.microbatches == 1
     assert "'layers.0.1' normalises by the whole batch" in said(plan)
     report = verify(Normed, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
@@ -145,7 +146,7 @@ def balanced(rank: int, size: int, pins: dict[str, Any]) -> tuple[list[str], int
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, :3] = 0
     torch.manual_seed(0)
-    plan = mw.plan(mixtral(), batch, world_size=size, cluster="laptop-cpu", pp=2, tp=1, cp=1, ep=1, **pins)
+    plan = plan_once(mixtral(), batch, cluster="laptop-cpu", pp=2, tp=1, cp=1, ep=1, **pins)
     assert plan.pipeline is not None
     report = verify(mixtral, batch, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     return [

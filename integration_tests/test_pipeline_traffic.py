@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from containers import MODELS, batch
+from once import plan_once
 from side_models import RUN
 from side_models import numbers as narrow
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ def step(rank: int, size: int, name: str, pins: dict[str, Any]) -> tuple[Sent, S
     made = KINDS[name]
     torch.manual_seed(0)
     model, given = made.model(), made.batch()
-    plan = mw.plan(model, given, world_size=size, cluster="laptop-cpu", **pins)
+    plan = plan_once(model, given, cluster="laptop-cpu", **pins)
     mw.parallelize(model, plan, batch=given)
     with communication() as log:
         found = model(**given)

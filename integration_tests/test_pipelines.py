@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import plan_once
 from pipeline_dropout import LIMIT, losses
 from zoo import CASES
 
@@ -21,7 +22,7 @@ def check(rank: int, size: int, model: str, pins: dict[str, Any], max_norm: floa
     torch.manual_seed(0)
     built = case.model()
     batch = case.batch()
-    plan = mw.plan(built, batch, world_size=size, cluster="laptop-cpu", microbatches=2, **pins)
+    plan = plan_once(built, batch, cluster="laptop-cpu", microbatches=2, **pins)
     assert plan.pipeline is not None and plan.pipeline.microbatches == 2
     report = verify(
         case.model,
@@ -74,7 +75,7 @@ def check_outside(rank: int, size: int, model: str, pins: dict[str, Any]) -> lis
     case = CASES[model]
     torch.manual_seed(0)
     batch = {"input_ids": case.batch()["input_ids"]}
-    plan = mw.plan(case.model(), case.batch(), world_size=size, cluster="laptop-cpu", **pins)
+    plan = plan_once(case.model(), case.batch(), cluster="laptop-cpu", **pins)
     report = verify(case.model, batch, plan, loss=outside)
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
@@ -93,7 +94,7 @@ def alone(rank: int, size: int) -> str:
     """The second data rank is given longer rows, all along its pipeline."""
     case = CASES["gpt2"]
     torch.manual_seed(0)
-    plan = mw.plan(case.model(), case.batch(), world_size=4, cluster="laptop-cpu", pp=2, **{**ONE, "dp": 2})
+    plan = plan_once(case.model(), case.batch(), cluster="laptop-cpu", pp=2, **{**ONE, "dp": 2})
     torch.manual_seed(0)
     model = mw.parallelize(case.model(), plan)
     batch = {name: value[:, : 8 + rank % 2] for name, value in case.batch().items()}
@@ -121,9 +122,7 @@ def differ(rank: int, size: int, rows: int, length: int, pins: dict[str, Any]) -
     """(what this rank is told where rank 1 is given another batch, loss of the next step)."""
     torch.manual_seed(0)
     built, batch = CASES["llama"].model(), CASES["llama"].batch()
-    model = mw.parallelize(
-        built, mw.plan(built, batch, world_size=size, cluster="laptop-cpu", **pins), batch=batch
-    )
+    model = mw.parallelize(built, plan_once(built, batch, cluster="laptop-cpu", **pins), batch=batch)
     given = {k: v[:rows, :length] for k, v in batch.items()} if rank == 1 else batch
     told = "nothing"
     try:

@@ -108,7 +108,7 @@ def piped(rank: int, world_size: int, name: str) -> tuple[list[str], Any]:
     case = CASES[name]
     torch.manual_seed(3)
     pins = {"pp": 2, "dp": 1, "tp": 1, "cp": 1, "microbatches": 2, "recompute": "full"}
-    plan: Any = mw.plan(case.model(), case.batch(), world_size=2, cluster="laptop-cpu", **pins)
+    plan: Any = plan_once(case.model(), case.batch(), cluster="laptop-cpu", **pins)
     assert plan.recompute
     report = verify(
         case.model, case.batch(), plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from once import plan_once
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -52,7 +53,7 @@ def worst(how: str, plan: ParallelPlan) -> float:
 
 
 def planned(rank: int, size: int, how: str, pins: dict[str, int]) -> float:
-    plan = mw.plan(Rows(how), example(), cluster="laptop-cpu", world_size=size, **pins)
+    plan = plan_once(Rows(how), example(), cluster="laptop-cpu", **pins)
     assert isinstance(plan, ParallelPlan)
     return worst(how, plan)
 

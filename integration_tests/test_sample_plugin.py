@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import Difference, compare_with
+from once import plan_once
 from zoo import CASES
 
 import meshwright as mw
@@ -150,7 +151,7 @@ def scheduled(rank: int, world_size: int) -> tuple[bool, int, str]:
 
     case = CASES["gpt2"]
     pins: dict[str, Any] = {"pp": 2, "microbatches": 4, "schedule": "one-by-one"}
-    plan = mw.plan(case.model(), case.batch(), world_size=world_size, **pins)
+    plan = plan_once(case.model(), case.batch(), **pins)
     assert isinstance(plan, ParallelPlan) and plan.pipeline is not None and plan.pipeline.microbatches == 4
     report = verify(case.model, case.batch(), plan, steps=1)
     model = mw.parallelize(case.model(), plan)

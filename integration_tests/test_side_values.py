@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from once import plan_once
 from side_models import REFUSED, RUN, Left, numbers, sets_a_number
 
 import meshwright as mw
@@ -21,7 +22,7 @@ def check(rank: int, size: int, name: str, microbatches: int) -> list[str]:
     """What differs from one device in two steps."""
     make = RUN[name]
     torch.manual_seed(0)
-    plan = mw.plan(make(), numbers(), world_size=size, microbatches=microbatches, **PINS)
+    plan = plan_once(make(), numbers(), microbatches=microbatches, **PINS)
     report = verify(make, numbers(), plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     return [f"{failure.kind} {failure.name} {failure.difference}" for failure in report.failures]
 
