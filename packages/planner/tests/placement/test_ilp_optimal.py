@@ -116,7 +116,7 @@ def test_what_one_consumer_alone_may_need_is_no_variable() -> None:
             shared = len({(user.node, user.position) for user in event.users}) > 1
             several += shared
             assert (event.column is not None) == shared
-            seconds = build.costs.collective(event.collective) * event.count
+            seconds = sum(build.costs.collective(m.collective) for m in event.step.moves) * event.count
             if event.column is not None:
                 assert build.program.cost[event.column] == seconds
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,10 +25,23 @@ from meshwright_planner.trace.op_kinds import base_name, kind_of
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: kind, and the bytes of the full tensor on the axis."""
+    """One collective along one searched axis.
+
+    Args:
+        kind: what it does.
+        nbytes: bytes of the full tensor on this axis.
+        axis: number of the axis, outermost first.
+        parts: number of parts into which the other axes divide the tensor.
+    """
 
     kind: CollectiveKind
     nbytes: int
+    axis: int = 0
+    parts: int = 1
+
+    def resized(self, nbytes: int) -> Collective:
+        """The same for a tensor of `nbytes` in all."""
+        return replace(self, nbytes=nbytes // self.parts)
 
 
 def move(source: State, target: State, nbytes: int) -> Collective | None:

@@ -1,11 +1,11 @@
-"""The integer program itself: columns and rows as they are added, the solver, and what its columns stand for."""
+"""The integer program of a placement problem: columns, rows, solver, and what a problem provides to build it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -13,18 +13,21 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.sharding.states import State
-from meshwright_planner.cost.prices import Collective
+from meshwright_planner.cost.prices import AxisCosts, Collective
+from meshwright_planner.placement.legal_rows import Option
+from meshwright_planner.trace.quotient import Quotient
+from meshwright_planner.trace.tape import Saved, Tape
 
 Phase: TypeAlias = Literal["forward", "backward"]
 
 GAP = 1e-4
-"""Part by which what the solver calls optimal may be above the least."""
+"""Largest relative distance between a solution that the solver calls optimal and the optimum."""
 
-WHOLE = 1e-6
-"""How far from a whole number a column may be, as the solver has it."""
+INTEGRALITY = 1e-6
+"""Largest distance of a column of a solution from an integer."""
 
 INFEASIBLE = 2
-"""What scipy's milp says of a program without a solution."""
+"""Status of scipy's milp for a program without a solution."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Unsolved(PlanError):
     """The solver stopped before it had found a placement, or that there is none."""
 
 
-def placement_of(answer: Any, time_limit: float) -> bool:
+def solution_exists(answer: Any, time_limit: float) -> bool:
     """Whether the solver found a placement; False where it found that there is none.
 
     Raises:
@@ -144,17 +147,92 @@ class Program:
         # most of these programs have a whole vertex at their relaxation's best, which is found in half the time, sooner as it is
         start, integer = time.perf_counter(), np.asarray(self.integer)
         relaxed = solved(np.zeros_like(integer), time_limit, False)
-        if relaxed.status == INFEASIBLE or (relaxed.status == 0 and _whole(relaxed.x[integer > 0])):
+        if relaxed.status == INFEASIBLE or (relaxed.status == 0 and _is_integer(relaxed.x[integer > 0])):
             return relaxed
         return solved(integer, max(0.0, time_limit - (time.perf_counter() - start)), True)
 
 
-def _whole(values: Any) -> bool:
-    return bool(np.all(np.abs(values - np.round(values)) <= WHOLE))
+def _is_integer(values: Any) -> bool:
+    return bool(np.all(np.abs(values - np.round(values)) <= INTEGRALITY))
+
+
+class Move(NamedTuple):
+    """A collective of a conversion. `target` None: the state that the consumer wants."""
+
+    source: State
+    target: State | None
+    phase: Phase
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class ConversionStep:
+    """Collectives that are always performed together when a value goes from one state to another.
+
+    Args:
+        moves: the collectives.
+        seconds: of one occurrence.
+        key: equal for the steps of one value that its consumers share; None where each consumer does its own.
+        repeated: whether the seconds are paid again when the consumer is recomputed.
+    """
+
+    moves: tuple[Move, ...]
+    seconds: float
+    key: Hashable
+    repeated: bool = False
+
+
+Route: TypeAlias = tuple[ConversionStep, ...] | None
+"""The steps from one state to another; None where there is no way."""
+
+
+class ProblemView(Protocol):
+    """What the integer program reads of a placement problem, on one axis or several."""
+
+    @property
+    def tape(self) -> Tape:
+        """The recorded run."""
+
+    @property
+    def quotient(self) -> Quotient:
+        """The tape up to repetition."""
+
+    @property
+    def costs(self) -> AxisCosts:
+        """Costs on the searched axes."""
+
+    @property
+    def options(self) -> Mapping[int, Sequence[Option]]:
+        """Representative node -> its legal options."""
+
+    @property
+    def whole(self) -> State:
+        """The replicated state."""
+
+    def storable(self, value: int, divided: bool) -> list[State]:
+        """The states in which a parameter may be stored. `divided`: sharded only."""
+
+    def route(self, value: int, source: State, target: State) -> Route:
+        """How a value is brought from one state to another."""
+
+    def inside_one_call(self, value: int, node: int) -> bool:
+        """Whether a value is produced and read by one torch function call."""
+
+    def writes(self, node: int, position: int) -> bool:
+        """Whether a node writes to this input, or is a view that is written through."""
+
+    def kept_bytes(self, item: Saved) -> int:
+        """Bytes of a saved tensor on the cluster."""
+
+    def kept_split(self, item: Saved, option: Option) -> Hashable:
+        """How a saved tensor is divided with this option of the node that saves it."""
+
+    def slot(self, node: int, value: int | None, output: bool) -> int | None:
+        """Which input or output of `node` has the storage of `value`."""
 
 
 class User(NamedTuple):
-    """A consumer that may need a collective: input `position` of `node` in state `target`, by variable `edge`."""
+    """A consumer of a conversion: input `position` of `node` in state `target`, by variable `edge`."""
 
     node: int
     position: int
@@ -164,19 +242,30 @@ class User(NamedTuple):
 
 @dataclass
 class Event:
-    """A collective that may happen: by variable `column`, or where that is None whenever one of its users asks."""
+    """A conversion step that may happen.
+
+    Args:
+        value: representative value that is converted.
+        step: its collectives.
+        count: occurrences in one training step.
+        users: consumers that may need it.
+        column: its variable. None: the step happens whenever a user's edge is chosen.
+    """
 
     value: int
-    source: State
-    phase: Phase
-    collective: Collective
+    step: ConversionStep
     count: int
     users: list[User] = field(default_factory=list)
     column: int | None = None
 
-    def chosen(self, x: Any) -> Conversion:
-        """What it is in a solution."""
+    def conversions(self, x: Any, times_run: Callable[[Sequence[User]], int]) -> Iterator[Conversion]:
+        """Its collectives in the solution `x`. `times_run(users)`: forward passes of consumers in one training step."""
         users = [u for u in self.users if x[u.edge] > 0.5]
-        target = users[0].target if users else self.users[0].target
+        # a column that costs nothing may be 1 without a user
+        if not users or (self.column is not None and x[self.column] <= 0.5):
+            return
         consumers = tuple((u.node, u.position) for u in users)
-        return Conversion(self.value, self.source, target, self.phase, self.collective, self.count, consumers)
+        for source, target, phase, collective in self.step.moves:
+            count = self.count * (times_run(users) if phase == "forward" else 1)
+            target = users[0].target if target is None else target
+            yield Conversion(self.value, source, target, phase, collective, count, consumers)

@@ -1,4 +1,4 @@
-"""The integer program of a placement problem.
+"""The integer program of a placement problem, on any number of mesh axes.
 
 Variables, all in [0, 1]:
 
@@ -6,65 +6,82 @@ Variables, all in [0, 1]:
 - l[value, state]: how a parameter is stored; binary, one per parameter.  Inputs and buffers are replicated.
 - e[edge, p, s]: the producer leaves the value in p and the consumer wants it in s.  Continuous: both marginals are
   tied to the binaries (the local polytope), so the relaxation is tight and is mostly solved at the root.
-- c[value, kinds]: the conversion happens; at least every e that needs it, so that consumers share one collective.  One that a
-  single consumer may need is a price of its e.
-- m[storage, split]: autograd keeps this storage, whole or sharded; at least every option that keeps it so.
+- c[value, step]: a step of a conversion happens; at least every e that needs it, so that consumers share it.  A step that only
+  one consumer may need is a price of its e.
+- m[storage, split]: autograd saves this storage, whole or sharded; at least every option that saves it so.
 
 Objective: seconds of compute and communication, plus a price per byte of memory.  Constraint, on demand: memory.
+
+On one axis a state is a State, on several a tuple with one per axis.  The problem says which steps lead from one state to
+another (`ProblemView.route`).
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from meshwright_dtensor.sharding.intervals import IntervalShard
-from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
-from meshwright_dtensor.strategy import CollectiveKind
-from meshwright_planner.cost.prices import Collective, backward_move, convertible, forward_move
-from meshwright_planner.placement.ilp import Conversion, Event, MemoryTerms, Phase, Program, User
+from meshwright_dtensor.sharding.states import State
+from meshwright_planner.placement.ilp import (
+    ConversionStep,
+    Event,
+    MemoryTerms,
+    ProblemView,
+    Program,
+    Route,
+    User,
+    solution_exists,
+)
 from meshwright_planner.placement.saved_bytes import SavedPlaces
 from meshwright_planner.placement.solution import RESULT, Placement, along, seconds_of
-
-if TYPE_CHECKING:
-    from meshwright_planner.placement.problem import PlacementProblem
 
 TIE = 1e-9
 """Seconds: breaks ties towards fewer conversions and replicated parameters."""
 
 _Consumer: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""(node, position among its inputs, the copies of the value that its copies read)."""
+"""(node, position among its inputs, the copies of the value that copies of the node read)."""
+
+_Columns: TypeAlias = Mapping[State, Sequence[int]]
+"""State -> variables."""
 
 
-_End: TypeAlias = tuple[Mapping[State, Sequence[int]], Mapping[State, Sequence[int]]]
-"""Of one end of edges: state -> the variables of which one says that it is that state; state -> those of the edges there."""
+class _Routes(dict[tuple[State, State], Route]):
+    """The routes of one value, by (source, target)."""
 
-_Way: TypeAlias = tuple[State, CollectiveKind | None, CollectiveKind | None]
-"""Kind of a target in the forward pass, and what both passes of a conversion to it communicate."""
+    def __init__(self, problem: ProblemView, value: int) -> None:
+        super().__init__()
+        self._problem, self._value = problem, value
+
+    def __missing__(self, pair: tuple[State, State]) -> Route:
+        route = self[pair] = self._problem.route(self._value, *pair)
+        return route
 
 
-class _Ways(dict[tuple[State, State], _Way | None]):
-    """How a value is brought from one state to another; None where it cannot be."""
+def solve_program(
+    problem: ProblemView, memory: MemoryTerms, divided: frozenset[int], time_limit: float
+) -> Placement | None:
+    """The best placement by one integer program, or None when there is none; see `PlacementProblem.solve`.
 
-    def __missing__(self, pair: tuple[State, State]) -> _Way | None:
-        source, target = pair
-        way: _Way | None = None
-        if convertible(source, target):
-            both = forward_move(source, target, 0), backward_move(source, target, 0)
-            ahead, back = (None if one is None else one.kind for one in both)
-            way = forward_kind(target), ahead, back
-        self[pair] = way
-        return way
+    Raises:
+        Unsolved: the time was over before there was an answer.
+    """
+    start = time.perf_counter()
+    build = Build(problem, memory, divided)
+    answer = build.program.solve(max(0.0, time_limit))
+    if not solution_exists(answer, time_limit):
+        return None
+    return build.read(answer, time.perf_counter() - start)
 
 
 class Build:
     """The program: columns and rows, and the placement that a solution stands for."""
 
-    def __init__(self, problem: PlacementProblem, memory: MemoryTerms, divided: frozenset[int]) -> None:
+    def __init__(self, problem: ProblemView, memory: MemoryTerms, divided: frozenset[int]) -> None:
         self.problem, self.memory, self.divided = problem, memory, divided
         self.tape, self.quotient, self.costs = problem.tape, problem.quotient, problem.costs
         self.program = Program()
@@ -73,15 +90,14 @@ class Build:
         self.producers: dict[int, dict[State, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.events: list[Event] = []
         self.kept: dict[int, float] = {}
-        self._ways = _Ways()
         self._nodes()
         self._leaves()
         self._edges()
         self._saved()
         if memory.limit is not None:
-            terms = [(j, b) for j, b in enumerate(self.program.memory) if b]
             scale = 1.0 / max(memory.limit, 1.0)
-            self.program.constrain([(j, b * scale) for j, b in terms], 0.0, 1.0)
+            terms = [(column, nbytes * scale) for column, nbytes in enumerate(self.program.memory) if nbytes]
+            self.program.constrain(terms, 0.0, 1.0)
 
     def _nodes(self) -> None:
         for k in self.quotient.nodes:
@@ -100,7 +116,10 @@ class Build:
         read = [*(value for value, _, _ in self.quotient.edges), *map(self.quotient.value, self.tape.results)]
         for value in dict.fromkeys(v for v in read if v not in produced):
             name = self.tape.values[value].name or ""
-            states = self._stored(value) if name.startswith("param:") else [self.problem.whole]
+            is_parameter = name.startswith("param:")
+            states = (
+                self.problem.storable(value, value in self.divided) if is_parameter else [self.problem.whole]
+            )
             total = (
                 self.tape.values[value].nbytes
                 * self.quotient.value_count[value]
@@ -108,7 +127,7 @@ class Build:
             )
             columns = []
             for state in states:
-                nbytes = total * self.costs.share(state) if name.startswith("param:") else 0.0
+                nbytes = total * self.costs.share(state) if is_parameter else 0.0
                 tie = sum(
                     TIE * (1 + int(s) + isinstance(s, IntervalShard) / 2) for s in along(state) if s != "I"
                 )
@@ -117,12 +136,6 @@ class Build:
                 self.producers[value][state].append(column)
             self.stored[value] = (states, columns)
             self.program.compare(columns, (), 1.0, 1.0)
-
-    def _stored(self, value: int) -> list[State]:
-        """The states in which a parameter may be stored."""
-        pin = self.problem.pins.get(value)
-        states = self.problem.legality.parameter_states(value) if pin is None else [pin]
-        return [s for s in states if is_shard(s)] if pin is None and value in self.divided else states
 
     def _edges(self) -> None:
         by_value: dict[int, list[_Consumer]] = defaultdict(list)
@@ -141,89 +154,78 @@ class Build:
         return wanted
 
     def _conversions(self, value: int, consumers: list[_Consumer]) -> None:
-        program, produced, ways = self.program, self.producers[value], self._ways
-        nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
-        stays = self.problem.stays(value)
-        kinds: dict[CollectiveKind, tuple[Collective, float]] = {}
-        numbers: dict[tuple[int, ...], int] = {}  # of the value's copies that flow
-        shared: dict[
-            tuple[Phase, State, State, int], Event
-        ] = {}  # by source, target kind and which copies flow
-
-        def share(key: tuple[Phase, State, State, int], kind: CollectiveKind, user: User) -> None:
-            event = shared.get(key)
-            if event is None:
-                if kind not in kinds:
-                    needs = Collective(kind, nbytes)
-                    kinds[kind] = needs, self.costs.collective(needs)
-                event = shared[key] = Event(value, key[1], key[0], kinds[kind][0], count)
-            event.users.append(user)
-
+        """The edges from a value to its consumers, and the conversion steps that they need."""
+        whole, produced = self.problem.whole, self.producers[value]
+        routes = _Routes(self.problem, value)
+        flow_numbers: dict[tuple[int, ...], int] = {}
+        shared: dict[tuple[Hashable, int], Event] = {}
+        first = len(self.events)
         for node, position, flows in consumers:
-            count = len(flows)  # a conversion is made once for all readers of a value
-            flow = numbers.setdefault(flows, len(numbers))
-            fixed = self.problem.inside_one_call(value, node)
-            written = self.problem.writes(node, position)
-            wanted: dict[State, list[int]] = {"I": []} if node == RESULT else self._wanted(node, position)
-            if set(wanted) == {"I"} and set(produced) == {"I"}:
+            wanted: _Columns = {whole: []} if node == RESULT else self._wanted(node, position)
+            if set(wanted) == {whole} and set(produced) == {whole}:
                 continue
-            leaving: dict[State, list[int]] = {source: [] for source in produced}
-            arriving: dict[State, list[int]] = {target: [] for target in wanted}
-            for source, left in leaving.items():
-                stuck = fixed or (stays and is_shard(source))
-                for target, arrived in arriving.items():
-                    same = source == target
-                    if (stuck and not same) or (written and not same):
-                        continue
-                    way = ways[source, target]
-                    if way is None:
-                        continue
-                    e = program.variable(0.0 if same else TIE * count)
-                    left.append(e)
-                    arrived.append(e)
-                    kind, ahead, back = way
-                    if ahead is None and (back is None or not grad):
-                        continue
-                    user = User(node, position, target, e)
-                    if ahead is not None:
-                        share(("forward", source, kind, flow), ahead, user)
-                    if back is not None and grad:
-                        share(("backward", source, target, flow), back, user)
-            self._flow(node, (produced, leaving), (wanted, arriving))
-        for event in shared.values():
-            self.events.append(event)
-            seconds = kinds[event.collective.kind][1] * event.count
-            if event.phase == "forward":
-                seconds *= self.times_again((user.node, user.position) for user in event.users)
-            event.column = self._serve(
-                seconds, [(user.node, user.position, user.edge) for user in event.users]
-            )
+            # a conversion is done once for all consumers that read the same copies of the value
+            flow = flow_numbers.setdefault(flows, len(flow_numbers))
+            for user, route in self._edges_to(value, (node, position), wanted, len(flows), routes):
+                for step in route:
+                    private = step.key is None or len(consumers) == 1
+                    event = None if private else shared.get((step.key, flow))
+                    if event is None:
+                        event = Event(value, step, len(flows))
+                        if private:
+                            self.events.append(event)
+                        else:
+                            shared[step.key, flow] = event
+                    event.users.append(user)
+        self.events += shared.values()
+        for event in self.events[first:]:
+            seconds = event.step.seconds * event.count
+            if event.step.repeated:
+                seconds *= self.times_run(event.users)
+            event.column = self._serve(seconds, event.users)
 
-    def _flow(self, node: int, out: _End, into: _End) -> None:
-        """A value leaves in the state that it is in, and arrives in the one that `node` wants."""
-        (produced, leaving), (wanted, arriving) = out, into
-        for source, columns in produced.items():
-            self.program.compare(leaving[source], columns, 0.0, 0.0)
+    def _edges_to(
+        self, value: int, consumer: tuple[int, int], wanted: _Columns, count: int, routes: _Routes
+    ) -> list[tuple[User, tuple[ConversionStep, ...]]]:
+        """The edge variables from the producer of a value to one input of a node, each with its steps."""
+        produced, (node, position) = self.producers[value], consumer
+        rigid = self.problem.inside_one_call(value, node) or self.problem.writes(node, position)
+        edges: list[tuple[User, tuple[ConversionStep, ...]]] = []
+        leaving: dict[State, list[int]] = {source: [] for source in produced}
+        arriving: dict[State, list[int]] = {target: [] for target in wanted}
+        for source, left in leaving.items():
+            for target, arrived in arriving.items():
+                same = source == target
+                route = None if rigid and not same else routes[source, target]
+                if route is None:
+                    continue
+                edge = self.program.variable(0.0 if same else TIE * count)
+                left.append(edge)
+                arrived.append(edge)
+                if route:
+                    edges.append((User(node, position, target, edge), route))
+        for source, produced_so in produced.items():
+            self.program.compare(leaving[source], produced_so, 0.0, 0.0)
         once = 1.0 if node == RESULT else 0.0
-        for target, columns in wanted.items():
-            self.program.compare(arriving[target], columns, once, once)
+        for target, wanted_so in wanted.items():
+            self.program.compare(arriving[target], wanted_so, once, once)
+        return edges
 
-    def _serve(self, seconds: float, users: Sequence[tuple[int, int, int]]) -> int | None:
-        """What is done for several is done once, where one of them asks: (node, position, edge variable).
+    def _serve(self, seconds: float, users: Sequence[User]) -> int | None:
+        """The variable of a step that several consumers share: 1 where one of them needs it.
 
-        Returns the variable of it; None where it is for one alone, of whose edges it is a price.
+        None for a step of a single consumer, which is a price of its edges.
         """
-        node, position, _ = users[0]
-        if all(user[0] == node and user[1] == position for user in users):
-            for _, _, edge in users:
-                self.program.cost[edge] += seconds
+        if all(user[:2] == users[0][:2] for user in users):
+            for user in users:
+                self.program.cost[user.edge] += seconds
             return None
         column = self.program.variable(seconds)
         edges: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for node, position, edge in users:
-            edges[node, position].append(edge)
-        for asked in edges.values():
-            self.program.compare((column,), asked, 0.0, np.inf)
+        for user in users:
+            edges[user.node, user.position].append(user.edge)
+        for needed in edges.values():
+            self.program.compare((column,), needed, 0.0, np.inf)
         return column
 
     def _saved(self) -> None:
@@ -266,19 +268,9 @@ class Build:
         self.program.memory[column] += nbytes
         self.kept[column] = self.kept.get(column, 0.0) + nbytes
 
-    def _chosen(self, x: Any) -> list[Conversion]:
-        """The collectives of a solution."""
-        # what costs nothing may be chosen for nobody
-        wanted = (event for event in self.events if any(x[user.edge] > 0.5 for user in event.users))
-        found = [event.chosen(x) for event in wanted if event.column is None or x[event.column] > 0.5]
-        return [
-            replace(c, count=c.count * self.times_again(c.consumers)) if c.phase == "forward" else c
-            for c in found
-        ]
-
-    def times_again(self, consumers: Iterable[tuple[int, int]]) -> int:
-        """How often these inputs (node, position) are brought where they are wanted, in what runs again too."""
-        return 1 + max((self.tape.again[node] for node, _ in consumers if node != RESULT), default=0)
+    def times_run(self, users: Iterable[User]) -> int:
+        """How often the inputs of these consumers are converted forward in a training step, recomputation included."""
+        return 1 + max((self.tape.again[user.node] for user in users if user.node != RESULT), default=0)
 
     def read(self, answer: Any, seconds: float) -> Placement:
         """The placement that a solution stands for."""
@@ -289,7 +281,7 @@ class Build:
 
         options = {k: self.problem.options[k][best(columns)] for k, columns in self.x.items()}
         stored = {v: states[best(columns)] for v, (states, columns) in self.stored.items()}
-        conversions = self._chosen(x)
+        conversions = [c for event in self.events for c in event.conversions(x, self.times_run)]
         counts = self.quotient.node_count
         inner = sum(o.inner_seconds * counts[k] for k, o in options.items())
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)

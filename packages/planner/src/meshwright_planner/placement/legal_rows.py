@@ -47,22 +47,17 @@ class Option:
     Args:
         ins, outs: states of the node's tensor inputs and outputs.
         seconds: compute of one occurrence on one rank, forward and backward, without conversions.
-        inner: collective that the operation performs by itself.
-        inner_seconds: its time.
-        forward: the part of the seconds that is the forward pass.
+        collectives: those that the operation performs by itself.
+        inner_seconds: their time.
+        forward: the fraction of the seconds that is the forward pass.
     """
 
     ins: States
     outs: States
     seconds: float
-    inner: Collective | None = None
+    collectives: tuple[Collective, ...] = ()
     inner_seconds: float = 0.0
     forward: float = FORWARD
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Those that the operation performs by itself."""
-        return () if self.inner is None else (self.inner,)
 
 
 def balanced(size: int, degree: int) -> bool:
@@ -154,7 +149,7 @@ class Legality:
         inner = self._inner(composite, view, row)
         seconds, forward = self.costs.timed(self._works[index], node, tape.values, row.ins, row.outs)
         inner_seconds = self.costs.collective(inner) * (1 + tape.again[index])
-        return Option(row.ins, row.outs, seconds, inner, inner_seconds, forward)
+        return Option(row.ins, row.outs, seconds, () if inner is None else (inner,), inner_seconds, forward)
 
     def parameter_states(self, value: int) -> list[State]:
         """The states in which a parameter may be stored."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from typing import Self
 
-from meshwright_dtensor.sharding.states import State, is_shard
-from meshwright_planner.cost.prices import AxisCosts, Collective
-from meshwright_planner.placement.ilp import MemoryTerms, placement_of
-from meshwright_planner.placement.ilp_build import Build
+from meshwright_dtensor.sharding.states import State, forward_kind, is_shard
+from meshwright_planner.cost.prices import AxisCosts, Collective, backward_move, convertible, forward_move
+from meshwright_planner.placement.ilp import ConversionStep, MemoryTerms, Move, Phase, Route
+from meshwright_planner.placement.ilp_build import solve_program
 from meshwright_planner.placement.legal_rows import Legality, Option
 from meshwright_planner.placement.pinned import pinned
 from meshwright_planner.placement.saved_bytes import kept_bytes
@@ -44,24 +44,25 @@ class PlacementProblem:
         self._maker = {
             self.quotient.value(r.i): k for k in self.quotient.nodes for r in self.tape.nodes[k].outs
         }
-        self._inner = _inner(self.tape)
+        self._inner = _hidden_saved(self.tape)
+        self._routes: dict[tuple[int, bool, bool, State, State], Route] = {}
 
-    def on(self, tape: Tape) -> PlacementProblem:
+    def on(self, tape: Tape) -> Self:
         """The same problem of a tape that differs from this one in sizes, and in what autograd keeps."""
         other = copy.copy(self)
         other.tape, other.legality = tape, self.legality.on(tape)
-        other._inner = _inner(tape)
+        other._inner = _hidden_saved(tape)
         return other
 
-    def across(self, costs: AxisCosts) -> PlacementProblem:
+    def across(self, costs: AxisCosts) -> Self:
         """The same problem with ranks that another link joins."""
         other = copy.copy(self)
-        other.costs, other.legality = costs, self.legality.across(costs)
+        other.costs, other.legality, other._routes = costs, self.legality.across(costs), {}
         other.options = {
             k: [
-                o
-                if o.inner is None
-                else replace(o, inner_seconds=costs.collective(o.inner) * (1 + self.tape.again[k]))
+                replace(o, inner_seconds=sum(map(costs.collective, o.collectives)) * (1 + self.tape.again[k]))
+                if o.collectives
+                else o
                 for o in options
             ]
             for k, options in self.options.items()
@@ -82,8 +83,7 @@ class PlacementProblem:
         counts, values = self.quotient.node_count, self.tape.values
         options = {k: self.legality.option(k, o.ins, o.outs) for k, o in placement.options.items()}
         conversions = [
-            replace(c, collective=self.resized(c.collective, values[c.value].nbytes))
-            for c in placement.conversions
+            replace(c, collective=c.collective.resized(values[c.value].nbytes)) for c in placement.conversions
         ]
         between = sum(self.costs.collective(c.collective) * c.count for c in conversions)
         compute, forward = seconds_of(options, counts)
@@ -97,17 +97,16 @@ class PlacementProblem:
         )
         return replace(found, saved_bytes=kept_bytes(self, found))
 
-    def resized(self, collective: Collective, nbytes: int) -> Collective:
-        """The same collective of a value of so many bytes."""
-        return Collective(collective.kind, nbytes)
-
-    def axis_of(self, collective: Collective) -> int:
-        """The number of the searched axis that a collective goes along."""
-        return 0
-
     def shares(self, placement: Placement) -> tuple[float, ...]:
-        """The parts of the communication of a placement (of one microbatch) that the searched axes have."""
-        return (1.0,)
+        """The fraction of the communication of a placement (of one microbatch) that each searched axis has."""
+        seconds = [0.0] * len(self.costs.degrees)
+        for c in placement.conversions:
+            seconds[c.collective.axis] += self.costs.collective(c.collective) * c.count
+        for k, option in placement.options.items():
+            for collective in option.collectives:
+                seconds[collective.axis] += self.costs.collective(collective) * self.quotient.node_count[k]
+        total = sum(seconds)
+        return tuple(s / total if total else 1.0 / len(seconds) for s in seconds)
 
     def solve(
         self,
@@ -124,15 +123,9 @@ class PlacementProblem:
             time_limit: seconds for the solver; None for `patience`.
 
         Raises:
-            Unsolved: they were over before there was an answer.
+            Unsolved: the time was over before there was an answer.
         """
-        start = time.perf_counter()
-        time_limit = self.patience if time_limit is None else time_limit
-        build = Build(self, memory, divided)
-        answer = build.program.solve(time_limit)
-        if not placement_of(answer, time_limit):
-            return None
-        return build.read(answer, time.perf_counter() - start)
+        return solve_program(self, memory, divided, self.patience if time_limit is None else time_limit)
 
     def weights(self, alone: bool = False) -> frozenset[int]:
         """Parameters of two dims or more with a noticeable part of all their bytes that can be used as shards.
@@ -170,14 +163,52 @@ class PlacementProblem:
             return False
         return self.tape.nodes[node].mutates or node in self.tape.through
 
-    def stays(self, value: int) -> bool:
-        """Whether a value that is stored sharded is used as it is stored.
+    def is_parameter(self, value: int) -> bool:
+        """Whether a value is a parameter."""
+        return (self.tape.values[value].name or "").startswith("param:")
+
+    def storable(self, value: int, divided: bool) -> list[State]:
+        """The states in which a parameter may be stored. `divided`: sharded only."""
+        pin = self.pins.get(value)
+        if pin is not None:
+            return [pin]
+        return [s for s in self.legality.parameter_states(value) if is_shard(s) or not divided]
+
+    def may_move(self, value: int, source: State, target: State) -> bool:
+        """Whether a value may be brought from one state to another.
 
         A tensor-parallel axis moves activations, never weights (gathering weights is what ZeRO does, on the data
         axis).  A parameter that the user placed is gathered where it must be.
         """
-        name = self.tape.values[value].name or ""
-        return name.startswith("param:") and self.quotient.value(value) not in self.pins
+        free = not self.is_parameter(value) or self.quotient.value(value) in self.pins
+        return free or not is_shard(source)
+
+    def route(self, value: int, source: State, target: State) -> Route:
+        """The steps that bring a value from one state to another; None where there is no way."""
+        if source != target and not self.may_move(value, source, target):
+            return None
+        nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
+        key = (nbytes, grad, self.is_parameter(value), source, target)
+        if key not in self._routes:
+            self._routes[key] = self._steps(*key)
+        return self._routes[key]
+
+    def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
+        if not convertible(source, target):
+            return None
+        steps: list[ConversionStep] = []
+
+        def add(phase: Phase, collective: Collective, kind: State) -> None:
+            moves = (Move(source, None, phase, collective),)
+            seconds, repeated = self.costs.collective(collective), phase == "forward"
+            steps.append(ConversionStep(moves, seconds, (phase, source, kind), repeated))
+
+        forward, backward = forward_move(source, target, nbytes), backward_move(source, target, nbytes)
+        if forward is not None:
+            add("forward", forward, forward_kind(target))
+        if backward is not None and grad:
+            add("backward", backward, target)
+        return tuple(steps)
 
     def kept_bytes(self, item: Saved) -> int:
         """Bytes of a saved tensor on the cluster.
@@ -236,7 +267,7 @@ class PlacementProblem:
         )
 
 
-def _inner(tape: Tape) -> dict[int, list[Saved]]:
+def _hidden_saved(tape: Tape) -> dict[int, list[Saved]]:
     """Node -> what it keeps that the recorder never saw."""
     found: dict[int, list[Saved]] = defaultdict(list)
     for item in tape.saved:

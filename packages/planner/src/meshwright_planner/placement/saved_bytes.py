@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from meshwright_planner.placement.problem import Placement, PlacementProblem
+from meshwright_planner.placement.ilp import ProblemView
+from meshwright_planner.placement.solution import Placement
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,13 @@ class SavedPlaces:
     owned: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(problem: PlacementProblem) -> SavedPlaces:
+    def of(problem: ProblemView) -> SavedPlaces:
         """Those of the tape of a problem, looked up once for it and for all that differ from it in sizes only."""
         key = ("saved places", problem.tape.recompute)
         return problem.quotient.once_for(problem.tape, key, lambda _: SavedPlaces._look(problem))
 
     @staticmethod
-    def _look(problem: PlacementProblem) -> SavedPlaces:
+    def _look(problem: ProblemView) -> SavedPlaces:
         tape, quotient = problem.tape, problem.quotient
         users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         owned: list[tuple[int, int]] = []
@@ -58,12 +57,12 @@ class SavedPlaces:
         return SavedPlaces(tuple(sorted(representative)), copies, tuple(owned))
 
 
-def _slot(problem: PlacementProblem, place: int) -> int | None:
+def _slot(problem: ProblemView, place: int) -> int | None:
     item = problem.tape.saved[place]
     return problem.slot(item.node, item.value, item.output)
 
 
-def kept_bytes(problem: PlacementProblem, placement: Placement) -> float:
+def kept_bytes(problem: ProblemView, placement: Placement) -> float:
     """What autograd keeps on one rank under a placement, each storage once (as the integer program counts it)."""
     tape, quotient, costs = problem.tape, problem.quotient, problem.costs
     places = SavedPlaces.of(problem)

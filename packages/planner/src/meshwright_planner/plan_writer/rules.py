@@ -162,12 +162,12 @@ class Writer:
             if readers and all(n != RESULT and self._is_apart(self.tape.nodes[n].module) for n in readers):
                 continue
             module, why = self._where(conversion)
-            axis = self.axes[self.problem.axis_of(c)]
+            axis = self.axes[c.axis]
             counted[axis, c.kind, c.nbytes, conversion.phase, module, why] += conversion.count
         for index, option in self.placement.options.items():
             node = self.tape.nodes[index]
             for made in option.collectives if not self._is_apart(node.module) else ():
-                axis, module = self.axes[self.problem.axis_of(made)], self.collapser.pattern(node.module)
+                axis, module = self.axes[made.axis], self.collapser.pattern(node.module)
                 key = (axis, made.kind, made.nbytes, "forward", module, f"inside {node.name}")
                 counted[key] += self.quotient.node_count[index] * self.placement.times
         return [

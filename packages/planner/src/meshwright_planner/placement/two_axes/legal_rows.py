@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from meshwright_dtensor.rules.node import NodeView, Strategy
 from meshwright_dtensor.rules.refine import refine
@@ -18,24 +17,9 @@ from meshwright_dtensor.trace.graph import Ref
 from meshwright_planner.cost.prices import Collective, Work, work_of
 from meshwright_planner.placement.legal_rows import Legality, Option, balanced
 from meshwright_planner.placement.solution import along
-from meshwright_planner.placement.two_axes.prices import Along, JointCosts
+from meshwright_planner.placement.two_axes.prices import JointCosts
 from meshwright_planner.trace.quotient import carried
 from meshwright_planner.trace.tape import Tape
-
-
-@dataclass(frozen=True)
-class JointOption(Option):
-    """One legal pair of rows of one node; its states are tuples, one entry per axis.
-
-    `inners`: the collectives that the operation performs by itself.
-    """
-
-    inners: tuple[Along, ...] = ()
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """What it communicates by itself."""
-        return self.inners
 
 
 class JointLegality(Legality):
@@ -76,7 +60,7 @@ class JointLegality(Legality):
         seconds, forward = self.costs.timed(self._works[index], node, values, ins, outs)
         inners = tuple(self._inside_call(index, ins, outs))
         inner_seconds = sum(map(self.costs.collective, inners)) * (1 + self.tape.again[index])
-        return JointOption(ins, outs, seconds, None, inner_seconds, forward, inners)
+        return Option(ins, outs, seconds, inners, inner_seconds, forward)
 
     def parameter_states(self, value: int) -> list[State]:
         """The pairs in which a parameter may be stored, whole first."""
@@ -165,7 +149,7 @@ class JointLegality(Legality):
         found = (inside(run, first, degree) for run in known)
         return [run for run in found if run is not None]
 
-    def _inside_call(self, index: int, ins: States, outs: States) -> Iterator[Along]:
+    def _inside_call(self, index: int, ins: States, outs: States) -> Iterator[Collective]:
         """What a composite communicates, per axis, on what the other axis leaves of its tensors."""
         node, values = self.tape.nodes[index], self.tape.values
         composite = self._composites.get(node.name) if node.op is None else None
@@ -184,7 +168,7 @@ class JointLegality(Legality):
             row = Strategy(tuple(own[: len(ins)]), tuple(own[len(ins) :]), "hand")
             nbytes = int(composite.extra_comm_bytes(view, row))
             if nbytes:
-                yield Along("all_reduce", nbytes, axis)
+                yield Collective("all_reduce", nbytes, axis)
 
     def _keeps_sequence(self, refs: Sequence[Ref], states: States) -> bool:
         """Whether what flows from block to block is split along the sequence, where that is wanted."""
@@ -222,12 +206,6 @@ def inside(state: State, outer: State, degree: int) -> State | None:
     if any(size % (n * degree) for size in parts):
         return None
     return segmented_shard(int(state), [size // n for size in parts], degree)
-
-
-def priced(option: Option, costs: JointCosts, again: int) -> Option:
-    """The same where other links join the ranks; `again`: how often its forward runs once more."""
-    assert isinstance(option, JointOption)
-    return replace(option, inner_seconds=sum(map(costs.collective, option.inners)) * (1 + again))
 
 
 Pins = Mapping[str, Sequence[State | None]]

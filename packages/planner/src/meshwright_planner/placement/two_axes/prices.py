@@ -21,18 +21,6 @@ from meshwright_planner.placement.ilp import Phase
 
 
 @dataclass(frozen=True)
-class Along(Collective):
-    """A collective along one of the searched axes.
-
-    `nbytes`: of the value as this axis sees it; `axis`: its number, outermost first; `parts`: into how many the other axes
-    have divided the value.
-    """
-
-    axis: int = 0
-    parts: int = 1
-
-
-@dataclass(frozen=True)
 class JointCosts(AxisCosts):
     """Costs on several searched axes; `axes` are those of each, `degree` is the number of their ranks together."""
 
@@ -49,7 +37,6 @@ class JointCosts(AxisCosts):
         """Seconds of a collective on the link of its axis."""
         if collective is None:
             return 0.0
-        assert isinstance(collective, Along)
         return self.axes[collective.axis].collective(collective)
 
     def share(self, state: State) -> float:
@@ -82,7 +69,6 @@ class JointCosts(AxisCosts):
 
     def ranks(self, collective: Collective) -> int:
         """How many take part in a collective."""
-        assert isinstance(collective, Along)
         return self.axes[collective.axis].degree
 
 
@@ -148,7 +134,7 @@ def _stage(source: States, target: States) -> Stage:
     return Stage(target, tuple(moves), moved or not cut)
 
 
-def sized(move: Move, nbytes: int, degrees: Sequence[int]) -> Along:
+def sized(move: Move, nbytes: int, degrees: Sequence[int]) -> Collective:
     """The collective of a move of a value of `nbytes`."""
     parts = math.prod(n for n, divided in zip(degrees, move.shards, strict=True) if divided)
-    return Along(move.kind.kind, nbytes // parts, move.axis, parts)
+    return Collective(move.kind.kind, nbytes // parts, move.axis, parts)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from meshwright_dtensor.sharding.states import State, States, is_shard
-from meshwright_planner.cost.prices import AxisCosts, Collective
-from meshwright_planner.placement.ilp import MemoryTerms
+from meshwright_planner.placement.ilp import ConversionStep, MemoryTerms, Move, Route
 from meshwright_planner.placement.pinned import pinned
 from meshwright_planner.placement.problem import NOTICEABLE, PlacementProblem
 from meshwright_planner.placement.solution import Placement, along
-from meshwright_planner.placement.two_axes.legal_rows import JointLegality, Pins, inside, priced
-from meshwright_planner.placement.two_axes.prices import Along, JointCosts, Move, Stage, sized
+from meshwright_planner.placement.two_axes.legal_rows import JointLegality, Pins, inside
+from meshwright_planner.placement.two_axes.prices import JointCosts, sized, stages
 from meshwright_planner.placement.two_axes.solve import solve
-from meshwright_planner.trace.tape import Tape
 
 
 class JointProblem(PlacementProblem):
@@ -34,10 +31,9 @@ class JointProblem(PlacementProblem):
     def __init__(self, legality: JointLegality, pins: Pins | None = None) -> None:
         """`pins`: how parameters are stored on each axis, None where that is free."""
         super().__init__(legality)
-        self.held = _held(legality, pins or {})
+        self.pinned_states = _held(legality, pins or {})
         self.fixed: tuple[int, Placement | None] | None = None
         self._storable: dict[tuple[int, bool], list[State]] = {}
-        self._seconds: dict[tuple[int, bool, States, States], float] = {}
 
     # ---- what is legal
     def storable(self, value: int, divided: bool) -> list[State]:
@@ -49,7 +45,7 @@ class JointProblem(PlacementProblem):
         return self._storable[key]
 
     def _allowed(self, value: int, state: State) -> bool:
-        held = self.held.get(value, (None, None))
+        held = self.pinned_states.get(value, (None, None))
         degree = self.legality.axes[1].costs.degree
         first = along(state)[0]
         wanted = (held[0], None if held[1] is None else inside(held[1], first, degree))
@@ -96,7 +92,7 @@ class JointProblem(PlacementProblem):
         sizes: dict[int, int] = {}
         found = set()
         for value, readers in self._readers.items():
-            if not self.is_parameter(value) or len(values[value].shape) < 2 or value in self.held:
+            if not self.is_parameter(value) or len(values[value].shape) < 2 or value in self.pinned_states:
                 continue
             if not self.legality.parameter_choices(value):
                 continue
@@ -108,15 +104,11 @@ class JointProblem(PlacementProblem):
         total = sum(sizes.values())
         return frozenset(v for v in found if sizes[v] >= NOTICEABLE * total)
 
-    def is_parameter(self, value: int) -> bool:
-        """Whether a value is a parameter."""
-        return (self.tape.values[value].name or "").startswith("param:")
-
     def may_move(self, value: int, source: State, target: State) -> bool:
         """Whether a value may be brought from one pair to another: shards of a weight stay where they are (see `stays`)."""
         if not self.is_parameter(value):
             return True
-        held = self.held.get(value, (None, None))
+        held = self.pinned_states.get(value, (None, None))
         cut = [int(s) if isinstance(s, int) else None for s in along(source)]
         for axis, (a, b) in enumerate(zip(along(source), along(target), strict=True)):
             if a == b or held[axis] is not None:
@@ -127,61 +119,31 @@ class JointProblem(PlacementProblem):
         return True
 
     # ---- what it costs
-    def moves(self, value: int, stage: Stage) -> Iterator[tuple[Move, Along]]:
-        """The collectives of a stage of a conversion of a value."""
-        nbytes, grad = self.tape.values[value].nbytes, self.tape.grad[value]
-        for move in stage.moves:
-            if move.phase == "forward" or grad:
-                yield move, sized(move, nbytes, self.costs.degrees)
-
-    def seconds(self, value: int, source: States, stage: Stage) -> float:
-        """Seconds of a stage from some states, both passes."""
-        key = (self.tape.values[value].nbytes, self.tape.grad[value], source, stage.target)
-        if key not in self._seconds:
-            self._seconds[key] = sum(self.costs.collective(made) for _, made in self.moves(value, stage))
-        return self._seconds[key]
-
-    def resized(self, collective: Collective, nbytes: int) -> Collective:
-        """The same collective of a value of so many bytes, as far as the other axis leaves them."""
-        assert isinstance(collective, Along)
-        return replace(collective, nbytes=nbytes // collective.parts)
-
-    def axis_of(self, collective: Collective) -> int:
-        """The number of the searched axis that a collective goes along."""
-        assert isinstance(collective, Along)
-        return collective.axis
-
-    def shares(self, placement: Placement) -> tuple[float, ...]:
-        """See PlacementProblem.shares."""
-        seconds = [0.0] * len(self.costs.axes)
-        for c in placement.conversions:
-            seconds[self.axis_of(c.collective)] += self.costs.collective(c.collective) * c.count
-        for k, option in placement.options.items():
-            for made in option.collectives:
-                seconds[self.axis_of(made)] += self.costs.collective(made) * self.quotient.node_count[k]
-        total = sum(seconds)
-        return tuple(s / total if total else 1.0 / len(seconds) for s in seconds)
+    def _steps(self, nbytes: int, grad: bool, parameter: bool, source: State, target: State) -> Route:
+        way = stages(along(source), along(target))
+        if way is None:
+            return None
+        steps: list[ConversionStep] = []
+        here = along(source)
+        for stage in way:
+            moves = tuple(
+                Move(move.source, move.target, move.phase, sized(move, nbytes, self.costs.degrees))
+                for move in stage.moves
+                if move.phase == "forward" or grad
+            )
+            if moves:
+                # a weight is converted at each of its uses
+                key = (source, here, stage.target) if stage.kept and not parameter else None
+                seconds = sum(self.costs.collective(move.collective) for move in moves)
+                steps.append(ConversionStep(moves, seconds, key))
+            here = stage.target
+        return tuple(steps)
 
     # ---- others like it
     def pinning(self, pins: Pins) -> JointProblem:  # type: ignore[override]
         """See PlacementProblem.pinning; `pins` as the problem is made with."""
         other = copy.copy(self)
-        other.held, other._storable = _held(self.legality, pins), {}
-        return other
-
-    def on(self, tape: Tape) -> JointProblem:
-        """See PlacementProblem.on."""
-        found = super().on(tape)
-        assert isinstance(found, JointProblem)
-        return found
-
-    def across(self, costs: AxisCosts) -> JointProblem:
-        """The same problem with ranks that other links join."""
-        assert isinstance(costs, JointCosts)
-        other = copy.copy(self)
-        other.costs, other.legality, other._seconds = costs, self.legality.across(costs), {}
-        again = self.tape.again
-        other.options = {k: [priced(o, costs, again[k]) for o in some] for k, some in self.options.items()}
+        other.pinned_states, other._storable = _held(self.legality, pins), {}
         return other
 
     def with_fixed(self, axis: int, placement: Placement | None) -> JointProblem:

@@ -9,18 +9,18 @@ All programs of one answer share its time: half of it is for the one program, an
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol, Self
 
+from meshwright_dtensor.sharding.states import State
 from meshwright_planner.cost.prices import AxisCosts, Collective
-from meshwright_planner.placement.ilp import GAP, MemoryTerms, Unsolved, placement_of
-from meshwright_planner.placement.ilp_build import Build
+from meshwright_planner.placement.ilp import GAP, MemoryTerms, ProblemView, Unsolved
+from meshwright_planner.placement.ilp_build import Build, solve_program
 from meshwright_planner.placement.problem import PlacementProblem
 from meshwright_planner.placement.solution import Placement
-from meshwright_planner.placement.two_axes.ilp_build import JointBuild, count_pairs
-
-if TYPE_CHECKING:
-    from meshwright_planner.placement.two_axes.problem import JointProblem
+from meshwright_planner.placement.two_axes.legal_rows import JointLegality
 
 EXACT = 200_000
 """Pairs of states on edges up to which both axes are placed by one program."""
@@ -32,8 +32,26 @@ BOUND = 0.1
 """Part of the time of turns that is kept for the bound."""
 
 
+class TwoAxisView(ProblemView, Protocol):
+    """What `solve` reads of a problem on two axes."""
+
+    @property
+    def legality(self) -> JointLegality:
+        """What is legal on both axes."""
+
+    @property
+    def pinned_states(self) -> Mapping[int, Sequence[State | None]]:
+        """Value -> the state that it is pinned to on each axis."""
+
+    def with_fixed(self, axis: int, placement: Placement | None) -> Self:
+        """The same where everything on one axis is as in a placement; None: replicated."""
+
+    def is_parameter(self, value: int) -> bool:
+        """Whether a value is a parameter."""
+
+
 def solve(
-    problem: JointProblem,
+    problem: TwoAxisView,
     memory: MemoryTerms,
     divided: frozenset[int],
     time_limit: float,
@@ -53,7 +71,7 @@ def solve(
     found, late = None, None
     if count_pairs(problem) <= (EXACT if exact is None else exact):
         try:
-            found = _whole(problem, memory, divided, time_limit / 2)
+            found = solve_program(problem, memory, divided, time_limit / 2)
         except Unsolved as unsolved:
             late = unsolved
         else:
@@ -74,7 +92,7 @@ def solve(
 
 
 def one_after_the_other(
-    problem: JointProblem,
+    problem: TwoAxisView,
     memory: MemoryTerms,
     divided: frozenset[int] = frozenset(),
     time_limit: float = 60.0,
@@ -86,14 +104,16 @@ def one_after_the_other(
         Unsolved: as of `solve`.
     """
     end = time.perf_counter() + time_limit
-    alone = _whole(problem.with_fixed(1 - first, None), replace(memory, limit=None), divided, time_limit / 2)
+    alone = solve_program(
+        problem.with_fixed(1 - first, None), replace(memory, limit=None), divided, time_limit / 2
+    )
     if alone is None:
         return None
-    return _whole(problem.with_fixed(first, alone), memory, divided, end - time.perf_counter())
+    return solve_program(problem.with_fixed(first, alone), memory, divided, end - time.perf_counter())
 
 
 def in_turns(
-    problem: JointProblem,
+    problem: TwoAxisView,
     memory: MemoryTerms,
     divided: frozenset[int] = frozenset(),
     time_limit: float = 60.0,
@@ -122,7 +142,7 @@ def in_turns(
         if best is None or still == 2 or left <= 0:
             break
         try:
-            found = _whole(problem.with_fixed(turn % 2, best), memory, divided, left)
+            found = solve_program(problem.with_fixed(turn % 2, best), memory, divided, left)
         except Unsolved:
             break
         better = found is not None and found.objective < best.objective * (1 - GAP)
@@ -131,14 +151,14 @@ def in_turns(
     return best
 
 
-def lower_bound(problem: JointProblem, time_limit: float = 60.0) -> float:
+def lower_bound(problem: TwoAxisView, time_limit: float = 60.0) -> float:
     """Seconds that no placement goes below: the best on the outer axis, were the inner one to cost nothing.
 
     Every operation there takes what its best row on the inner axis takes, and every value is as small as the inner axis
     could make it.
     """
     outer, inner = problem.legality.axes
-    pins = {value: held[0] for value, held in problem.held.items() if held[0] is not None}
+    pins = {value: held[0] for value, held in problem.pinned_states.items() if held[0] is not None}
     least = PlacementProblem(outer)
     least.pins = pins
     own = outer.costs
@@ -174,13 +194,18 @@ class _Divided(AxisCosts):
         return super().collective(replace(collective, nbytes=collective.nbytes // self.parts))
 
 
-def _whole(
-    problem: JointProblem, memory: MemoryTerms, divided: frozenset[int], time_limit: float
-) -> Placement | None:
-    """One integer program for all that is open."""
-    start = time.perf_counter()
-    build = JointBuild(problem, memory, divided)
-    answer = build.program.solve(max(0.0, time_limit))
-    if not placement_of(answer, time_limit):
-        return None
-    return build.read(answer, time.perf_counter() - start)
+def count_pairs(problem: TwoAxisView) -> int:
+    """How many pairs of (state left in, state wanted in) the edges of a problem have: the size of its program."""
+    left: dict[int, set[State]] = defaultdict(set)
+    for k in problem.quotient.nodes:
+        for option in problem.options[k]:
+            for ref, state in zip(problem.tape.nodes[k].outs, option.outs, strict=True):
+                left[problem.quotient.value(ref.i)].add(state)
+    total = 0
+    for value, node, position in problem.quotient.edges:
+        if problem.is_parameter(value):
+            here: set[State] = set(problem.storable(value, False))
+        else:
+            here = left.get(value) or {problem.whole}
+        total += len(here) * len({option.ins[position] for option in problem.options[node]})
+    return total
