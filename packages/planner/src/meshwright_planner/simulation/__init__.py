@@ -1,4 +1,4 @@
-"""Replaying a plan on the model of a cluster, event by event: schedules, collectives, slow ranks, bad links."""
+"""Event simulation of a plan on a cluster: schedules, collectives, slow ranks, faulty links."""
 
 from __future__ import annotations
 

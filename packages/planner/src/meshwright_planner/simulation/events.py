@@ -1,7 +1,7 @@
-"""Discrete events: actors that compute, send, meet in collectives and wait for each other.
+"""Discrete events: actors that compute, send messages, join collectives and wait for each other.
 
-Every actor has a fixed list of operations. Nothing is random, and what an actor does never depends on times, so that times
-follow from one pass over the dependencies: an operation starts when its actor is free and what it needs has happened.
+Every actor has a fixed list of operations. Nothing is random, and no operation depends on times. So times follow from one pass
+over the dependencies: an operation starts when its actor is free and everything that it waits for has happened.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TypeAlias
 from meshwright_dtensor.errors import UsageError
 
 Actor: TypeAlias = Hashable
+Stream: TypeAlias = "tuple[frozenset[Actor], str]"
+"""The collectives of one group that run one after the other: the group, and a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message leaves; it arrives `seconds` later, and the actor goes on at once."""
+    """Send a message that arrives `seconds` later. The actor does not wait."""
 
     key: Hashable
     seconds: float
@@ -35,47 +37,49 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Wait for a message. what: what it brings, for people."""
+    """Wait for a message. what: its content, in words."""
 
     key: Hashable
     what: str
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
-    """Join the next collective of `group`, and go on at once.
+class JoinCollective:
+    """Join the next collective of `group` on `stream`. The actor does not wait.
 
-    It starts when every member has joined and the one before it has ended, and takes `seconds`. A member joins when what
-    it has joined on `after` (a group and stream) has ended, if that is later.  `lane`: what its bytes cross; collectives
-    that an actor joins on one lane take turns, whatever groups they are of.
+    The collective starts when every member has joined and the one before it has ended, and takes `seconds`.
+
+    Args:
+        after: a stream. The actor joins no earlier than the collectives that it has joined there have ended.
+        lane: the link that the bytes cross. Collectives of one actor on one lane run one after the other, across groups.
     """
 
     group: frozenset[Actor]
     stream: str
     seconds: float
-    after: tuple[frozenset[Actor], str] | None = None
+    after: Stream | None = None
     lane: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class WaitCollectives:
     """Wait until all collectives that the actor has joined on this stream have ended.
 
-    `taken`: the part of the time that they ran beside the actor's work by which that took longer.
+    `slowdown`: seconds that the actor's compute takes longer per second that a collective overlapped with it.
     """
 
     group: frozenset[Actor]
     stream: str
     what: str
-    taken: float = 0.0
+    slowdown: float = 0.0
 
 
-Operation: TypeAlias = Work | Send | Receive | Post | Drain
+Operation: TypeAlias = Work | Send | Receive | JoinCollective | WaitCollectives
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From when to when an actor did something. kind: that of Work; "wait" for another, or "communication" for a transfer.
+    """An interval of an actor's time. kind: that of Work; "wait" for another actor, or "communication" for a transfer.
 
     culprit: the actor that is waited for.
     """
@@ -88,132 +92,157 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its length."""
         return self.end - self.start
 
 
 @dataclass
 class Outcome:
-    """What happened: per actor its spans, in order, and when it was done."""
+    """The result of a simulation: per actor its spans, in order, and its end."""
 
     spans: dict[Actor, list[Span]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[Actor, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
-        """When the last actor was done."""
+        """The end of the last actor."""
         return max(self.ends.values(), default=0.0)
 
 
 @dataclass
-class _Stream:
-    """Collectives of one group: who joined each and when, and when it ended."""
+class _Collectives:
+    """Collectives of one stream: the time at which each member joined each, and (start, end, last member) of those done."""
 
     joined: list[dict[Actor, float]] = field(default_factory=list)
-    done: list[tuple[float, float, Actor]] = field(default_factory=list)  # start, end, who was last
+    done: list[tuple[float, float, Actor]] = field(default_factory=list)
+
+    def join(self, actor: Actor, number: int, now: float, op: JoinCollective) -> bool:
+        """An actor joins collective `number`. Returns whether a collective can end now."""
+        while len(self.joined) <= number:
+            self.joined.append({})
+        self.joined[number][actor] = now
+        count = len(self.done)
+        while len(self.done) < len(self.joined):
+            members = self.joined[len(self.done)]
+            if len(members) < len(op.group):
+                break
+            last = max(members, key=lambda a: members[a])
+            start = max(members[last], self.done[-1][1] if self.done else 0.0)
+            self.done.append((start, start + op.seconds, last))
+        return len(self.done) > count
+
+
+class _EventLoop:
+    """Executes the programs: times, messages and collectives."""
+
+    def __init__(self, programs: Mapping[Actor, Sequence[Operation]]) -> None:
+        self.programs = programs
+        self.outcome = Outcome()
+        self.clock: dict[Actor, float] = dict.fromkeys(programs, 0.0)
+        self.next: dict[Actor, int] = dict.fromkeys(programs, 0)
+        self.busy_until: dict[Actor, float] = dict.fromkeys(programs, 0.0)
+        self.messages: dict[Hashable, tuple[float, float, Actor]] = {}  # sent, arrived, sender
+        self.collectives: dict[Stream, _Collectives] = defaultdict(_Collectives)
+        self.joined: dict[tuple[Actor, Stream], int] = defaultdict(int)
+        self.awaited: dict[tuple[Actor, Stream], int] = defaultdict(int)
+        self.lanes: dict[tuple[Actor, str], tuple[Stream, int]] = {}  # the last collective on each
+        self.waiting: dict[Hashable, list[Actor]] = defaultdict(list)
+        self.ready = list(programs)
+
+    def run(self) -> Outcome:
+        while self.ready:
+            actor = self.ready.pop()
+            program = self.programs[actor]
+            while self.next[actor] < len(program):
+                missing = self._execute(actor, program[self.next[actor]])
+                if missing is not None:
+                    self.waiting[missing].append(actor)
+                    break
+                self.next[actor] += 1
+            self.outcome.ends[actor] = self.clock[actor]
+        stuck = [actor for actor, program in self.programs.items() if self.next[actor] < len(program)]
+        if stuck:
+            shown = ", ".join(f"{actor} at {self.programs[actor][self.next[actor]]}" for actor in stuck[:3])
+            raise UsageError(f"the schedule would hang: {len(stuck)} actors wait for ever ({shown})")
+        return self.outcome
+
+    def _execute(self, actor: Actor, op: Operation) -> Hashable | None:
+        """Execute an operation; returns the message or stream that it waits for, None when it is done."""
+        now = self.clock[actor]
+        match op:
+            case Work():
+                self.clock[actor] = self.busy_until[actor] = now + op.seconds
+                if op.seconds:
+                    self.outcome.spans[actor].append(Span(now, self.clock[actor], op.what, op.kind))
+            case Send():
+                self.messages[op.key] = (now, now + op.seconds, actor)
+                self._wake(op.key)
+            case JoinCollective():
+                return self._join(actor, op)
+            case WaitCollectives():
+                return self._await(actor, op)
+            case Receive():
+                if op.key not in self.messages:
+                    return op.key
+                self._wait(actor, self.messages[op.key], op.what)
+        return None
+
+    def _wake(self, key: Hashable) -> None:
+        self.ready += self.waiting.pop(key, [])
+
+    def _join(self, actor: Actor, op: JoinCollective) -> Stream | None:
+        stream = (op.group, op.stream)
+        before = [] if op.after is None else [(op.after, self.joined[actor, op.after])]
+        if op.lane is not None and (actor, op.lane) in self.lanes:
+            before.append(self.lanes[actor, op.lane])
+        for other, count in before:
+            if len(self.collectives[other].done) < count:
+                return other
+        ends = (self.collectives[other].done[count - 1][1] for other, count in before if count)
+        now = max([self.clock[actor], *ends])
+        if self.collectives[stream].join(actor, self.joined[actor, stream], now, op):
+            self._wake(stream)
+        self.joined[actor, stream] += 1
+        if op.lane is not None:
+            self.lanes[actor, op.lane] = (stream, self.joined[actor, stream])
+        return None
+
+    def _await(self, actor: Actor, op: WaitCollectives) -> Stream | None:
+        stream = (op.group, op.stream)
+        number, done = self.joined[actor, stream], self.collectives[stream].done
+        if len(done) < number:
+            return stream
+        overlap = 0.0
+        for transfer in done[self.awaited[actor, stream] : number]:
+            overlap += max(0.0, min(transfer[1], self.busy_until[actor]) - transfer[0])
+            self._wait(actor, transfer, op.what)
+        self.awaited[actor, stream] = number
+        if op.slowdown * overlap:
+            start, self.clock[actor] = self.clock[actor], self.clock[actor] + op.slowdown * overlap
+            span = Span(start, self.clock[actor], f"slower during {op.what}", "communication")
+            self.outcome.spans[actor].append(span)
+        return None
+
+    def _wait(self, actor: Actor, transfer: tuple[float, float, Actor], what: str) -> None:
+        """Wait until a transfer has ended: first for its last member, then for the transfer itself.
+
+        When the last member is the actor itself, its lane was in use.
+        """
+        start, end, last = transfer
+        now, spans = self.clock[actor], self.outcome.spans[actor]
+        if end <= now:
+            return
+        if start > now:
+            spans.append(Span(now, start, what, *(("communication",) if last == actor else ("wait", last))))
+        if end > start:
+            spans.append(Span(max(now, start), end, what, "communication"))
+        self.clock[actor] = end
 
 
 def run(programs: Mapping[Actor, Sequence[Operation]]) -> Outcome:
-    """Carry out all programs from time 0.
+    """Execute all programs from time 0.
 
     Raises:
-        UsageError: some wait for each other for ever.
+        UsageError: some actors wait for each other for ever.
     """
-    outcome = Outcome()
-    clock: dict[Actor, float] = dict.fromkeys(programs, 0.0)
-    place: dict[Actor, int] = dict.fromkeys(programs, 0)
-    arrivals: dict[Hashable, tuple[float, float, Actor]] = {}  # sent, there, by whom
-    streams: dict[tuple[frozenset[Actor], str], _Stream] = defaultdict(_Stream)
-    joins: dict[tuple[Actor, frozenset[Actor], str], int] = defaultdict(int)
-    drained: dict[tuple[Actor, frozenset[Actor], str], int] = defaultdict(int)
-    worked: dict[Actor, float] = dict.fromkeys(programs, 0.0)  # until when
-    lanes: dict[
-        tuple[Actor, str], tuple[tuple[frozenset[Actor], str], int]
-    ] = {}  # the last one that was joined
-    waiting: dict[Hashable, list[Actor]] = defaultdict(list)
-    ready = list(programs)
-    while ready:
-        actor = ready.pop()
-        program, spans = programs[actor], outcome.spans[actor]
-        while place[actor] < len(program):
-            op, now = program[place[actor]], clock[actor]
-            if isinstance(op, Work):
-                clock[actor] = worked[actor] = now + op.seconds
-                if op.seconds:
-                    spans.append(Span(now, clock[actor], op.what, op.kind))
-            elif isinstance(op, Send):
-                arrivals[op.key] = (now, now + op.seconds, actor)
-                ready += waiting.pop(op.key, [])
-            elif isinstance(op, Post):
-                key, joined = (op.group, op.stream), now
-                before = [] if op.after is None else [(op.after, joins[actor, *op.after])]
-                if op.lane is not None and (actor, op.lane) in lanes:
-                    before.append(lanes[actor, op.lane])
-                unknown = next((other for other, count in before if len(streams[other].done) < count), None)
-                if unknown is not None:
-                    waiting[unknown].append(actor)
-                    break
-                joined = max([now, *(streams[other].done[count - 1][1] for other, count in before if count)])
-                if _join(streams[key], actor, joins[actor, *key], joined, op):
-                    ready += waiting.pop(key, [])
-                joins[actor, *key] += 1
-                if op.lane is not None:
-                    lanes[actor, op.lane] = (key, joins[actor, *key])
-            elif isinstance(op, Drain):
-                key = (op.group, op.stream)
-                number, done = joins[actor, *key], streams[key].done
-                if len(done) < number:
-                    waiting[key].append(actor)
-                    break
-                beside = 0.0
-                for transfer in done[drained[actor, *key] : number]:
-                    beside += max(0.0, min(transfer[1], worked[actor]) - transfer[0])
-                    clock[actor] = _wait(spans, actor, clock[actor], transfer, op.what)
-                drained[actor, *key] = number
-                if op.taken * beside:
-                    begin, clock[actor] = clock[actor], clock[actor] + op.taken * beside
-                    spans.append(Span(begin, clock[actor], f"slower beside {op.what}", "communication"))
-            else:
-                if op.key not in arrivals:
-                    waiting[op.key].append(actor)
-                    break
-                clock[actor] = _wait(spans, actor, now, arrivals[op.key], op.what)
-            place[actor] += 1
-        outcome.ends[actor] = clock[actor]
-    stuck = [actor for actor, program in programs.items() if place[actor] < len(program)]
-    if stuck:
-        shown = ", ".join(f"{actor} at {programs[actor][place[actor]]}" for actor in stuck[:3])
-        raise UsageError(f"the schedule would hang: {len(stuck)} actors wait for ever ({shown})")
-    return outcome
-
-
-def _join(stream: _Stream, actor: Actor, number: int, now: float, op: Post) -> bool:
-    """Note that an actor joins collective `number`; whether that lets one end."""
-    while len(stream.joined) <= number:
-        stream.joined.append({})
-    stream.joined[number][actor] = now
-    ended = len(stream.done)
-    while len(stream.done) < len(stream.joined):
-        members = stream.joined[len(stream.done)]
-        if len(members) < len(op.group):
-            break
-        last = max(members, key=lambda a: members[a])
-        before = stream.done[-1][1] if stream.done else 0.0
-        start = max(members[last], before)
-        stream.done.append((start, start + op.seconds, last))
-    return len(stream.done) > ended
-
-
-def _wait(spans: list[Span], actor: Actor, now: float, found: tuple[float, float, Actor], what: str) -> float:
-    """Wait until a transfer has ended: first for whoever it waits for, then for the transfer itself.
-
-    Where that is the actor itself, its lane was taken.
-    """
-    start, end, who = found
-    if end <= now:
-        return now
-    if start > now:
-        spans.append(Span(now, start, what, *(("communication",) if who == actor else ("wait", who))))
-    if end > start:
-        spans.append(Span(max(now, start), end, what, "communication"))
-    return end
+    return _EventLoop(programs).run()

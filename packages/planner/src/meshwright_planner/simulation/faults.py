@@ -1,4 +1,4 @@
-"""What may be wrong with a cluster: ranks that compute slowly, links that are slow or gone."""
+"""Faults of a cluster: ranks that compute slowly, links that are slow or gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright_dtensor.utils.names import suggestion
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that computes `slowdown` times as long as the others."""
+    """A rank whose compute takes `slowdown` times as long as that of the others."""
 
     rank: int
     slowdown: float
@@ -20,7 +20,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class LinkFault:
-    """A rank whose link of one level reaches only `share` of its bandwidth; 0 where it is gone."""
+    """A rank whose link of one level has only `share` of its bandwidth; 0: the link is gone."""
 
     rank: int
     level: str
@@ -34,38 +34,38 @@ def parse_straggler(text: str, cluster: Cluster, world_size: int) -> list[Stragg
     """Stragglers from "5=1.5" (rank 5) or "node1=1.2" (every rank of a node).
 
     Raises:
-        UsageError: the text does not say that, or there is no such rank.
+        UsageError: the text has another form, or there is no such rank.
     """
-    found = re.fullmatch(rf"\s*(?:{_WHERE})\s*=\s*(?P<number>[0-9.]+)\s*x?\s*", text)
-    slowdown = _number(found["number"]) if found else None
-    if found is None or slowdown is None or slowdown < 1.0:
+    match = re.fullmatch(rf"\s*(?:{_WHERE})\s*=\s*(?P<number>[0-9.]+)\s*x?\s*", text)
+    slowdown = _number(match["number"]) if match else None
+    if match is None or slowdown is None or slowdown < 1.0:
         raise UsageError(
             f"--straggler {text} is not RANK=SLOWDOWN with a slowdown of at least 1; write for example 5=1.5 or node1=1.2"
         )
-    return [Straggler(rank, slowdown) for rank in _ranks(found, cluster, world_size, f"--straggler {text}")]
+    return [Straggler(rank, slowdown) for rank in _ranks(match, cluster, world_size, f"--straggler {text}")]
 
 
 def parse_link_fault(text: str, cluster: Cluster, world_size: int) -> list[LinkFault]:
     """Faults from "5:nvlink=0.5" (rank 5's link at half its bandwidth), "node1:infiniband=0" (gone).
 
     Raises:
-        UsageError: the text does not say that, or there is no such rank or level.
+        UsageError: the text has another form, or there is no such rank or level.
     """
-    found = re.fullmatch(rf"\s*(?:{_WHERE})\s*:\s*(?P<level>[^=]+?)\s*=\s*(?P<number>[0-9.]+)\s*", text)
-    share = _number(found["number"]) if found else None
-    if found is None or share is None or share > 1.0:
+    match = re.fullmatch(rf"\s*(?:{_WHERE})\s*:\s*(?P<level>[^=]+?)\s*=\s*(?P<number>[0-9.]+)\s*", text)
+    share = _number(match["number"]) if match else None
+    if match is None or share is None or share > 1.0:
         raise UsageError(
             f"--link-fault {text} is not RANK:LINK=SHARE with a share of 0 to 1; write for example 5:nvlink=0.5, or "
             "node1:infiniband=0 for links that are gone"
         )
     names = [level.name for level in cluster.links]
-    if found["level"] not in names:
+    if match["level"] not in names:
         raise UsageError(
-            f"--link-fault {text}: cluster {cluster.name!r} has no link {found['level']!r} (it has {', '.join(names)})"
-            + suggestion(found["level"], names)
+            f"--link-fault {text}: cluster {cluster.name!r} has no link {match['level']!r} (it has {', '.join(names)})"
+            + suggestion(match["level"], names)
         )
-    ranks = _ranks(found, cluster, world_size, f"--link-fault {text}")
-    return [LinkFault(rank, found["level"], share) for rank in ranks]
+    ranks = _ranks(match, cluster, world_size, f"--link-fault {text}")
+    return [LinkFault(rank, match["level"], share) for rank in ranks]
 
 
 def _number(text: str) -> float | None:
@@ -75,37 +75,37 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _ranks(found: re.Match[str], cluster: Cluster, world_size: int, what: str) -> range:
-    if found["node"] is not None:
-        bounds, number = cluster.nodes(world_size), int(found["node"])
+def _ranks(match: re.Match[str], cluster: Cluster, world_size: int, option: str) -> range:
+    if match["node"] is not None:
+        bounds, number = cluster.nodes(world_size), int(match["node"])
         if number + 1 >= len(bounds):
             raise UsageError(
-                f"{what}: there is no such node among {world_size} ranks; give 0 to {len(bounds) - 2}"
+                f"{option}: there is no such node among {world_size} ranks; give 0 to {len(bounds) - 2}"
             )
         return range(bounds[number], bounds[number + 1])
-    first = int(found["rank"])
+    first = int(match["rank"])
     if first >= world_size:
         raise UsageError(
-            f"{what}: there is no such rank among {world_size} ranks; give 0 to {world_size - 1}"
+            f"{option}: there is no such rank among {world_size} ranks; give 0 to {world_size - 1}"
         )
     return range(first, first + 1)
 
 
 def degraded(cluster: Cluster, faults: frozenset[tuple[str, float]]) -> Cluster:
-    """The cluster as a collective sees it that crosses links with these faults, (level, share).
+    """The cluster for a collective that crosses links with these faults, (level, share).
 
-    A collective runs at the pace of its slowest member, and every member sends as much: its worst link counts, for all of
-    them. What a link that is gone carried takes the next level outside.
+    Every member sends the same amount, so the worst link sets the pace. The traffic of a link that is gone takes the next
+    outer level.
 
     Raises:
-        InfeasibleError: there is no level outside: whoever needs that link waits for ever.
+        InfeasibleError: there is no outer level.
     """
     levels = list(cluster.links)
     worst: dict[str, float] = {}
     for level, share in faults:
         worst[level] = min(share, worst.get(level, share))
-    # outermost first: what a link that is gone carried takes the next level as that is by then
-    for index, level in reversed([(i, one.name) for i, one in enumerate(levels) if one.name in worst]):
+    # outermost first: the outer level that replaces a link may have a fault itself
+    for index, level in reversed([(i, link.name) for i, link in enumerate(levels) if link.name in worst]):
         share = worst[level]
         if share == 0 and index + 1 == len(levels):
             raise InfeasibleError(

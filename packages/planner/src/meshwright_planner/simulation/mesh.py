@@ -1,4 +1,4 @@
-"""Ranks as places on a mesh, and which of them a replay has to tell apart."""
+"""Coordinates of ranks on the mesh, and which replicas a simulation treats separately."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Place: TypeAlias = tuple[int, ...]
 class Mesh:
     """Ranks in row-major order of the axes, outermost first.
 
-    Ranks that differ on tight axes only meet in every block, and go in step. Replicas, which differ on loose axes, meet in
-    collectives that a replay has of their own. Along "pp" they hold different stages.
+    Ranks that differ only on tight axes communicate in every block and are synchronous. Replicas, which differ on loose axes,
+    communicate in collectives that are simulated one by one. Along "pp" ranks hold different stages.
 
     Args:
         degrees: axis -> degree, outermost first.
@@ -40,7 +40,7 @@ class Mesh:
         return tuple(axis for axis in self.degrees if axis not in self.loose and axis != "pp")
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where a rank lies on an axis."""
+        """Coordinate of a rank on an axis."""
         return rank // self.strides[axis] % self.degrees[axis]
 
     def place(self, rank: int) -> Place:
@@ -48,11 +48,11 @@ class Mesh:
         return tuple(self.coordinate(rank, axis) for axis in self.loose)
 
     def stage_rank(self, rank: int) -> int:
-        """Where a rank lies along pp."""
+        """Coordinate of a rank along pp."""
         return self.coordinate(rank, "pp") if "pp" in self.degrees else 0
 
     def ranks(self, place: Place, stage_rank: int) -> Iterator[int]:
-        """The ranks that go in step, ascending."""
+        """The synchronous ranks of a replica and stage, ascending."""
         first = sum(c * self.strides[a] for c, a in zip(place, self.loose, strict=True))
         first += stage_rank * self.strides.get("pp", 0)
         ranges = [range(0, self.degrees[a] * self.strides[a], self.strides[a]) for a in self.tight]
@@ -60,42 +60,42 @@ class Mesh:
             yield first + sum(steps)
 
     def spans(self, axes: Collection[str]) -> tuple[tuple[int, int], ...]:
-        """Stride and degree of each of some axes, outermost first: what a group over their product spans."""
+        """Stride and degree of each of some axes, outermost first."""
         return tuple((self.strides[a], self.degrees[a]) for a in self.degrees if a in axes)
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Places on the loose axes that behave alike, as classes.
+    """Equivalence classes of the places on the loose axes.
 
-    Two places are alike when they share the same coordinates with every place that has a fault: along each axis they then
-    meet the same classes.
+    Two places are equivalent when they share the same coordinates with every place that has a fault: along each axis they
+    then communicate with the same classes.
 
     Args:
-        mesh: of all ranks.
-        classes: representative -> how many places it stands for.
+        mesh: the mesh of all ranks.
+        representatives: representative -> number of places in its class.
         of: place -> its representative.
     """
 
     mesh: Mesh
-    classes: Mapping[Place, int]
+    representatives: Mapping[Place, int]
     of: Mapping[Place, Place]
 
     @staticmethod
-    def apart(mesh: Mesh, faulty: Collection[Place]) -> Replicas:
+    def by_faults(mesh: Mesh, faulty: Collection[Place]) -> Replicas:
         """The classes, when these places have faults."""
-        known: dict[tuple[tuple[bool, ...], ...], Place] = {}
+        representatives: dict[tuple[tuple[bool, ...], ...], Place] = {}
         counts: dict[Place, int] = {}
         of: dict[Place, Place] = {}
         for place in product(*(range(mesh.degrees[axis]) for axis in mesh.loose)):
             key = tuple(tuple(a == b for a, b in zip(place, other)) for other in faulty)
-            first = known.setdefault(key, place)
+            first = representatives.setdefault(key, place)
             counts[first] = counts.get(first, 0) + 1
             of[place] = first
         return Replicas(mesh, counts, of)
 
-    def meeting(self, place: Place, axes: Collection[str]) -> frozenset[Place]:
-        """The classes of all places that `place` meets in a collective over some axes, its own included."""
+    def members(self, place: Place, axes: Collection[str]) -> frozenset[Place]:
+        """The classes of the members of `place`'s collective over some axes."""
         ranges = [
             range(self.mesh.degrees[axis]) if axis in axes else (c,)
             for axis, c in zip(self.mesh.loose, place, strict=True)

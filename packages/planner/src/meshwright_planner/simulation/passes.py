@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright_planner.simulation.events import Drain, Operation, Post, Work
+from meshwright_planner.simulation.events import JoinCollective, Operation, WaitCollectives, Work
 from meshwright_planner.simulation.schedule_steps import Step
 
 SHARED = "zero"
@@ -14,109 +14,111 @@ SHARED = "zero"
 
 @dataclass(frozen=True)
 class Gathers:
-    """What a rank gathers in a step, pass by pass.
+    """The all-gathers of parameters of one rank in a training step.
 
     Args:
-        blocks: phase -> gathers of what lies in repeated blocks, in order, of all passes.
-        outside: those of what lies outside of them, in forward passes.
+        blocks: phase -> all-gathers of parameters in repeated blocks, in order, of all passes.
+        outside: all-gathers of the other parameters, in forward passes.
         steps: of the rank.
         last: the last stage.
-        again: every pass gathers (stage 3), not only the first of a stage.
+        every_pass: every pass gathers (ZeRO 3), not only the first of a stage.
     """
 
-    blocks: Mapping[str, Sequence[Post]]
-    outside: Sequence[Post]
+    blocks: Mapping[str, Sequence[JoinCollective]]
+    outside: Sequence[JoinCollective]
     steps: Sequence[Step]
     last: int
-    again: bool
+    every_pass: bool
     _passes: Mapping[str, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        found: dict[str, list[int]] = {}
+        passes: dict[str, list[int]] = {}
         for phase, kinds in (("forward", "F"), ("backward", "BI")):
-            own = [i for i, step in enumerate(self.steps) if step.kind in kinds]
-            first = {self.steps[i].stage: i for i in reversed(own)}
-            found[phase] = own if self.again else sorted(first.values())
-        object.__setattr__(self, "_passes", found)
+            indices = [i for i, step in enumerate(self.steps) if step.kind in kinds]
+            first = {self.steps[i].stage: i for i in reversed(indices)}
+            passes[phase] = indices if self.every_pass else sorted(first.values())
+        object.__setattr__(self, "_passes", passes)
 
-    def of(self, index: int) -> list[tuple[float, Post]]:
-        """Those of one step, in order, each with its part of the compute behind it: what a model begins with has none."""
+    def of(self, index: int) -> list[tuple[float, JoinCollective]]:
+        """The all-gathers of one step, in order, each with its weight in the compute that follows it.
+
+        Parameters before the blocks have weight 0.
+        """
         step = self.steps[index]
         phase = "forward" if step.kind == "F" else "backward"
-        blocks = [(1.0, post) for post in _share(self.blocks[phase], self._passes[phase], index)]
+        blocks = [(1.0, join) for join in _share(self.blocks[phase], self._passes[phase], index)]
         if phase == "backward":
             return blocks
-        # an embedding is needed before all else, and what stands behind the blocks after them
-        held = {one.stage for one in self.steps}
-        where = 0 if 0 in held else self.last
-        own = [i for i in self._passes[phase] if self.steps[i].stage == where]
-        outside = _share(self.outside, own, index)
-        if where == 0:
-            return [*((0.0, post) for post in outside), *blocks]
-        return [*blocks, *((1.0, post) for post in outside)]
+        # the embedding is needed before the blocks; a rank without it has the head, after the blocks
+        stages = {step.stage for step in self.steps}
+        stage = 0 if 0 in stages else self.last
+        indices = [i for i in self._passes[phase] if self.steps[i].stage == stage]
+        outside = _share(self.outside, indices, index)
+        if stage == 0:
+            return [*((0.0, join) for join in outside), *blocks]
+        return [*blocks, *((1.0, join) for join in outside)]
 
 
-def _share(posts: Sequence[Post], steps: Sequence[int], index: int) -> Sequence[Post]:
-    """Of these posts, shared evenly by steps, the part of one."""
+def _share(joins: Sequence[JoinCollective], steps: Sequence[int], index: int) -> Sequence[JoinCollective]:
+    """The collectives of step `index`, when all are spread evenly over `steps`."""
     if index not in steps:
         return ()
     place, count = steps.index(index), len(steps)
-    return posts[place * len(posts) // count : (place + 1) * len(posts) // count]
+    return joins[place * len(joins) // count : (place + 1) * len(joins) // count]
 
 
-def drained(post: Post, taken: float) -> Drain:
-    """Wait for a collective, and for those before it; by what they took of compute beside them the rank is late then."""
-    axis, _, kind = post.stream.partition(":")
+def wait_for(join: JoinCollective, slowdown: float) -> WaitCollectives:
+    """Wait for a collective and those before it on its stream; `slowdown`: see WaitCollectives."""
+    axis, _, kind = join.stream.partition(":")
     what = f"the parameters that {axis} shares" if kind == "gather" else f"the sum of gradients over {axis}"
-    return Drain(post.group, post.stream, what, taken)
+    return WaitCollectives(join.group, join.stream, what, slowdown)
 
 
-def computing(
+def compute_pass(
     step: Step,
     seconds: float,
-    gathers: Sequence[tuple[float, Post]],
-    sums: Sequence[tuple[float, Post]],
-    hides: bool,
-    taken: float,
+    gathers: Sequence[tuple[float, JoinCollective]],
+    sums: Sequence[tuple[float, JoinCollective]],
+    overlaps: bool,
+    slowdown: float,
 ) -> list[Operation]:
     """One forward or backward of so many seconds.
 
-    Gathers are joined one ahead, and each piece waits for its own; sums of gradients are joined as soon as the part of the
-    backward pass is done that makes them.
+    The next all-gather is joined before the current piece computes, and each piece waits for its own. Sums of gradients are
+    joined as soon as the backward pass has produced the gradients.
 
     Args:
         gathers: see Gathers.of.
-        sums: each with the part of the pass behind which it is joined.
-        hides: collectives run beside compute; else a rank does nothing meanwhile.
-        taken: see Drain.
+        sums: each with the fraction of the pass after which it is joined.
+        overlaps: collectives overlap with compute. Without it a rank waits for each.
+        slowdown: see WaitCollectives.
     """
-    whole = sum(weight for weight, _ in gathers)
-    pieces = [(weight / whole if whole else 0.0, post) for weight, post in gathers]
-    posts = [post for _, post in pieces]
-    program: list[Operation] = list(posts[:1]) if hides else []
-    done, until, left = 0.0, 0.0, list(sums)
+    total = sum(weight for weight, _ in gathers)
+    pieces = [(weight / total if total else 0.0, join) for weight, join in gathers]
+    joins = [join for _, join in pieces]
+    program: list[Operation] = list(joins[:1]) if overlaps else []
+    done, end, remaining = 0.0, 0.0, list(sums)
 
-    def go_on(until: float) -> None:
+    def compute_until(fraction: float) -> None:
         nonlocal done
-        if until > done:
-            program.append(Work(seconds * (until - done), str(step)))
-            done = until
+        if fraction > done:
+            program.append(Work(seconds * (fraction - done), str(step)))
+            done = fraction
 
-    for place, (share, post) in enumerate(pieces):
-        program += [] if hides else [post]
-        program.append(drained(post, taken))
-        program += posts[place + 1 : place + 2] if hides else []
-        until += share
-        while left and left[0][0] <= until:
-            go_on(left[0][0])
-            program += _joined(left.pop(0)[1], hides, taken)
-        go_on(min(1.0, until))
-    for fraction, post in left:
-        go_on(fraction)
-        program += _joined(post, hides, taken)
-    go_on(1.0)
+    def add_sum(join: JoinCollective) -> None:
+        program.extend([join] if overlaps else [join, wait_for(join, slowdown)])
+
+    for place, (share, join) in enumerate(pieces):
+        program += [] if overlaps else [join]
+        program.append(wait_for(join, slowdown))
+        program += joins[place + 1 : place + 2] if overlaps else []
+        end += share
+        while remaining and remaining[0][0] <= end:
+            compute_until(remaining[0][0])
+            add_sum(remaining.pop(0)[1])
+        compute_until(min(1.0, end))
+    for fraction, join in remaining:
+        compute_until(fraction)
+        add_sum(join)
+    compute_until(1.0)
     return program
-
-
-def _joined(post: Post, hides: bool, taken: float) -> list[Operation]:
-    return [post] if hides else [post, drained(post, taken)]

@@ -1,4 +1,4 @@
-"""A plan replayed on its cluster, sound and with faults: how long a step takes, and who waits for whom."""
+"""Event simulation of one step of a plan on its cluster, without and with faults: its time, and which ranks wait."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from meshwright_planner.simulation.mesh import Place
 from meshwright_planner.simulation.workload import Faults, Workload, elsewhere
 
 NOTICEABLE = 1e-3
-"""Part of a step below which waiting is not worth a line."""
+"""Waits below this fraction of a step are not shown."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Ranks that wait longer than they would on a sound cluster.
+    """Ranks that wait longer than without faults.
 
     Args:
         who: ranks that wait, of the first replica.
-        alike: replicas that do the same.
+        alike: number of replicas that behave the same.
         for_whom: ranks that they wait for.
-        why: at what.
-        seconds: of a step, more than without faults.
+        why: the operation that they wait at.
+        seconds: per step, in addition to the wait without faults.
     """
 
     who: tuple[int, ...]
@@ -42,7 +42,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Busy:
-    """What one rank does with a step: kind of work ("compute", "communication", "optimizer", "wait") -> seconds."""
+    """Time of one rank in a step: kind ("compute", "communication", "optimizer", "wait") -> seconds."""
 
     ranks: tuple[int, ...]
     alike: int
@@ -51,19 +51,19 @@ class Busy:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A replay.
+    """The result of a simulation.
 
     Args:
-        world_size, cluster: of what.
+        world_size, cluster: what was simulated.
         predicted_seconds: of the plan.
-        sound_seconds: replayed without faults.
-        seconds: replayed with them.
-        faults: what was wrong, in words.
-        busy: what ranks do with the step, by rank.
-        waiting: who waits longer than before, longest first.
-        chain: (ranks, kind, seconds) of the chain of events that the step is as long as, merged.
+        sound_seconds: simulated without faults.
+        seconds: simulated with faults.
+        faults: the faults, in words.
+        busy: how ranks spend the step, by rank.
+        waiting: ranks that wait longer than without faults, longest first.
+        chain: (ranks, kind, seconds) of the critical path, merged.
         timelines: spans of the replica that ends last, by rank along pp.
-        notes: what of the prediction a replay does not know.
+        notes: parts of the prediction that a simulation does not model.
     """
 
     world_size: int
@@ -80,11 +80,11 @@ class Simulation:
 
     @property
     def slower(self) -> float:
-        """By what part of a sound step this one is longer."""
+        """Relative increase over a step without faults."""
         return self.seconds / self.sound_seconds - 1.0 if self.sound_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """As JSON values."""
         return {
             "world_size": self.world_size,
             "cluster": self.cluster,
@@ -110,7 +110,7 @@ class Simulation:
         }
 
     def trace(self) -> dict[str, Any]:
-        """The replica that ends last in the format of Chrome's trace viewer, which Perfetto reads; microseconds."""
+        """The replica that ends last, in the Chrome trace format (Perfetto); times in microseconds."""
         events: list[dict[str, Any]] = []
         for rank, spans in enumerate(self.timelines):
             named = {
@@ -136,9 +136,9 @@ class Simulation:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def render(self) -> str:
-        """For people."""
+        """As text."""
         lines = [
-            f"{self.world_size} ranks of {self.cluster}: a step takes {human_seconds(self.sound_seconds)} replayed, "
+            f"{self.world_size} ranks of {self.cluster}: a step takes {human_seconds(self.sound_seconds)} simulated, "
             f"{human_seconds(self.predicted_seconds)} predicted by the plan"
         ]
         lines += [f"note: {text}" for text in self.notes]
@@ -174,17 +174,17 @@ def simulate(
     link_faults: Iterable[LinkFault] = (),
     host: PluginHost | None = None,
 ) -> Simulation:
-    """Replay one step of `plan` on `cluster`, without and with faults.
+    """Simulate one step of `plan` on `cluster`, without and with faults.
 
-    Ranks that meet inside of every block (tp, cp, ep) go in step and are as slow as their slowest; stages, replicas and
-    collectives between replicas are replayed one by one. Replicas that nothing sets apart are replayed once.
+    Ranks that communicate inside every block (tp, cp, ep) are synchronous and as slow as their slowest. Stages, replicas and
+    collectives between replicas are simulated one by one; replicas without a difference are simulated once.
 
-    `host` is where schedules are found; None discovers what is installed.
+    `host` is where schedules are found; None: the installed plugins.
 
     Raises:
         PlanError: the plan's degrees do not make its world size.
-        UsageError: the plan holds no prediction, or its schedule cannot be replayed.
-        InfeasibleError: a link is gone that nothing replaces.
+        UsageError: the plan holds no prediction, or its schedule cannot be simulated.
+        InfeasibleError: a link is gone, and no other replaces it.
     """
     plan.validate_for()
     faults = Faults(tuple(stragglers), tuple(link_faults))
@@ -212,22 +212,22 @@ def simulate(
 
 
 def _unknown(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
-    """What of the prediction its replay does not know."""
+    """Notes on parts of the prediction that a simulation does not model."""
     stages, priced = plan.degree("pp"), plan.provenance.cost_model
     other = elsewhere(plan, cluster)
     if other is not None:
         yield other
     if priced is not None:
-        yield f"predicted by the cost model {priced!r}; in a replay collectives take what the cluster's own figures say"
+        yield f"predicted by the cost model {priced!r}; in a simulation collectives are timed by the cluster's links"
     if stages == 1:
         return
     if cluster.running(plan.world_size).company(stages):
         yield (
-            "ranks share cores here, and in a replay every rank computes as slowly as while all do, also when others wait: it "
-            "takes longer than predicted"
+            "ranks share cores here. The simulation lets every rank compute as slowly as when all compute, even while others "
+            "wait, so it takes longer than predicted"
         )
     if not cluster.hides_launch:
-        yield "what a pipeline's runtime costs the host is in the prediction, and not in a replay"
+        yield "the host time of the pipeline runtime is in the prediction, and not in the simulation"
 
 
 def _in_words(faults: Faults) -> tuple[str, ...]:
@@ -249,21 +249,21 @@ def _busy(load: Workload, outcome: Outcome) -> Iterable[Busy]:
         seconds = dict.fromkeys(("compute", "communication", "optimizer", "wait"), 0.0)
         for span in outcome.spans[actor]:
             seconds[span.kind] += span.seconds
-        # whoever is done waits for the last
+        # a rank that is done waits for the last
         seconds["wait"] += outcome.seconds - outcome.ends[actor]
         yield Busy(tuple(load.ranks(actor)), load.standing_for(actor), seconds)
 
 
 def _waits(spans: Sequence[Span]) -> dict[tuple[Any, str], float]:
-    found: dict[tuple[Any, str], float] = defaultdict(float)
+    seconds: dict[tuple[Any, str], float] = defaultdict(float)
     for span in spans:
         if span.kind == "wait":
-            found[span.culprit, span.what] += span.seconds
-    return found
+            seconds[span.culprit, span.what] += span.seconds
+    return seconds
 
 
 def _waiting(load: Workload, outcome: Outcome, sound_load: Workload, sound: Outcome) -> list[Waiting]:
-    found: list[Waiting] = []
+    waits: list[Waiting] = []
     for actor in load.actors():
         place, rank = actor
         before: dict[str, float] = defaultdict(float)
@@ -271,33 +271,33 @@ def _waiting(load: Workload, outcome: Outcome, sound_load: Workload, sound: Outc
             before[why] += seconds
         now = _waits(outcome.spans[actor])
         for why in {why for _, why in now}:
-            own = {who: seconds for (who, w), seconds in now.items() if w == why}
-            more = sum(own.values()) - before[why]
+            seconds_for = {who: seconds for (who, w), seconds in now.items() if w == why}
+            more = sum(seconds_for.values()) - before[why]
             if more > NOTICEABLE * outcome.seconds:
-                who: tuple[Place, int] = max(own, key=lambda a: (own[a], a))
+                who: tuple[Place, int] = max(seconds_for, key=lambda a: (seconds_for[a], a))
                 ranks, culprits = tuple(load.ranks(actor)), tuple(load.ranks(who))
-                found.append(Waiting(ranks, load.standing_for(actor), culprits, why, more))
-    return sorted(found, key=lambda w: (-w.seconds, w.who))
+                waits.append(Waiting(ranks, load.standing_for(actor), culprits, why, more))
+    return sorted(waits, key=lambda w: (-w.seconds, w.who))
 
 
 def _chain(load: Workload, outcome: Outcome) -> list[tuple[tuple[int, ...], str, float]]:
-    """From the end of the step back to its beginning: what each moment waited for."""
+    """The critical path, from the end of the step back to its start."""
     actor: Any = max(load.actors(), key=lambda a: (outcome.ends[a], a))
     now, totals = outcome.seconds, dict[tuple[Any, str], float]()
     index = {a: len(outcome.spans[a]) - 1 for a in load.actors()}
-    asked: set[Any] = {actor}  # at this moment: ranks that wait for each other are nobody's fault
+    visited: set[Any] = {actor}  # at this moment, so that ranks that wait for each other end the search
     while now > 0 and index[actor] >= 0:
         span = outcome.spans[actor][index[actor]]
         if span.start >= now:
             index[actor] -= 1
             continue
         until = min(now, span.end)
-        if span.kind == "wait" and span.culprit not in asked:
+        if span.kind == "wait" and span.culprit not in visited:
             actor = span.culprit
-            asked.add(actor)
+            visited.add(actor)
             continue
         totals[actor, span.kind] = totals.get((actor, span.kind), 0.0) + until - span.start
-        now, asked = span.start, {actor}
+        now, visited = span.start, {actor}
     return [(tuple(load.ranks(a)), kind, seconds) for (a, kind), seconds in reversed(totals.items())]
 
 
