@@ -117,7 +117,7 @@ def test_what_is_foreseen_is_done(steps: Steps, name: str) -> None:
     assert found["planned"] == found["executed"]
     assert bool(found["executed"]) is (name in TOGETHER)
     assert foreseen(name, dp=2) == found["flops"]
-    notes = [note for note in found["notes"] if note.startswith("rows meet across dp in ")]
+    notes = [note for note in found["notes"] if note.startswith("rows interact across dp in ")]
     assert bool(notes) is (name in TOGETHER)
 
 
@@ -135,8 +135,8 @@ def test_a_note_says_what_data_parallelism_does_not_help(steps: Steps, name: str
     notes = [n for n in steps[name]["notes"] if n.startswith("data parallelism does not help in ")]
     module, call = WHOLE[name]
     (note,) = notes
-    where, _, why = note.partition(", which every rank of dp computes for all of the batch: ")
-    assert module in where and call in why and why.endswith(" needs what other ranks have")
+    where, _, why = note.partition(", which every rank of dp computes for the whole batch: ")
+    assert module in where and call in why and why.endswith(" needs rows of other ranks")
 
 
 def test_the_same_with_shards_and_replicas(rank_pool: RankPool) -> None:

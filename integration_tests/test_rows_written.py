@@ -67,7 +67,8 @@ def unplanned(rank: int, size: int, how: str) -> str:
 @pytest.mark.parametrize("axis", ["dp", "zero"])
 def test_a_view_of_a_row_is_refused_where_rows_are_divided(axis: str) -> None:
     with pytest.raises(
-        PlanError, match=rf"degrees\.{axis} is 2: the model writes to what __getitem__ takes out"
+        PlanError,
+        match=rf"degrees\.{axis} is 2: the model writes in place to a view of the batch rows \(__getitem__",
     ):
         mw.plan(Rows("view"), example(), cluster="laptop-cpu", world_size=2, **{axis: 2})
 

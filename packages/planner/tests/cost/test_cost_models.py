@@ -35,7 +35,7 @@ CALIBRATED = replace(
 
 
 class Constant:
-    """Whatever it is, it takes as long; `asked` keeps what it was asked."""
+    """Whatever it is, it takes as long; `gradient_kinds` keeps what it was asked."""
 
     operation_says: ClassVar[Callable[[Operation], Any]] = lambda op: 1e-3
     collective_says: ClassVar[Callable[[Communication], Any]] = lambda c: 1e-2

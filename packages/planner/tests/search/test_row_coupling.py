@@ -84,7 +84,7 @@ def flops(model: nn.Module, batch: Any, degree: int, host: Any = HOST) -> float:
 
 def notes(model: nn.Module, batch: Any, **options: Any) -> list[str]:
     found = best(model, batch, world_size=2, dp=2, **options)
-    return [n for n in found.provenance.notes if n.startswith((HELPS, "rows meet across "))]
+    return [n for n in found.provenance.notes if n.startswith((HELPS, "rows interact across "))]
 
 
 def moved(model: nn.Module, batch: Any, **options: Any) -> Counter[tuple[str, str]]:
@@ -111,10 +111,10 @@ def test_what_every_rank_computes_whole_is_said_and_counted() -> None:
     assert flops(model, x, 2) == 2 * product / 2 + 3 * product
     helps, meets = notes(model, x)
     assert helps == (
-        f"{HELPS}the model itself, second, which every rank of dp computes for all of the batch: __getitem__ needs what "
-        "other ranks have"
+        f"{HELPS}the model itself, second, which every rank of dp computes for the whole batch: __getitem__ needs rows "
+        "of other ranks"
     )
-    assert meets == "rows meet across dp in __getitem__: 4.0 KiB moved in a forward and backward pass"
+    assert meets == "rows interact across dp in __getitem__: 4.0 KiB moved in a forward and backward pass"
     assert moved(model, x) == {("all_gather", "forward"): 16 * WIDTH * 4 + 16}
     slow = replace(LAPTOP_CPU, links=tuple(replace(link, latency_s=1e-2) for link in LAPTOP_CPU.links))
     one, two = (best(model, x, world_size=2, dp=2, cluster=c).predicted for c in (LAPTOP_CPU, slow))
@@ -132,9 +132,7 @@ def test_rows_that_change_places_are_moved_and_shared_on() -> None:
         ("all_reduce", "forward"): size,
     }
     (helps,) = [n for n in notes(model, x) if n.startswith(HELPS)]
-    assert helps.startswith(f"{HELPS}the model itself,") and helps.endswith(
-        ": pow needs what other ranks have"
-    )
+    assert helps.startswith(f"{HELPS}the model itself,") and helps.endswith(": pow needs rows of other ranks")
 
 
 def test_the_operations_are_those_of_the_whole_batch() -> None:
@@ -191,7 +189,7 @@ def test_what_is_little_is_moved_and_changes_no_size(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("meshwright_planner.trace.row_coupling.SMALL", 0)
     monkeypatch.setattr("meshwright_planner.evaluation.tapes.SMALL", 0)
     assert exact == moved(model, x) and exact["all_reduce", "backward"] == 2 * 4 * WIDTH
-    assert [n for n in notes(model, x) if n.startswith("rows meet across dp in batch_norm (1)")]
+    assert [n for n in notes(model, x) if n.startswith("rows interact across dp in batch_norm (1)")]
     tape = search(model, x).evaluate({"dp": 2}).problem.tape
     assert tape.division is not None and tape.origin is not None
 
@@ -200,6 +198,6 @@ def test_no_long_run_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright_planner.trace.row_coupling.REAL_WORK", 0.0)
     found = best(Between(masked), torch.randn(16, WIDTH), world_size=2, dp=2)
     assert any(
-        n.startswith("what data ranks do where rows meet is not predicted") for n in found.provenance.notes
+        n.startswith("the cost of cross-row interaction is not predicted") for n in found.provenance.notes
     )
     assert not moved(Between(masked), torch.randn(16, WIDTH))

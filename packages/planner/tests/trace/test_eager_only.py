@@ -16,8 +16,8 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.recorder.record import Known, record
-from meshwright_planner.trace.scale_batch import Family
+from meshwright_planner.trace.recorder.record import RecordingCache, record
+from meshwright_planner.trace.scale_batch import TapeFamily
 from meshwright_planner.trace.tape import Tape
 
 BOOK = RuleBook.first_party()
@@ -125,10 +125,10 @@ def test_blocks_that_are_not_run_are_as_if_they_were(monkeypatch: pytest.MonkeyP
 
 
 def test_blocks_that_were_alike_once_are_run_once_in_other_sizes() -> None:
-    model, known = Transformer(layers=6), Known()
-    record(model, Batch.of(tokens(rows=2)), BOOK.composites, known=known)
+    model, known = Transformer(layers=6), RecordingCache()
+    record(model, Batch.of(tokens(rows=2)), BOOK.composites, cache=known)
     assert known.trusted == {"layers.0"}
-    again = record(model, Batch.of(tokens(rows=4)), BOOK.composites, known=known)
+    again = record(model, Batch.of(tokens(rows=4)), BOOK.composites, cache=known)
     assert set(again.copied) == {f"layers.{i}" for i in (1, 2, 3, 4, 5)}
     assert facts(again) == facts(record(model, Batch.of(tokens(rows=4)), BOOK.composites))
 
@@ -146,8 +146,8 @@ def test_a_block_that_is_not_like_the_others_is_run() -> None:
             return self.b(x) if self.layer_idx < 5 else self.b(x).tanh()
 
     model = nn.Sequential(*(Block(i) for i in range(6)))
-    known = Known()
-    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites, known=known)
+    known = RecordingCache()
+    tape = record(model, Batch.of(torch.randn(4, 8)), BOOK.composites, cache=known)
     assert not known.trusted
     assert not tape.copied and sum(n.name == "aten.tanh.default" for n in tape.nodes) == 1
 
@@ -158,7 +158,7 @@ def test_a_scaled_tape_is_the_recorded_one() -> None:
     def tape(rows: int) -> Tape:
         return record(model, Batch.of(tokens(rows=rows)), BOOK.composites)
 
-    family = Family(tape(2), tape(4))
+    family = TapeFamily(tape(2), tape(4))
     scaled = family.at(16)
     assert scaled is not None and scaled.rows == 16
     assert facts(scaled) == facts(tape(16)) and facts(scaled) != facts(tape(8))

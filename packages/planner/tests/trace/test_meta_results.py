@@ -86,7 +86,7 @@ def test_as_fake_tensors_have_it(call: tuple[Any, ...]) -> None:
     given = [
         x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)
     ]
-    own, torchs = _torch.shaped(MODE, func, tuple(args), kwargs), func(*args, **kwargs)
+    own, torchs = _torch.meta_result(MODE, func, tuple(args), kwargs), func(*args, **kwargs)
     assert type(own) is type(torchs)
     several = isinstance(own, (tuple, list))
     pairs = zip(own, torchs, strict=True) if several else [(own, torchs)]
@@ -94,7 +94,7 @@ def test_as_fake_tensors_have_it(call: tuple[Any, ...]) -> None:
 
 
 def test_everything_is_looked_at() -> None:
-    assert {call[0] for call in CALLS} == _torch._SHAPED
+    assert {call[0] for call in CALLS} == _torch._META_OPS
 
 
 def test_what_is_not_asked_for() -> None:
@@ -102,6 +102,8 @@ def test_what_is_not_asked_for() -> None:
     other = _torch.fake_like(_torch.fake_mode(), torch.empty(2, 8, 16, device="meta"), CPU)
     elsewhere = _torch.fake_like(MODE, torch.empty(2, 8, 16, device="meta"), torch.device("cuda:0"))
     for args in ((FULL, torch.ones(1)), (FULL, other), (FULL, elsewhere), ([FULL, torch.ones(1)],)):
-        assert _torch.shaped(MODE, aten.mul.Tensor, args, {}) is None
-    assert _torch.shaped(MODE, aten._to_copy.default, (FULL,), {"device": torch.device("cuda:0")}) is None
-    assert _torch.shaped(MODE, aten.add_.Tensor, (FULL, FULL), {}) is None
+        assert _torch.meta_result(MODE, aten.mul.Tensor, args, {}) is None
+    assert (
+        _torch.meta_result(MODE, aten._to_copy.default, (FULL,), {"device": torch.device("cuda:0")}) is None
+    )
+    assert _torch.meta_result(MODE, aten.add_.Tensor, (FULL, FULL), {}) is None

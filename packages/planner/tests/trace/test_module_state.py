@@ -15,7 +15,7 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_dtensor.strategy import PlanRequest
 from meshwright_planner.clusters.registry import LAPTOP_CPU
 from meshwright_planner.trace.batch import Batch
-from meshwright_planner.trace.recorder.module_state import Contents
+from meshwright_planner.trace.recorder.module_state import ModuleState
 from meshwright_planner.trace.recorder.record import record
 
 BOOK = RuleBook.first_party()
@@ -167,7 +167,7 @@ def test_what_holds_itself_is_written_down_once() -> None:
     ring: list[Any] = [{1, 2}, (deque([3]), {"a": [4]})]
     ring.append(ring)
     module.ring = ring
-    before = Contents([module])
+    before = ModuleState([module])
     ring[0].add(5)
     ring[1][0].append(6)
     ring[1][1]["a"].clear()

@@ -13,7 +13,7 @@ from meshwright_dtensor.rules.book import RuleBook
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.recorder.record import record
 from meshwright_planner.trace.recorder.rnn_workspace import workspace_bytes
-from meshwright_planner.trace.scale_batch import Family
+from meshwright_planner.trace.scale_batch import TapeFamily
 from meshwright_planner.trace.tape import Tape
 
 BOOK = RuleBook.first_party()
@@ -87,7 +87,7 @@ def test_what_is_overwritten_is_kept() -> None:
 
 def test_a_workspace_grows_with_the_rows() -> None:
     model = Layer(nn.LSTM)
-    family = Family(recorded(model, 2), recorded(model, 4))
+    family = TapeFamily(recorded(model, 2), recorded(model, 4))
     scaled = family.at(16)
     assert family.sure and scaled is not None
     assert scaled.activation_bytes == recorded(model, 16).activation_bytes

@@ -21,9 +21,9 @@ from meshwright_planner.placement.legal_rows import Rules
 from meshwright_planner.placement.problem import Placement, PlacementProblem
 from meshwright_planner.trace.batch import Batch
 from meshwright_planner.trace.quotient import Quotient, quotient
-from meshwright_planner.trace.recorder.record import Known, NoRunError, record
-from meshwright_planner.trace.row_coupling import SMALL, Rows
-from meshwright_planner.trace.scale_batch import Family
+from meshwright_planner.trace.recorder.record import NoRunError, RecordingCache, record
+from meshwright_planner.trace.row_coupling import SMALL, DataRankTapes
+from meshwright_planner.trace.scale_batch import TapeFamily
 from meshwright_planner.trace.tape import Tape
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -42,13 +42,13 @@ class Tapes:
     def __init__(self) -> None:
         self._tapes: dict[object, Tape] = {}
         self._about: dict[object, Tape | None] = {}
-        self._families: dict[object, Family | None] = {}
-        self._rows = Rows(self.quotient)
+        self._families: dict[object, TapeFamily | None] = {}
+        self._rows = DataRankTapes(self.quotient)
         self._quotients: dict[
             int, tuple[Tape, Quotient]
         ] = {}  # with the tape, whose number nobody else has then
         self._failed: dict[object, NoRunError] = {}
-        self._known: dict[torch.dtype | None, Known] = defaultdict(Known)
+        self._known: dict[torch.dtype | None, RecordingCache] = defaultdict(RecordingCache)
 
     def of(
         self,
@@ -226,7 +226,7 @@ class Tapes:
 
     def _family(
         self, basis: Basis, rules: Rules, batch: Batch, shapes: dict[str, tuple[int, ...]]
-    ) -> Family | None:
+    ) -> TapeFamily | None:
         """Of the tapes that have these shapes but for the rows; None where sizes are no straight lines in the rows."""
         few, more = self._pair(batch, shapes)
         key = (basis.setting.dtype, *few.values())
@@ -239,9 +239,9 @@ class Tapes:
             # what was run on real data is what it is
             if not any(tape.real for tape in tapes) and [tape.rows for tape in tapes] == list(LEARNT):
                 with contextlib.suppress(ValueError):
-                    family = Family(*tapes)
-                    third = None if family.sure else self._third(basis, rules, batch, shapes)
-                    if family.sure or (third is not None and family.says(third)):
+                    family = TapeFamily(*tapes)
+                    third = None if family.proportional else self._third(basis, rules, batch, shapes)
+                    if family.proportional or (third is not None and family.predicts(third)):
                         self._families[key] = family
                         for other in filter(None, (tapes[1], third)):
                             other.origin = tapes[0]

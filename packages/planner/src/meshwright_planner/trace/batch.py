@@ -1,4 +1,4 @@
-"""The example batch: arguments of the model's forward, their named tensors, and the part of it that one rank sees."""
+"""The example batch: arguments of the model's forward and their named tensors."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Batch:
 
     @classmethod
     def of(cls, batch: Any) -> Batch:
-        """From what a user hands over: a mapping (keywords), a tuple or list (positions), or one tensor.
+        """From a user's batch: a mapping (keywords), a tuple or list (positions), or one tensor.
 
         Raises:
-            UsageError: when it is none of these, holds no tensor, or has no rows.
+            UsageError: it is none of these, holds no tensor, or has no rows.
         """
         if isinstance(batch, Mapping):
             bad = [key for key in batch if not isinstance(key, str)]
@@ -90,7 +90,7 @@ class Batch:
 
     @cached_property
     def sizes(self) -> BatchSize:
-        """Rows and tokens, as strategies see them."""
+        """Rows and tokens."""
         return BatchSize.of((tuple(t.shape), t.is_floating_point()) for _, t in self.tensors())
 
     def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Batch:
@@ -116,7 +116,7 @@ def scaled(batch: Batch, rows: int) -> Batch:
             return tensor
         if tensor.is_floating_point() or tensor.is_meta or is_fake(tensor):
             return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        return tensor[torch.arange(rows, device=tensor.device) % size]  # models look at integers
+        return tensor[torch.arange(rows, device=tensor.device) % size]  # models read integers
 
     return batch.map(change)
 

@@ -1,10 +1,8 @@
-"""The tape of one data rank, where not all of the model goes row by row.
+"""The tape of one data-parallel rank of a model with cross-row interactions.
 
-A rank that has a part of the rows computes what the whole batch would take, divided: so says a tape that was recorded with its
-rows alone.  Where an operation needs rows of other ranks, the core moves them, or gathers them and computes all of them on every
-rank (`meshwright_dtensor.propagate.predict` says which).  A rank runs the program of the whole batch on its parts, so the sizes
-that it has
-follow from a tape of all rows.
+In a batch-independent model, a rank does what a tape recorded with its rows alone says.  When an operation needs rows of other
+ranks, the core moves them, or gathers them and computes all of them on every rank
+(`meshwright_dtensor.propagate.predict` predicts which).  The sizes on a rank then follow from a tape of all rows.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor.propagate.prediction import MeshShape, PredictedMove, PredictedRun
+from meshwright_dtensor.propagate.prediction import PredictedRun, MeshShape, PredictedMove
 from meshwright_dtensor.propagate.rewrites import is_view
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.localise import localise
@@ -28,52 +26,57 @@ from meshwright_dtensor.utils.names import listing
 from meshwright_planner.trace.tape import Division, Saved, Tape
 
 SHOWN = 4
-"""Modules that a note names."""
+"""Number of modules that a note names."""
 
 LITTLE, FEW = 0.01, 4
-"""The part of what a model makes, and the number of collectives, up to which rows that meet change no decision."""
+"""Fraction of the bytes of all results, and number of collectives, up to which cross-row interaction is ignored."""
 
 
-def plain(found: PredictedRun, own: Tape, whole: Tape, grid: MeshShape) -> bool:
-    """Whether every operation goes row by row: nothing is moved, and every rank computes on its rows alone."""
-    return not found.moved and not any(
-        _more(node, found.outs[k], own, whole, grid) for k, node in enumerate(whole.nodes)
+def is_batch_independent(prediction: PredictedRun, rank_tape: Tape, global_tape: Tape, grid: MeshShape) -> bool:
+    """Whether the model is batch-independent: no rows are moved, and every rank computes on its own rows only."""
+    return not prediction.moved and not any(
+        _computes_more(node, prediction.outs[k], rank_tape, global_tape, grid)
+        for k, node in enumerate(global_tape.nodes)
     )
 
 
-def little(found: PredictedRun, own: Tape, whole: Tape, grid: MeshShape) -> bool:
-    """Whether what is moved and computed beside a rank's own rows makes no difference to what is costed."""
+def is_negligible(prediction: PredictedRun, rank_tape: Tape, global_tape: Tape, grid: MeshShape) -> bool:
+    """Whether the rows that are moved and computed in addition to a rank's own are too few to change the cost."""
     made = more = 0
-    for k, node in enumerate(whole.nodes):
+    for k, node in enumerate(global_tape.nodes):
         if node.call is not None and not is_view(node):
-            made += sum(own.values[r.i].nbytes for r in node.outs)
-            if _more(node, found.outs[k], own, whole, grid):
-                more += sum(whole.values[r.i].nbytes for r in node.outs)
-    moved = sum(m.nbytes for m in found.moved)
-    return len(found.moved) <= FEW and more + moved <= LITTLE * made
+            made += sum(rank_tape.values[r.i].nbytes for r in node.outs)
+            if _computes_more(node, prediction.outs[k], rank_tape, global_tape, grid):
+                more += sum(global_tape.values[r.i].nbytes for r in node.outs)
+    moved = sum(m.nbytes for m in prediction.moved)
+    return len(prediction.moved) <= FEW and more + moved <= LITTLE * made
 
 
-def apart(own: Tape, whole: Tape, index: int, axes: int) -> tuple[tuple[States, ...], tuple[States, ...]]:
-    """States of a node that every rank runs on its own rows, read off the sizes: the dim that is longer where there are more."""
-    node = whole.nodes[index]
+def local_states(
+    rank_tape: Tape, global_tape: Tape, index: int, axes: int
+) -> tuple[tuple[States, ...], tuple[States, ...]]:
+    """States of a node that every rank runs on its own rows: the dim whose size differs between the two tapes is sharded."""
+    node = global_tape.nodes[index]
 
     def states(i: int) -> States:
-        pairs = zip(own.values[i].shape, whole.values[i].shape)
+        pairs = zip(rank_tape.values[i].shape, global_tape.values[i].shape)
         dim = next((d for d, (a, b) in enumerate(pairs) if a != b), None)
         return ("I" if dim is None else dim,) * axes
 
     return tuple(states(r.i) for r in node.ins), tuple(states(r.i) for r in node.outs)
 
 
-def with_moves(own: Tape, whole: Tape, found: PredictedRun, grid: MeshShape) -> Tape:
-    """The tape of one rank's rows, and what it moves beside."""
-    notes = Dividing(whole, own, own.rows, {}, found, grid, {}).division()
-    return replace(own, origin=own if own.origin is None else own.origin, division=notes)
+def with_moves(rank_tape: Tape, global_tape: Tape, prediction: PredictedRun, grid: MeshShape) -> Tape:
+    """The tape of one rank's rows, with the collectives for cross-row interactions."""
+    notes = DataRankTape(global_tape, rank_tape, rank_tape.rows, {}, prediction, grid, {}).division()
+    return replace(
+        rank_tape, origin=rank_tape if rank_tape.origin is None else rank_tape.origin, division=notes
+    )
 
 
 @dataclass
-class Dividing:
-    """What one rank does of a run that was recorded with the rows of all.
+class DataRankTape:
+    """Derives the tape of one rank from a tape of all rows.
 
     Args:
         whole: the recorded run.
@@ -86,144 +89,162 @@ class Dividing:
         composites: by the names of their nodes.
     """
 
-    whole: Tape
-    own: Tape | None
+    global_tape: Tape
+    rank_tape: Tape | None
     rows: int
-    start: Mapping[int, States]
-    found: PredictedRun
+    initial: Mapping[int, States]
+    prediction: PredictedRun
     grid: MeshShape
     composites: Mapping[str, Composite]
 
     def tape(self) -> Tape:
         """The tape of one rank."""
-        whole = self.whole
-        lies = dict(self.start)
-        for node, outs in zip(whole.nodes, self.found.outs, strict=True):
-            lies.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
+        global_tape = self.global_tape
+        states_of = dict(self.initial)
+        for node, outs in zip(global_tape.nodes, self.prediction.outs, strict=True):
+            states_of.update((ref.i, states) for ref, states in zip(node.outs, outs, strict=True))
         shapes = [
-            self.grid.local(v.shape, lies[i]) if i in lies else v.shape for i, v in enumerate(whole.values)
+            self.grid.local(v.shape, states_of[i]) if i in states_of else v.shape
+            for i, v in enumerate(global_tape.values)
         ]
         values = [self._value(i, shape) for i, shape in enumerate(shapes)]
         return replace(
-            whole,
+            global_tape,
             values=values,
-            nodes=[self._node(k, values) for k in range(len(whole.nodes))],
-            saved=self._kept(whole.saved, None if self.own is None else self.own.saved, values),
-            dropped=self._kept(whole.dropped, None if self.own is None else self.own.dropped, values),
+            nodes=[self._node(k, values) for k in range(len(global_tape.nodes))],
+            saved=self._kept(
+                global_tape.saved, None if self.rank_tape is None else self.rank_tape.saved, values
+            ),
+            dropped=self._kept(
+                global_tape.dropped, None if self.rank_tape is None else self.rank_tape.dropped, values
+            ),
             rows=self.rows,
             origin=None,
             division=self.division(),
         )
 
     def _value(self, index: int, shape: tuple[int, ...]) -> Value:
-        whole = self.whole.values[index]
-        for known in (whole,) if self.own is None else (self.own.values[index], whole):
-            if shape == known.shape:
-                return known
+        global_tape = self.global_tape.values[index]
+        for same in (global_tape,) if self.rank_tape is None else (self.rank_tape.values[index], global_tape):
+            if shape == same.shape:
+                return same
         dims = range(len(shape))
-        order = sorted(dims, key=lambda d: -whole.stride[d]) if whole.stride else dims
-        return replace(whole, shape=shape, stride=dense_strides(shape, list(order)))
+        order = sorted(dims, key=lambda d: -global_tape.stride[d]) if global_tape.stride else dims
+        return replace(global_tape, shape=shape, stride=dense_strides(shape, list(order)))
 
     def _read(self, k: int) -> list[tuple[int, ...]]:
-        """The shapes in which a node reads its inputs: they may be brought there first."""
-        values = self.whole.values
-        pairs = zip(self.whole.nodes[k].ins, self.found.ins[k], strict=True)
+        """The shapes in which a node reads its inputs, after conversions."""
+        values = self.global_tape.values
+        pairs = zip(self.global_tape.nodes[k].ins, self.prediction.ins[k], strict=True)
         return [self.grid.local(values[r.i].shape, s) for r, s in pairs]
 
     def _part(self, k: int) -> float:
-        """The part of the work of a node that one rank does."""
-        states = (*self.found.ins[k], *self.found.outs[k])
+        """The fraction of the work of a node that one rank does."""
+        states = (*self.prediction.ins[k], *self.prediction.outs[k])
         shared = (
             n for axis, n in enumerate(self.grid.sizes) if any(isinstance(s[axis], int) for s in states)
         )
         return 1 / math.prod(shared)
 
     def _node(self, k: int, values: list[Value]) -> Node:
-        node, read = self.whole.nodes[k], self._read(k)
-        if self.own is not None:
-            like = self.own.nodes[k]
-            alone = (self.own.values[r.i].shape for r in (*like.ins, *like.outs))
+        node, read = self.global_tape.nodes[k], self._read(k)
+        if self.rank_tape is not None:
+            rank_node = self.rank_tape.nodes[k]
+            rank_shapes = (self.rank_tape.values[r.i].shape for r in (*rank_node.ins, *rank_node.outs))
             if (
-                list(alone)
-                == [*read, *(values[r.i].shape for r in like.outs)]
-                == [values[r.i].shape for r in (*like.ins, *like.outs)]
+                list(rank_shapes)
+                == [*read, *(values[r.i].shape for r in rank_node.outs)]
+                == [values[r.i].shape for r in (*rank_node.ins, *rank_node.outs)]
             ):
-                return like
+                return rank_node
         flops = node.flops
         if node.op is None:
-            flops = float(self.composites[node.name].flops(NodeView.of(node, self.whole.values, 1)))
+            flops = float(self.composites[node.name].flops(NodeView.of(node, self.global_tape.values, 1)))
             return replace(node, flops=flops * self._part(k))
-        view = NodeView.of(node, self.whole.values, 1)
+        view = NodeView.of(node, self.global_tape.values, 1)
         op, args, kwargs = localise(view, [values[r.i].shape for r in node.outs], read)
-        if op is not node.op:  # another operation that does the same with a part
+        if op is not node.op:  # an equivalent operation on the local part
             args, kwargs = node.args, node.kwargs
         return replace(node, args=args, kwargs=kwargs, flops=flops * self._part(k))
 
-    def _kept(self, items: Sequence[Saved], own: Sequence[Saved] | None, values: list[Value]) -> list[Saved]:
-        """What is kept: each of the size in which the node that keeps it reads it."""
-        alone = itertools.repeat(None) if own is None else own
-        return [self._saved(item, like, values) for item, like in zip(items, alone)]
+    def _kept(
+        self, items: Sequence[Saved], rank_items: Sequence[Saved] | None, values: list[Value]
+    ) -> list[Saved]:
+        """Saved tensors with the sizes in which the nodes that save them read them."""
+        rank_saved = itertools.repeat(None) if rank_items is None else rank_items
+        return [self._saved(item, like, values) for item, like in zip(items, rank_saved)]
 
-    def _saved(self, item: Saved, own: Saved | None, values: list[Value]) -> Saved:
+    def _saved(self, item: Saved, rank_item: Saved | None, values: list[Value]) -> Saved:
         part = self._part(item.by)
         if item.value is None or item.root is None:
-            if part < 1 and own is not None:
-                return item._replace(nbytes=own.nbytes)
+            if part < 1 and rank_item is not None:
+                return item._replace(nbytes=rank_item.nbytes)
             return item._replace(nbytes=round(item.nbytes * part))
-        node, found = self.whole.nodes[item.by], self.found
-        pairs = zip((*node.ins, *node.outs), (*found.ins[item.by], *found.outs[item.by]))
+        node, prediction = self.global_tape.nodes[item.by], self.prediction
+        pairs = zip((*node.ins, *node.outs), (*prediction.ins[item.by], *prediction.outs[item.by]))
         states = next((s for r, s in pairs if r.i == item.value), None)
-        seen = self.whole.values[item.value]
+        seen = self.global_tape.values[item.value]
         shape = values[item.value].shape if states is None else self.grid.local(seen.shape, states)
         if shape == seen.shape:
             return item
-        if own is not None and self.own is not None and shape == self.own.values[item.value].shape:
-            return item._replace(nbytes=own.nbytes)
+        if (
+            rank_item is not None
+            and self.rank_tape is not None
+            and shape == self.rank_tape.values[item.value].shape
+        ):
+            return item._replace(nbytes=rank_item.nbytes)
         return item._replace(nbytes=math.prod(shape) * seen.dtype.itemsize)
 
     def division(self) -> Division:
-        """What it does beside computing on its own rows."""
-        moved = Counter(m for m in self.found.moved if m.nbytes)
-        flows = self._from_rows() if self.own is None else set()
-        alone = [
+        """The collectives for cross-row interactions, and notes."""
+        moved = Counter(m for m in self.prediction.moved if m.nbytes)
+        flows = self._from_rows() if self.rank_tape is None else set()
+        replicated = [
             node
-            for k, node in enumerate(self.whole.nodes)
+            for k, node in enumerate(self.global_tape.nodes)
             if node.call is not None
-            and not any(isinstance(s, int) for s in itertools.chain(*self.found.ins[k], *self.found.outs[k]))
+            and not any(
+                isinstance(s, int) for s in itertools.chain(*self.prediction.ins[k], *self.prediction.outs[k])
+            )
             and (
                 any(r.i in flows for r in node.outs)
-                if self.own is None
-                else _more(node, self.found.outs[k], self.own, self.whole, self.grid)
+                if self.rank_tape is None
+                else _computes_more(
+                    node, self.prediction.outs[k], self.rank_tape, self.global_tape, self.grid
+                )
             )
         ]
         return Division(
-            tuple(moved.items()), _notes(alone, self.found, self.whole, moved, "+".join(self.grid.axes))
+            tuple(moved.items()),
+            _notes(replicated, self.prediction, self.global_tape, moved, "+".join(self.grid.axes)),
         )
 
     def _from_rows(self) -> set[int]:
-        """The values, numbers aside, that are made of inputs whose rows are divided."""
-        flows = {i for i, states in self.start.items() if any(isinstance(s, int) for s in states)}
-        for node in self.whole.nodes:
+        """The values of more than one element that depend on inputs whose rows are sharded."""
+        flows = {i for i, states in self.initial.items() if any(isinstance(s, int) for s in states)}
+        for node in self.global_tape.nodes:
             if any(r.i in flows for r in node.ins):
                 flows.update(r.i for r in node.outs)
-        return {i for i in flows if math.prod(self.whole.values[i].shape) > 1}
+        return {i for i in flows if math.prod(self.global_tape.values[i].shape) > 1}
 
 
-def _more(node: Node, outs: tuple[States, ...], own: Tape, whole: Tape, grid: MeshShape) -> bool:
-    """Whether a rank computes more of a result of `node` than its own rows ask for."""
+def _computes_more(
+    node: Node, outs: tuple[States, ...], rank_tape: Tape, global_tape: Tape, grid: MeshShape
+) -> bool:
+    """Whether a rank computes more of a result of `node` than its own rows need."""
     return not is_view(node) and any(
-        math.prod(grid.local(whole.values[r.i].shape, states)) > math.prod(own.values[r.i].shape)
+        math.prod(grid.local(global_tape.values[r.i].shape, states)) > math.prod(rank_tape.values[r.i].shape)
         for r, states in zip(node.outs, outs, strict=True)
     )
 
 
 def _notes(
-    alone: list[Node], found: PredictedRun, whole: Tape, moved: Counter[PredictedMove], axes: str
+    replicated: list[Node], prediction: PredictedRun, global_tape: Tape, moved: Counter[PredictedMove], axes: str
 ) -> tuple[str, ...]:
-    """What users should know of it."""
+    """Notes for users."""
     causes: dict[str, None] = {}
-    for k in found.gathered:
-        node = whole.nodes[k]
+    for k in prediction.gathered:
+        node = global_tape.nodes[k]
         assert node.call is not None
         causes[_called(node.call.function, node.module)] = None
     moves: dict[str, int] = {}
@@ -233,16 +254,16 @@ def _notes(
             causes[name] = None
         moves[name] = moves.get(name, 0) + m.nbytes * count
     notes = []
-    if alone:
-        modules = list(dict.fromkeys(node.module or "the model itself" for node in alone))
-        because = f": {listing(list(causes), SHOWN)} needs what other ranks have" if causes else ""
+    if replicated:
+        modules = list(dict.fromkeys(node.module or "the model itself" for node in replicated))
+        because = f": {listing(list(causes), SHOWN)} needs rows of other ranks" if causes else ""
         notes.append(
-            f"data parallelism does not help in {listing(modules, SHOWN)}, which every rank of {axes} computes for all of the "
+            f"data parallelism does not help in {listing(modules, SHOWN)}, which every rank of {axes} computes for the whole "
             f"batch{because}"
         )
     if moves:
         notes.append(
-            f"rows meet across {axes} in {listing(list(moves), SHOWN)}: {human_bytes(sum(moves.values()))} moved in a forward "
+            f"rows interact across {axes} in {listing(list(moves), SHOWN)}: {human_bytes(sum(moves.values()))} moved in a forward "
             "and backward pass"
         )
     return tuple(notes)

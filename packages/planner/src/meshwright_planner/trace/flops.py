@@ -1,4 +1,4 @@
-"""What products cost: operations of a recorded node, forward and backward, and the tensors that it multiplies."""
+"""FLOPs of a recorded node, forward and backward, and the tensors that it multiplies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _ADDING = frozenset({"addmm", "baddbmm"})
 
 
 _RECURRENT = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn"})
-"""Layers of which the backward pass makes every gradient, whoever asks."""
+"""Layers whose backward pass always computes every gradient."""
 
 
 def by_name(composites: Mapping[Callable[..., Any], Composite]) -> dict[str, Composite]:
-    """Name of a node -> the composite that it is of."""
+    """Node name -> composite."""
     return {composite.name: composite for composite in composites.values()}
 
 
 def forward_flops(node: Node, values: Sequence[Value], composites: Mapping[str, Composite]) -> float:
-    """Operations of the forward pass; a composite, which has no torch operation, says its own where they are not known.
+    """FLOPs of the forward pass; of causal attention, the unmasked half.
 
-    Of causal attention the half that is not masked counts.
+    A composite, which has no torch operation, computes its own unless they were recorded.
     """
     composite = composites.get(node.name) if node.op is None and not node.flops else None
     if composite is not None:
@@ -39,24 +39,23 @@ def forward_flops(node: Node, values: Sequence[Value], composites: Mapping[str, 
 
 
 def operands(node: Node) -> slice:
-    """Which of its tensor inputs a product multiplies: neither a bias, which is added, nor a mask."""
+    """The tensor inputs that a product multiplies: neither a bias, which is added, nor a mask."""
     if base_name(node) in _ADDING:
         return slice(1, 3)
     return slice(0, 3 if base_name(node) in ATTENTION else 2)
 
 
 def gradients_made(node: Node, flows: Sequence[bool]) -> int:
-    """How many products as large as the forward's a product's backward pass is; `flows`: as in Tape.flows."""
+    """Number of products of the forward's size in the backward pass of a product; `flows`: as in Tape.flows."""
     if base_name(node) in _RECURRENT:
         return 2 * any(flows)
     return sum(flows[operands(node)])
 
 
 def backward_flops(node: Node, values: Sequence[Value], flows: Sequence[bool], flops: float) -> float:
-    """Operations of the backward pass: a product as large as the forward's for each operand that gets a gradient.
+    """FLOPs of the backward pass: a product of the forward's size for each operand that gets a gradient.
 
-    `flows`: of the node, as in Tape.flows. `flops`: of the forward. What fused attention computes again of the forward is
-    not among them.
+    `flows`: of the node, as in Tape.flows. `flops`: of the forward. Recomputation inside fused attention does not count.
     """
     wanted = flows[operands(node)]
     if base_name(node) not in ATTENTION:
@@ -66,5 +65,5 @@ def backward_flops(node: Node, values: Sequence[Value], flows: Sequence[bool], f
     query, _, value = (values[ref.i].shape[-1] for ref in node.ins[:3])
     scores = flops * query / (query + value)  # of the two products of the forward, the first
     by_query, by_key, by_value = wanted
-    # the gradient of the scores is needed for either of those that made them
+    # query and key both need the gradient of the scores
     return scores * (by_query + by_key) + (flops - scores) * ((by_query or by_key) + by_value)

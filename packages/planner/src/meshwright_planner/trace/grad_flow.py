@@ -1,7 +1,7 @@
-"""Where gradients flow: what every tensor asked for when it was used, and what the results ask of that.
+"""Which inputs of which operations receive a gradient.
 
-An operation hands a gradient to an input where that required one when it ran: neither under `torch.no_grad()`, nor a detached
-tensor, nor a frozen parameter.  A call of a torch.autograd.Function runs without gradients, and has one all the same.
+An input receives a gradient when it required one while the operation ran: not under `torch.no_grad()`, not if it was detached,
+not if it is a frozen parameter.  The body of a torch.autograd.Function runs with gradients disabled, but its inputs receive one.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ class Note:
     """How a node was run.
 
     Args:
-        enabled: with gradients on.
-        asked: per tensor input, what it asked for, as in `_torch.asked`.
+        enabled: with gradients enabled.
+        requires: per tensor input, whether it required a gradient, as in `_torch.gradient_kinds`.
         place: the checkpoints that it ran in.
         like: the note of the node that this one is a copy of.
-        function: per tensor input, whether the Function that the node is a part of hands it a gradient.
+        function: per tensor input, whether it receives a gradient from the autograd.Function that the node is a part of.
     """
 
     enabled: bool
-    asked: tuple[int, ...]
+    requires: tuple[int, ...]
     place: Place = ()
     like: Note | None = None
     function: tuple[bool, ...] = field(default=())
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Per tensor input, whether it gets a gradient where one comes back to the node."""
+        """Per tensor input, whether it receives a gradient when the node does."""
         if self.enabled:
-            return tuple(map(bool, self.asked))
+            return tuple(map(bool, self.requires))
         return self.function if self.like is None else self.like.wanted
 
 
-def functions(
+def find_function_gradients(
     nodes: Sequence[Node], notes: Sequence[Note], tensor: Callable[[int], torch.Tensor | None]
 ) -> None:
-    """Find the calls of Functions among the nodes, and note whom they hand gradients to.
+    """Find the calls of autograd.Functions among the nodes, and note which inputs receive a gradient.
 
-    `tensor`: value -> what it was, None where only its copy was seen.
+    `tensor`: value -> the tensor; None when the value belongs to a copied block.
     """
     maker = {ref.i: k for k, node in enumerate(nodes) if not notes[k].enabled for ref in node.outs}
     for value, last in maker.items():
         made = None if notes[last].like is not None else tensor(value)
         function = None if made is None or not made.requires_grad else _torch.function_of(made)
         if function is not None:
-            _function(nodes, notes, tensor, maker, last, function)
+            _function_gradients(nodes, notes, tensor, maker, last, function)
 
 
-def _function(
+def _function_gradients(
     nodes: Sequence[Node],
     notes: Sequence[Note],
     tensor: Callable[[int], torch.Tensor | None],
@@ -66,52 +66,52 @@ def _function(
     last: int,
     function: object,
 ) -> None:
-    """Note whom the nodes of one call of a Function hand gradients to; `last`: what made its result."""
+    """Note which inputs of the nodes of one Function call receive a gradient; `last`: the node of its result."""
 
     def between(k: int) -> Iterator[tuple[int, int | None, int]]:
-        """Per input of a node: its value, what made it where that may be in the call, and what it asked for."""
-        for ref, asked in zip(nodes[k].ins, notes[k].asked, strict=True):
-            before = maker.get(ref.i)
-            # without gradients, a view of what requires one still says so, and seems to be where that ends
-            yield ref.i, None if asked == COMPUTED else before, asked
+        """Per input of a node: its value, the node of the call that may have made it, and its gradient kind."""
+        for ref, kind in zip(nodes[k].ins, notes[k].requires, strict=True):
+            maker_node = maker.get(ref.i)
+            # with gradients disabled, a view of a tensor that requires one looks like a leaf
+            yield ref.i, None if kind == COMPUTED else maker_node, kind
 
-    inside, ahead = {last}, [last]
-    while ahead:
-        for _, before, _ in between(ahead.pop()):
+    inside, pending = {last}, [last]
+    while pending:
+        for _, before, _ in between(pending.pop()):
             if before is not None and before not in inside:
                 inside.add(before)
-                ahead.append(before)
+                pending.append(before)
     reached: set[int] = set()
     for k in sorted(inside):
-        found = []
-        for value, before, asked in between(k):
-            if before is not None or not asked:
-                found.append(value in reached)
+        receives = []
+        for value, before, requirement in between(k):
+            if before is not None or not requirement:
+                receives.append(value in reached)
             else:
-                given = tensor(value)
-                found.append(given is None or _torch.takes(function, given))
-        known = notes[k].function or (False,) * len(found)
-        notes[k].function = tuple(a or b for a, b in zip(known, found, strict=True))
-        if any(found):
+                input_tensor = tensor(value)
+                receives.append(input_tensor is None or _torch.receives_gradient(function, input_tensor))
+        earlier = notes[k].function or (False,) * len(receives)
+        notes[k].function = tuple(a or b for a, b in zip(earlier, receives, strict=True))
+        if any(receives):
             reached.update(ref.i for ref in nodes[k].outs)
 
 
 def _ends(note: Note, maker: Note | None) -> bool:
-    """Whether gradients end in a leaf that a node takes: it was computed, detached, and made to require one again.
+    """Whether a gradient ends in a leaf input: a tensor that was computed, detached, and made to require one again.
 
-    Inside of a Function, views seem to be leaves.
+    Inside an autograd.Function views look like leaves.
     """
     return maker is not None and (note.enabled or maker.enabled)
 
 
 @dataclass(frozen=True)
 class Flows:
-    """Where gradients flow on a tape.
+    """The gradients of a tape.
 
     Args:
-        values: per value, whether a gradient comes to it.
-        inputs: per node and tensor input, whether the node hands a gradient to it.
-        reached: the checkpoints that a gradient goes back through.
+        values: per value, whether it receives a gradient.
+        inputs: per node and tensor input, whether the input receives a gradient from the node.
+        reached: the checkpoints that the backward pass enters.
     """
 
     values: list[bool]
@@ -126,15 +126,15 @@ def flows(
     values: int,
     roots: Mapping[int, int],
 ) -> Flows:
-    """Those from `results`, the values among the results that require a gradient.
+    """The gradients from `results`, the values among the results that require one.
 
     Args:
-        values: how many there are.
-        roots: value -> the first value of its storage, where that is another one.
+        values: number of values.
+        roots: value -> the first value of its storage, if that is another.
     """
     maker = {ref.i: note for node, note in zip(nodes, notes, strict=True) for ref in node.outs}
     grad = [False] * values
-    stored: set[int] = set()  # storages that a gradient comes to
+    stored: set[int] = set()  # storages that receive a gradient
 
     def comes_to(value: int) -> None:
         grad[value] = True
@@ -148,12 +148,12 @@ def flows(
         node, note = nodes[k], notes[k]
         nothing = (False,) * len(node.ins)
         back = any(grad[ref.i] for ref in node.outs)
-        if not back and node.mutates:  # a part of something
+        if not back and node.mutates:  # a write to a part of a storage
             back = any(roots.get(ref.i, ref.i) in stored for ref in node.outs)
         inputs[k] = (note.wanted or nothing) if back else nothing
         if any(inputs[k]):
-            reached.update(spot.here for spot in note.place)
-        for ref, wanted, asked in zip(node.ins, inputs[k], note.asked, strict=True):
-            if wanted and not (asked == LEAF and _ends(note, maker.get(ref.i))):
+            reached.update(spot.checkpoint for spot in note.place)
+        for ref, wanted, kind in zip(node.ins, inputs[k], note.requires, strict=True):
+            if wanted and not (kind == LEAF and _ends(note, maker.get(ref.i))):
                 comes_to(ref.i)
     return Flows(grad, inputs, frozenset(reached))

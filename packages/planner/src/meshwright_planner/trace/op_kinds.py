@@ -1,4 +1,4 @@
-"""Kinds of work: operations whose times go by the same curve, where a machine was measured."""
+"""Kinds of operations: those of one kind share a timing curve on a measured machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTENTION = frozenset(
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
     "_scaled_dot_product_fused_attention_overrideable".split()
 )
-"""Attention in one operation: query, key and value come first."""
+"""Fused attention operations: query, key and value come first."""
 
 _BY_NAME = MappingProxyType(
     {
@@ -47,11 +47,11 @@ _BY_NAME = MappingProxyType(
 
 
 HEAD_WIDTHS = (16, 32, 64, 128)
-"""Widths of heads at which attention is measured: narrow ones spend their time on exponentials, not on products."""
+"""Head widths at which attention is measured: narrow heads spend their time on exponentials, not on products."""
 
 
 def attention_kind(width: int) -> str:
-    """The kind of attention over heads of a width: that of the nearest width that is measured."""
+    """The kind of attention with heads of a width: the nearest measured width."""
     return f"attention-{min(HEAD_WIDTHS, key=lambda w: (abs(math.log(w / max(width, 1))), w))}"
 
 
@@ -61,7 +61,7 @@ def base_name(node: Node) -> str:
 
 
 def kind_of(node: Node, flops: float, width: int = 64) -> str:
-    """The kind of work that a recorded operation is; `flops`: of its forward; `width`: last dim of its first input."""
+    """The kind of a recorded operation; `flops`: of its forward; `width`: last dim of its first input."""
     name = base_name(node)
     if name in VIEWS:
         return "view"

@@ -1,6 +1,6 @@
-"""Repeated blocks, merged: a tape's nodes and values up to repetition, each with its multiplicity.
+"""A tape with repeated blocks merged: representative nodes and values, each with its multiplicity.
 
-Sibling modules that do the same thing one after the other (layer 0, layer 1, ...) become one representative.  The edges
+Sibling modules that do the same one after the other (layer 0, layer 1, ...) become one representative.  The edges
 between consecutive copies stay: the representative reads its own output too, which makes the state at a block
 boundary a fixed point.  Parallel siblings (k_proj and v_proj) are never merged: they may be placed differently.
 """
@@ -22,12 +22,12 @@ Edge = tuple[int, int, int]
 
 @dataclass
 class Quotient:
-    """What the search sees instead of the tape.
+    """The nodes, values and edges that a search works on.
 
     Args:
         nodes: representative nodes, in order.
-        node_count: representative -> how many nodes it stands for.
-        value_count: representative value -> how many values it stands for.
+        node_count: representative -> number of nodes it represents.
+        value_count: representative value -> number of values it represents.
         edges: edge -> the values that flow along its copies, without repeats.
         groups: names of the modules that were merged, representative first.
     """
@@ -39,7 +39,7 @@ class Quotient:
     groups: list[list[str]] = field(default_factory=list)
     _node_of: dict[int, int] = field(default_factory=dict)
     _value_of: dict[int, int] = field(default_factory=dict)
-    _found: dict[Hashable, Any] = field(default_factory=dict)
+    _cache: dict[Hashable, Any] = field(default_factory=dict)
 
     def node(self, index: int) -> int:
         """The representative of node `index`."""
@@ -50,7 +50,7 @@ class Quotient:
         return self._value_of.get(index, index)
 
     def flatten(self) -> None:
-        """A representative may have been merged into another since: say at once which one is left."""
+        """Follow chains of representatives: one may have been merged into another later."""
         for table in (self._node_of, self._value_of):
             for index, other in table.items():
                 while other in table:
@@ -58,18 +58,18 @@ class Quotient:
                 table[index] = other
 
     def once_for(self, tape: Tape, key: Hashable, make: Callable[[Tape], T]) -> T:
-        """`once`, for a tape and all that differ from it in sizes only: others may keep other tensors."""
+        """`once`, for a tape and all that differ from it in sizes only: others may save other tensors."""
         like = tape if tape.origin is None else tape.origin
-        # the answer holds on to the tape that it is of, whose number nobody else has then
-        _, found = self.once((key, id(like)), lambda: (like, make(like)))
-        return found
+        # the result keeps the tape alive, so that its id stays unique
+        _, result = self.once((key, id(like)), lambda: (like, make(like)))
+        return result
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for a key: what follows from the operations alone, whatever their sizes."""
-        if key not in self._found:
-            self._found[key] = make()
-        answer: T = self._found[key]
-        return answer
+        """The result of `make`, cached by key: for what follows from the operations alone, whatever their sizes."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        result: T = self._cache[key]
+        return result
 
 
 def quotient(tape: Tape, merge: bool = True) -> Quotient:
@@ -106,7 +106,7 @@ class _Block:
 class _Merger:
     def __init__(self, tape: Tape, result: Quotient) -> None:
         self.tape, self.result = tape, result
-        self._said: dict[str, Any] = {}
+        self._signatures: dict[str, Any] = {}
         self.span: dict[str, list[int]] = defaultdict(list)
         for index, node in enumerate(tape.nodes):
             parts = node.module.split(".") if node.module else []
@@ -134,15 +134,15 @@ class _Merger:
                 self.visit(name)
 
     def _signature(self, name: str) -> tuple[Any, _Block]:
-        # of the copies of a block data ranks may compute some for all rows, others not
+        # a data rank may compute some copies of a block for all rows, and others not
         source = self.tape.copied.get(name) if self.tape.division is None else None
-        if source in self._said and len(self.span[source]) == len(self.span[name]):
-            return self._said[source], self._copy(name)
-        self._said[name], block = self._look(name)
-        return self._said[name], block
+        if source in self._signatures and len(self.span[source]) == len(self.span[name]):
+            return self._signatures[source], self._copied_block(name)
+        self._signatures[name], block = self._signed_block(name)
+        return self._signatures[name], block
 
-    def _copy(self, name: str) -> _Block:
-        """A block that does what one does whose signature is known."""
+    def _copied_block(self, name: str) -> _Block:
+        """The block of a module that was not run, because another of the same signature was."""
         prefix = f"param:{name}."
         inside: set[int] = set()
         outside: dict[int, None] = {}
@@ -154,7 +154,7 @@ class _Merger:
             inside.update(ref.i for ref in node.outs)
         return _Block(name, list(outside), inside)
 
-    def _look(self, name: str) -> tuple[Any, _Block]:
+    def _signed_block(self, name: str) -> tuple[Any, _Block]:
         values, prefix = self.tape.values, f"param:{name}."
         inside: dict[int, tuple[int, int]] = {}
         outside: dict[int, int] = {}
@@ -172,15 +172,15 @@ class _Merger:
         for position, index in enumerate(self.span[name]):
             node = self.tape.nodes[index]
             call = node.call and (node.call.module[len(name) :], node.call.function, node.call.occurrence)
-            said = _described(node.args, label), _described(node.kwargs, label)
+            arguments = _described(node.args, label), _described(node.kwargs, label)
             goes = self.tape.flows[index], self.tape.again[index]
-            parts.append((node.name, node.module[len(name) :], call, *goes, *said))
+            parts.append((node.name, node.module[len(name) :], call, *goes, *arguments))
             for k, ref in enumerate(node.outs):
                 inside[ref.i] = (position, k)
         return tuple(parts), _Block(name, list(outside), set(inside))
 
     def _chained(self, first: _Block, second: _Block) -> bool:
-        """Whether something of `first` reaches `second` from outside, however indirectly."""
+        """Whether an input of `second` depends on `first`."""
         dependent = set(first.inside)
         start, stop = self.span[first.name][0], self.span[second.name][-1]
         for node in self.tape.nodes[start : stop + 1]:
@@ -207,7 +207,7 @@ class _Merger:
 
 
 def _described(tree: Any, label: Callable[[Ref], str]) -> Any:
-    """Recorded arguments, in the order in which they stand, in a form that can be compared and hashed."""
+    """Recorded arguments, in order, in a form that can be compared and hashed."""
     if isinstance(tree, Ref):
         return label(tree)
     if isinstance(tree, (tuple, list)):
@@ -218,21 +218,21 @@ def _described(tree: Any, label: Callable[[Ref], str]) -> Any:
 
 
 def _is_own(name: str | None, module: str) -> bool:
-    """Whether a value is a parameter or buffer of `module` or of what is inside it."""
+    """Whether a value is a parameter or buffer of `module` or of a module inside it."""
     return name is not None and name.partition(":")[2].startswith(f"{module}.")
 
 
 def representative_nodes(tape: Tape, result: Quotient) -> list[Node]:
-    """The nodes that stand for all."""
+    """The representative nodes."""
     return [tape.nodes[i] for i in result.nodes]
 
 
 def carried(tape: Tape, result: Quotient) -> list[int]:
-    """Representative values that a block hands to its next copy: activations with a gradient, of three dims or more."""
+    """Representative values that flow from a block to its next copy: activations with a gradient, of three dims or more."""
     maker = {result.value(r.i): k for k in result.nodes for r in tape.nodes[k].outs}
-    found: dict[int, None] = {}
+    values: dict[int, None] = {}
     for value, node, _ in result.edges:
         made = maker.get(value)
         if made is not None and made >= node and tape.grad[value] and len(tape.values[value].shape) > 2:
-            found[value] = None
-    return list(found)
+            values[value] = None
+    return list(values)

@@ -1,8 +1,8 @@
-"""A tape of any number of rows, from two that were recorded: sizes are straight lines in the rows.
+"""The tape of any number of rows, from two recordings: sizes are linear in the number of rows.
 
-A rank's part of the batch has another number of rows in every combination of degrees.  What a model does to more rows is
-what it does to fewer, on larger tensors; so two recordings say what all sizes are.  Two points lie on a line whatever the sizes
-do between and behind them: where one does not grow as the rows do (logits of all pairs of rows, say), a third recording tells.
+A rank's part of the batch has another number of rows in every combination of degrees.  A model does the same operations on more
+rows, on larger tensors, so two recordings determine all sizes.  When a size is not proportional to the rows (logits of all pairs
+of rows, say), a third recording has to confirm that it is linear.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from meshwright_dtensor.trace.graph import Node, Ref, Value
 from meshwright_planner.trace.tape import Saved, Tape
 
 _Rule = Callable[[int], Any]
-"""Rows -> what stands in that place."""
+"""Number of rows -> the value in that place."""
 
 
-class _Bent(Exception):
-    """Two tapes do not belong together, or a size is no straight line."""
+class _NotLinear(Exception):
+    """Two tapes are of different programs, or a size is not linear in the rows."""
 
 
-class Family:
+class TapeFamily:
     """Tapes of one program at any number of rows.
 
     Attributes:
-        sure: every size that changes is the rows times something, in one dim of a shape.
+        proportional: every size that changes is proportional to the rows, in one dim of a shape.
     """
 
     def __init__(self, first: Tape, second: Tape) -> None:
         """`first` and `second` were recorded with different numbers of rows.
 
         Raises:
-            ValueError: they are not of one program, or something in them is no straight line in the rows.
+            ValueError: they are of different programs, or a size is not linear in the rows.
         """
-        self.first, self._rows, self.sure = first, (first.rows, second.rows), True
+        self.first, self._rows, self.proportional = first, (first.rows, second.rows), True
         try:
             self._learn(second)
-        except _Bent as bent:
+        except _NotLinear as bent:
             raise ValueError(str(bent)) from None
 
     def at(self, rows: int) -> Tape | None:
-        """The tape of `rows` rows; None where a size would be no whole number."""
+        """The tape of `rows` rows; None when a size would not be an integer."""
         first = self.first
         values, nodes, saved = list(first.values), list(first.nodes), [*first.saved, *first.dropped]
         try:
@@ -56,36 +56,36 @@ class Family:
                 saved[i] = saved[i]._replace(nbytes=nbytes(rows))
             for i, root in self._whole:
                 saved[i] = saved[i]._replace(nbytes=values[root].nbytes)
-        except _Bent:
+        except _NotLinear:
             return None
-        own = len(first.saved)
-        kept, dropped = saved[:own], saved[own:]
+        count = len(first.saved)
+        kept, dropped = saved[:count], saved[count:]
         return replace(
             first, values=values, nodes=nodes, saved=kept, dropped=dropped, rows=rows, origin=first
         )
 
-    def says(self, other: Tape) -> bool:
-        """Whether a tape that was recorded with yet another number of rows is what these two make of it."""
-        own = self.at(other.rows)
+    def predicts(self, other: Tape) -> bool:
+        """Whether the prediction for the number of rows of a third recording equals that recording."""
+        scaled = self.at(other.rows)
         return (
-            own is not None
-            and alike(own, other)
-            and all(x.shape == y.shape and x.stride == y.stride for x, y in zip(own.values, other.values))
-            and all(_same((n.args, n.kwargs), (m.args, m.kwargs)) for n, m in zip(own.nodes, other.nodes))
-            and all(math.isclose(n.flops, m.flops) for n, m in zip(own.nodes, other.nodes))
-            and all(s.nbytes == t.nbytes for s, t in zip(_items(own), _items(other)))
+            scaled is not None
+            and same_program(scaled, other)
+            and all(x.shape == y.shape and x.stride == y.stride for x, y in zip(scaled.values, other.values))
+            and all(_same((n.args, n.kwargs), (m.args, m.kwargs)) for n, m in zip(scaled.nodes, other.nodes))
+            and all(math.isclose(n.flops, m.flops) for n, m in zip(scaled.nodes, other.nodes))
+            and all(s.nbytes == t.nbytes for s, t in zip(_items(scaled), _items(other)))
         )
 
     def _learn(self, second: Tape) -> None:
         a, b = self.first, second
-        if not alike(a, b):
-            raise _Bent("the tapes are of different operations")
+        if not same_program(a, b):
+            raise _NotLinear("the tapes are of different operations")
         self._values: list[tuple[int, _Rule, _Rule]] = []
         for i, (x, y) in enumerate(zip(a.values, b.values, strict=True)):
             if x.dtype != y.dtype or x.name != y.name:
-                raise _Bent("the tapes are of different values")
+                raise _NotLinear("the tapes are of different values")
             if x.shape != y.shape or x.stride != y.stride:
-                self.sure &= sum(p != q for p, q in zip(x.shape, y.shape)) < 2
+                self.proportional &= sum(p != q for p, q in zip(x.shape, y.shape)) < 2
                 self._values.append((i, self._rule(x.shape, y.shape), self._rule(x.stride, y.stride)))
         self._nodes: list[tuple[int, _Rule, _Rule, _Rule]] = []
         for i, (n, m) in enumerate(zip(a.nodes, b.nodes, strict=True)):
@@ -93,7 +93,7 @@ class Family:
                 rules = self._rule(n.args, m.args), self._rule(n.kwargs, m.kwargs)
                 self._nodes.append((i, *rules, self._power(n.flops, m.flops)))
         self._saved: list[tuple[int, _Rule]] = []
-        self._whole: list[tuple[int, int]] = []  # what is kept is all of a storage that is known
+        self._whole: list[tuple[int, int]] = []  # (saved tensor, root): a whole known storage is saved
         for i, (s, t) in enumerate(zip(_items(a), _items(b), strict=True)):
             root = s.root
             if root is not None and (s.nbytes, t.nbytes) == (a.values[root].nbytes, b.values[root].nbytes):
@@ -103,7 +103,7 @@ class Family:
                 self._saved.append((i, self._rule(s.nbytes, t.nbytes)))
 
     def _rule(self, x: Any, y: Any) -> _Rule:
-        """What stands where `x` and `y` stand."""
+        """The rule that gives `x` and `y` at the rows of the two recordings."""
         if _same(x, y):
             return lambda rows: x
         if isinstance(x, (tuple, list)) and type(x) is type(y) and len(x) == len(y):
@@ -114,32 +114,32 @@ class Family:
             return lambda rows: {key: rule(rows) for key, rule in by_key.items()}
         if type(x) is int and type(y) is int:
             return self._line(x, y)
-        raise _Bent(f"{x!r} and {y!r} are no numbers on a line")
+        raise _NotLinear(f"{x!r} and {y!r} are not linear in the rows")
 
     def _line(self, x: int, y: int) -> _Rule:
         a, b = self._rows
-        self.sure &= x * b == y * a
+        self.proportional &= x * b == y * a
 
         def at(rows: int) -> int:
             value, rest = divmod((y - x) * (rows - a), b - a)
             if rest or x + value < 0:
-                raise _Bent("no whole number")
+                raise _NotLinear("not an integer")
             return x + value
 
         return at
 
     def _power(self, x: float, y: float) -> _Rule:
-        """Operations of products grow with a power of the rows."""
+        """FLOPs grow with a power of the rows."""
         if x == y or x <= 0 or y <= 0:
-            self.sure &= x == y
+            self.proportional &= x == y
             return lambda rows: x
         a, b = self._rows
-        self.sure &= x * b == y * a
+        self.proportional &= x * b == y * a
         power = math.log(y / x) / math.log(b / a)
         return lambda rows: float(round(x * (rows / a) ** power))
 
 
-def alike(a: Tape, b: Tape) -> bool:
+def same_program(a: Tape, b: Tape) -> bool:
     """Whether two tapes are of the same operations, whatever their sizes."""
     return (
         (len(a.values), len(a.nodes)) == (len(b.values), len(b.nodes))
@@ -152,7 +152,7 @@ def alike(a: Tape, b: Tape) -> bool:
 
 
 def _items(tape: Tape) -> list[Saved]:
-    """What autograd keeps, and what checkpoints of the model give up of that."""
+    """All saved tensors, also those that checkpoints of the model drop."""
     return [*tape.saved, *tape.dropped]
 
 

@@ -1,4 +1,4 @@
-"""Borrow a model for one run on other tensors than its own, and give it back as it was."""
+"""Run a model once on substituted tensors, and restore it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import nn
 
 from meshwright_dtensor.dispatch.module_to import KeptApply
 from meshwright_planner import _torch
-from meshwright_planner.trace.recorder.module_state import Contents
+from meshwright_planner.trace.recorder.module_state import ModuleState
 
 Swap = Callable[[torch.Tensor], torch.Tensor]
 
 
 @contextlib.contextmanager
 def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
-    """While open, every parameter and buffer of `model` is `swap(it)`; tied ones stay tied.
+    """Inside, every parameter and buffer of `model` is replaced by `swap(it)`; tied ones stay tied.
 
-    On leaving, modules have the very parameters, buffers, children, hooks and attributes they had, those attributes hold what
-    they held (see `Contents`), and the random generators of torch, numpy and Python are where they were.
+    On exit, the modules have the same parameters, buffers, children, hooks and attributes as before, with the same contents
+    (see `ModuleState`), and the random generators of torch, numpy and Python have their old state.
     """
     modules = list(model.modules())
-    before = Contents(modules)
+    before = ModuleState(modules)
     memo: dict[int, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
                     for name, tensor in table.items():
                         if tensor is not None:
                             table[name] = once(tensor)  # type: ignore[assignment]
-                if _torch.own_tensors(module)[0]:  # a forward may cast a router to the dtype that it has
+                if _torch.own_tensors(module)[0]:  # a forward may call to() on a module (routers)
                     _torch.convert_by(module, KeptApply(module))
             yield
         finally:
@@ -53,7 +53,7 @@ def borrowed(model: nn.Module, swap: Swap) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """While open, Python looks for no garbage: a search makes much that lives, and looking at it took a fourth of the time."""
+    """Inside, garbage collection is off: a search creates many long-lived objects, and scanning them took a quarter of the time."""
     was = gc.isenabled()
     gc.disable()
     try:

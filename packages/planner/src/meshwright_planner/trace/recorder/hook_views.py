@@ -1,6 +1,6 @@
-"""What hooks inside a block see while it runs, so that those of its copies are shown the same of theirs.
+"""Calls of forward hooks inside a block, recorded so that the hooks of copied blocks can be called with their own tensors.
 
-transformers takes outputs out of a model by such hooks (routers' logits, attentions): a loss of them needs those of every block.
+transformers collects outputs by such hooks (router logits, attentions), and a loss on them needs those of every block.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 
 
 @dataclass(frozen=True)
-class Sight:
+class HookCall:
     """One call of a hook.
 
     Args:
-        module: whose hook it is, by its name below the block.
-        place: which of that module's hooks.
+        module: name of the module below the block.
+        place: number of the hook on that module.
         leaves, spec: the module's arguments and its output.
     """
 
@@ -34,67 +34,67 @@ class Sight:
     spec: Any
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that the hook sees."""
+        """The tensors that the hook gets."""
         return [x for x in self.leaves if isinstance(x, torch.Tensor)]
 
 
 @dataclass
-class Sights:
-    """What the hooks of one run saw, in order.
+class HookCalls:
+    """The hook calls of one run, in order.
 
     Args:
-        only_looked: none of them computed, or changed what its module returns.
+        passive: no hook computed anything or changed its module's output.
     """
 
-    seen: list[Sight] = field(default_factory=list)
-    only_looked: bool = True
+    seen: list[HookCall] = field(default_factory=list)
+    passive: bool = True
 
 
 @contextlib.contextmanager
-def watched_hooks(block: nn.Module, watcher: StorageRecorder) -> Iterator[Sights]:
-    """Inside, hooks below `block` run as they do, and what they see is written down."""
-    sights = Sights()
+def recorded_hooks(block: nn.Module, recorder: StorageRecorder) -> Iterator[HookCalls]:
+    """Inside, the calls of hooks below `block` are recorded."""
+    hook_calls = HookCalls()
     tables = [(name, _torch.forward_hooks(m)) for name, m in block.named_modules() if name]
     before = [dict(table) for _, table in tables]
     for name, table in tables:
         for place, (key, hook) in enumerate(table.items()):
-            table[key] = _noting(sights, watcher, name, place, hook)
+            table[key] = _noting(hook_calls, recorder, name, place, hook)
     wrapped = [list(table) for _, table in tables]
     try:
-        yield sights
+        yield hook_calls
     finally:
         for (_, table), keys, hooks in zip(tables, wrapped, before):
-            sights.only_looked &= list(table) == keys  # else hooks came or went meanwhile
+            hook_calls.passive &= list(table) == keys  # else hooks were added or removed during the run
             table.update((key, hook) for key, hook in hooks.items() if key in table)
 
 
 def _noting(
-    sights: Sights, watcher: StorageRecorder, name: str, place: int, hook: Callable[..., Any]
+    hook_calls: HookCalls, recorder: StorageRecorder, name: str, place: int, hook: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(module: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, output))
-        sights.seen.append(Sight(name, place, tuple(leaves), spec))
-        before = watcher.extent()
+        hook_calls.seen.append(HookCall(name, place, tuple(leaves), spec))
+        before = recorder.extent()
         result = hook(module, args, output)
-        sights.only_looked &= result is None and watcher.extent() == before
+        hook_calls.passive &= result is None and recorder.extent() == before
         return result
 
     return run
 
 
-def show(
-    sights: list[Sight],
+def replay_hooks(
+    hook_calls: list[HookCall],
     block: nn.Module,
-    watcher: StorageRecorder,
-    stand_in: Callable[[torch.Tensor], torch.Tensor],
+    recorder: StorageRecorder,
+    fake_copy: Callable[[torch.Tensor], torch.Tensor],
 ) -> bool:
-    """Run the hooks of a copied block on stand-ins for what they would see; whether they only looked."""
-    for sight in sights:
-        module = block.get_submodule(sight.module)
-        hook = list(_torch.forward_hooks(module).values())[sight.place]
-        leaves = [stand_in(x) if isinstance(x, torch.Tensor) else x for x in sight.leaves]
-        args, output = pytree.tree_unflatten(leaves, sight.spec)
-        before = watcher.extent()
-        if hook(module, args, output) is not None or watcher.extent() != before:
+    """Call the hooks of a copied block with fake copies of the recorded tensors; returns whether they were passive."""
+    for hook_call in hook_calls:
+        module = block.get_submodule(hook_call.module)
+        hook = list(_torch.forward_hooks(module).values())[hook_call.place]
+        leaves = [fake_copy(x) if isinstance(x, torch.Tensor) else x for x in hook_call.leaves]
+        args, output = pytree.tree_unflatten(leaves, hook_call.spec)
+        before = recorder.extent()
+        if hook(module, args, output) is not None or recorder.extent() != before:
             return False
     return True

@@ -1,7 +1,6 @@
-"""What modules hold, written down and put back: a run of them may hang up hooks, replace layers, or count in lists of theirs.
+"""Snapshot and restore of module attributes: a run may register hooks, replace layers, or append to lists of modules.
 
-One rank plans and the others do not, so whatever a watched run left behind would be there on one rank only, and the ranks would
-run different programs from then on.
+Only one rank plans. A change that its recording left would exist on that rank only, and the ranks would run different programs.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ _LEFT = (
 )  # fmt: skip
 
 
-class Contents:
-    """The attributes of modules, and what is in them: tables of hooks and children, lists, dicts, sets and what is in those.
+class ModuleState:
+    """The attributes of modules and their contents: tables of hooks and children, and nested lists, dicts and sets.
 
-    So too the attributes of other Python objects that a module holds (a tracker of losses, a cache, a configuration), but not
-    those of objects further in; nor tensors, memory that C++ owns, or what the class or the program holds.
+    Included are attributes of other Python objects that a module holds (a loss tracker, a cache, a configuration), but not of
+    objects inside those. Not included are tensor data, memory owned by C++, and attributes of classes.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved: dict[int, tuple[Any, Any]] = {}
-        """id -> (a container, a copy of what is in it); it keeps both alive, so that ids stay theirs."""
+        """id -> (container, copy of its contents); both stay alive, so that ids stay unique."""
         for module in modules:
             self._note(vars(module), True)
 
     def put_back(self) -> None:
-        """Every container holds what it held; what was the same object is it again."""
+        """Restore the contents of every container, with the same objects."""
         for container, held in self._saved.values():
             if not _same(container, held):
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(held)
 
     def _note(self, value: Any, objects: bool) -> None:
-        """Write down `value` and what it holds, and the attributes of the `objects` in it."""
+        """Save the contents of `value`, recursively; `objects`: also attributes of objects in it."""
         kind = type(value)
         if id(value) in self._saved:
             return
@@ -65,7 +64,7 @@ class Contents:
 
 
 def _same(container: Any, held: Any) -> bool:
-    """Whether both hold the very same objects in the same order."""
+    """Whether both hold the same objects in the same order."""
     if len(container) != len(held) or any(a is not b for a, b in zip(container, held)):
         return False
     return not isinstance(held, dict) or all(a is b for a, b in zip(container.values(), held.values()))

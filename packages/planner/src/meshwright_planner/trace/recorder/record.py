@@ -1,8 +1,8 @@
-"""Run a model once, watched: fake tensors where values do not matter, real ones where models look.
+"""Run a model once on fake tensors and record the tape.
 
 Parameters and floating-point inputs are fake.  Integers and booleans are real and small: models read them (is anything
-masked? is this sequence packed?), and take other paths when they find themselves run on fake tensors.  Where the
-program looks at floating-point data too, everything is real, and the tape says so.
+masked? is this sequence packed?), and take other paths on fake tensors.  If the model reads floating-point data too, the run
+is repeated on real tensors, and the tape says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright_dtensor.trace.graph import Recorder, leaves
 from meshwright_planner import _torch
 from meshwright_planner.trace.batch import Batch, check_signature
 from meshwright_planner.trace.recorder.borrow_model import borrowed
-from meshwright_planner.trace.recorder.replay_blocks import UnlikeError, replay_blocks
+from meshwright_planner.trace.recorder.replay_blocks import BlocksDifferError, replay_blocks
 from meshwright_planner.trace.recorder.saved_tensors import saved_and_dropped
 from meshwright_planner.trace.recorder.storage_recorder import REAL_ELEMENTS, StorageRecorder
 from meshwright_planner.trace.tape import ModuleInfo, Tape, finish
@@ -38,7 +38,7 @@ REAL_RUN_LIMIT_BYTES = 4 * 2**30
 
 
 class NoRunError(UsageError):
-    """A model raises when it is called with its batch, or with a part of it; `what`: which model raised what."""
+    """A model raises when it is called with its batch or a part of it; `what`: the model and its error."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -51,13 +51,13 @@ class NoRunError(UsageError):
 
 
 @dataclass
-class Known:
-    """What recordings of one model in one dtype share.
+class RecordingCache:
+    """Shared by the recordings of one model in one dtype.
 
     Args:
-        mode: under which its parameters are fake.
-        parameters: id of a parameter -> itself, and its stand-in.
-        trusted: repeated blocks, by the first of each family, that were seen to do the same.
+        mode: fake tensor mode of its parameters.
+        parameters: id of a parameter -> (parameter, fake parameter).
+        trusted: families of repeated blocks, by their first block, whose members were verified to do the same.
     """
 
     mode: Any = field(default_factory=_torch.fake_mode)
@@ -70,30 +70,33 @@ def record(
     batch: Batch,
     composites: Mapping[Callable[..., Any], Any],
     dtype: torch.dtype | None = None,
-    known: Known | None = None,
+    cache: RecordingCache | None = None,
 ) -> Tape:
-    """Run `model` once on tensors of `batch`'s shapes and return the tape; the model is left as it was.
+    """Run `model` once on tensors of `batch`'s shapes and return the tape; the model is restored.
 
     Args:
         model: any module; parameters may be on the meta device.
-        batch: the arguments, real, fake or meta tensors; their values are not read unless the model looks at data.
+        batch: the arguments, real, fake or meta tensors; their values are not used unless the model reads data.
         composites: torch function -> Composite, as in RuleBook.composites.
-        dtype: what floating parameters, persistent buffers and batch tensors are computed in; None leaves them.
-        known: what earlier recordings of the same model in the same dtype have found; this one adds to it.
+        dtype: compute dtype of floating-point parameters, persistent buffers and batch tensors; None: their own.
+        cache: shared with earlier recordings of the same model in the same dtype; updated.
 
     Raises:
         UsageError: the model does not take the batch.
-        UnsupportedError: the model looks at data and is too large for a real run.
+        UnsupportedError: the model reads data and is too large for a real run.
     """
     check_signature(model, batch)
     start = time.perf_counter()
-    known = Known() if known is None else known
+    cache = RecordingCache() if cache is None else cache
     try:
         try:
-            tape = _run_mixed(model, batch, composites, dtype, known, replay=True)
-        except (UsageError, UnlikeError):  # blocks that need each other's traces: run them all
-            tape = _run_mixed(model, batch, composites, dtype, known, replay=False)
-    except _torch.LOOKS_AT_DATA as error:
+            tape = _run_mixed(model, batch, composites, dtype, cache, replay=True)
+        except (
+            UsageError,
+            BlocksDifferError,
+        ):  # blocks that depend on each other's side effects: run them all
+            tape = _run_mixed(model, batch, composites, dtype, cache, replay=False)
+    except _torch.DATA_DEPENDENT as error:
         tape = _run_real(model, batch, composites, error, dtype)
     tape.seconds = time.perf_counter() - start
     return tape
@@ -106,7 +109,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
-    """In which dtype each tensor of the model or the batch is computed with."""
+    """Tensor of the model or the batch -> its compute dtype."""
     kept = {id(buffer) for buffer in model.buffers()} - cast_buffers(model)
     return lambda t: t.dtype if dtype is None or id(t) in kept or not t.is_floating_point() else dtype
 
@@ -116,57 +119,57 @@ def _run_mixed(
     batch: Batch,
     composites: Mapping[Callable[..., Any], Any],
     dtype: torch.dtype | None,
-    known: Known,
+    cache: RecordingCache,
     replay: bool,
 ) -> Tape:
-    mode, device, computed = known.mode, _device_of(model), _dtypes(model, dtype)
+    mode, device, computed = cache.mode, _device_of(model), _dtypes(model, dtype)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if _readable(tensor):
+        if _is_readable(tensor):
             return tensor.detach().clone()
         return _torch.fake_like(mode, tensor, device, computed(tensor))
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        """As `fake`; the stand-in of a parameter is made once."""
+    def fake_once(tensor: torch.Tensor) -> torch.Tensor:
+        """As `fake`, but the fake parameter of a parameter is made once."""
         if not isinstance(tensor, nn.Parameter):
             return fake(tensor)
-        found = known.parameters.get(id(tensor))
-        if found is None or found[0] is not tensor:
+        cached = cache.parameters.get(id(tensor))
+        if cached is None or cached[0] is not tensor:
             new = fake(tensor)
             if _torch.is_fake(new):
                 new = _torch.as_parameter(new, tensor.requires_grad)
             else:
                 new = nn.Parameter(new, tensor.requires_grad)
-            found = known.parameters[id(tensor)] = tensor, new
-        return found[1]
+            cached = cache.parameters[id(tensor)] = tensor, new
+        return cached[1]
 
     def given(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if _readable(tensor):
+        if _is_readable(tensor):
             return tensor.detach().to(device)
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= REAL_ELEMENTS:
-            # any token will do, and a mask that masks nothing
+            # valid as token ids, and a mask that masks nothing
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
         return fake(tensor).requires_grad_(tensor.requires_grad)
 
-    with borrowed(model, own):
-        watcher = StorageRecorder(composites, mode)
-        blocks = replay_blocks(model, watcher, known.trusted) if replay else None
-        tape = _watch(model, batch.map(given), watcher)
-    if not watcher.checkpoints.alike():
-        raise UnlikeError("a checkpoint")
+    with borrowed(model, fake_once):
+        recorder = StorageRecorder(composites, mode)
+        blocks = replay_blocks(model, recorder, cache.trusted) if replay else None
+        tape = _watch(model, batch.map(given), recorder)
+    if not recorder.checkpoints.alike():
+        raise BlocksDifferError("a checkpoint")
     if blocks is not None:
-        known.trusted |= blocks.proven()
+        cache.trusted |= blocks.verified()
     return tape
 
 
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds integers or booleans that a model may look at."""
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers or booleans that a model may read."""
     unreal = tensor.is_meta or _torch.is_fake(tensor)
     return not (unreal or tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > REAL_ELEMENTS)
 
 
 def _is_unreal(tensor: torch.Tensor) -> bool:
-    """Whether nobody gave a tensor values."""
+    """Whether a tensor has no values."""
     return _torch.is_fake(tensor) or not has_values(tensor)
 
 
@@ -182,7 +185,7 @@ def _run_real(
     size = sum(t.numel() * t.element_size() for t in unreal)
     if size > REAL_RUN_LIMIT_BYTES:
         raise UnsupportedError(
-            f"{type(model).__name__} looks at the data it computes ({_line(why)}), so it must run on real tensors, and "
+            f"{type(model).__name__} reads the data it computes ({_line(why)}), so it must run on real tensors, and "
             f"{size / 2**30:.1f} GiB of it has no values yet; plan with a smaller configuration of the same model"
         ) from None
     generator, computed = torch.Generator().manual_seed(0), _dtypes(model, dtype)
@@ -205,29 +208,29 @@ def _run_real(
     return tape
 
 
-def _watch(model: nn.Module, batch: Batch, watcher: StorageRecorder) -> Tape:
+def _watch(model: nn.Module, batch: Batch, recorder: StorageRecorder) -> Tape:
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=True):
-        parameters[name] = watcher.mark(parameter, f"param:{name}").i
+        parameters[name] = recorder.mark(parameter, f"param:{name}").i
     for name, buffer in model.named_buffers():
-        watcher.mark(buffer, f"buffer:{name}")
+        recorder.mark(buffer, f"buffer:{name}")
     for name, tensor in batch.tensors():
-        watcher.mark(tensor, f"input:{name}")
+        recorder.mark(tensor, f"input:{name}")
 
     calls: set[tuple[str, str]] = set()
     marks: list[tuple[str, dict[str, State]]] = []
-    noted = observe_marks(lambda mark: marks.append((watcher.frames[-1].module, mark)))
+    noted = observe_marks(lambda mark: marks.append((recorder.frames[-1].module, mark)))
     with (
         torch.enable_grad(),
-        _module_frames(model, watcher, calls),
+        _module_frames(model, recorder, calls),
         noted,
-        watcher.checkpoints.watched(watcher.pack),
+        recorder.checkpoints.watched(recorder.pack),
     ):
-        with watcher:
+        with recorder:
             try:
                 out = model(*batch.args, **batch.kwargs)
             except Exception as error:
-                if isinstance(error, (MeshwrightError, UnlikeError, *_torch.LOOKS_AT_DATA)):
+                if isinstance(error, (MeshwrightError, BlocksDifferError, *_torch.DATA_DEPENDENT)):
                     raise
                 raise NoRunError(f"{type(model).__name__} raised {_line(error)}") from error
     results, scalar = _results(out)
@@ -236,36 +239,38 @@ def _watch(model: nn.Module, batch: Batch, watcher: StorageRecorder) -> Tape:
             f"{type(model).__name__} returned no floating-point tensor; there is nothing to train"
         )
     tape = Tape(
-        values=watcher.values,
-        nodes=watcher.nodes,
-        results=[watcher.ref(t).i for t in results],
+        values=recorder.values,
+        nodes=recorder.nodes,
+        results=[recorder.ref(t).i for t in results],
         grad=[],
         saved=[],
         modules=_module_infos(model),
-        recorded=len(watcher.nodes),
+        recorded=len(recorder.nodes),
         scalar=scalar,
         parameters=parameters,
         rows=batch.size,
-        copied=watcher.copied,
+        copied=recorder.copied,
         tied=tied_names(model),
         marks=tuple(marks),
-        returned=tuple(dict.fromkeys(watcher.ref(t).i for t in (*leaves(out, torch.Tensor), *results))),
-        calls=_with_copies(calls, watcher.copied),
+        returned=tuple(dict.fromkeys(recorder.ref(t).i for t in (*leaves(out, torch.Tensor), *results))),
+        calls=_with_copies(calls, recorder.copied),
     )
-    watcher.find_functions()
-    kept = finish(tape, watcher.notes, watcher.roots, [watcher.ref(t).i for t in results if t.requires_grad])
-    tape.saved, tape.dropped = saved_and_dropped(watcher, kept, tape)
+    recorder.find_functions()
+    kept = finish(
+        tape, recorder.notes, recorder.roots, [recorder.ref(t).i for t in results if t.requires_grad]
+    )
+    tape.saved, tape.dropped = saved_and_dropped(recorder, kept, tape)
     return tape
 
 
 @contextlib.contextmanager
 def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, str]]) -> Iterator[None]:
-    """Inside, the recorder knows whose forward runs; `calls`: gets (module that calls, module that is called)."""
+    """Inside, the recorder knows the module whose forward runs; `calls` collects (calling module, called module)."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def enters(module: nn.Module, args: Any) -> None:
         caller = recorder.frames[-1].module
-        name = names.get(id(module), caller)  # modules made during the forward belong to whoever runs them
+        name = names.get(id(module), caller)  # modules made during the forward count as their caller
         if name != caller:
             calls.add((caller, name))
         recorder.enter_module(name)
@@ -280,24 +285,27 @@ def _module_frames(model: nn.Module, recorder: Recorder, calls: set[tuple[str, s
 
 
 def _with_copies(calls: Iterable[tuple[str, str]], copied: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """The calls, with those inside of modules that were not run since they do what another does."""
-    found = set[tuple[str, str]]()
-    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)  # module -> calls by it, and in it
+    """The calls, with those inside of copied modules."""
+    all_calls = set[tuple[str, str]]()
+    inside: dict[str, list[tuple[str, str]]] = defaultdict(list)  # module -> calls by it and inside it
 
     def add(caller: str, called: str) -> None:
-        if (caller, called) not in found:
-            found.add((caller, called))
+        if (caller, called) not in all_calls:
+            all_calls.add((caller, called))
             parts = caller.split(".")
             for end in range(1, len(parts) + 1):
                 inside[".".join(parts[:end])].append((caller, called))
 
     for call in calls:
         add(*call)
-    for name, like in copied.items():  # in the order in which they were met: what is copied may hold copies
-        for caller, called in list(inside[like]):
-            if called.startswith(f"{like}."):
-                add(name + caller[len(like) :], name + called[len(like) :])
-    return frozenset(found)
+    for (
+        name,
+        original,
+    ) in copied.items():  # in order of recording: the original may contain copies
+        for caller, called in list(inside[original]):
+            if called.startswith(f"{original}."):
+                add(name + caller[len(original) :], name + called[len(original) :])
+    return frozenset(all_calls)
 
 
 def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
@@ -314,17 +322,17 @@ def _module_infos(model: nn.Module) -> dict[str, ModuleInfo]:
 
 
 def _parameters_in(module: nn.Module, inside: dict[int, frozenset[int]]) -> frozenset[int]:
-    """Which parameters a module has, each once, by identity; `inside`: those of modules that were looked at."""
-    found = inside.get(id(module))
-    if found is None:
-        own = (id(p) for p in module.parameters(recurse=False))
-        parts = (_parameters_in(child, inside) for child in module.children())
-        found = inside[id(module)] = frozenset(own).union(*parts)
-    return found
+    """Ids of the distinct parameters of a module; `inside`: a cache."""
+    parameters = inside.get(id(module))
+    if parameters is None:
+        direct = (id(p) for p in module.parameters(recurse=False))
+        children = (_parameters_in(child, inside) for child in module.children())
+        parameters = inside[id(module)] = frozenset(direct).union(*children)
+    return parameters
 
 
 def _results(out: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that training starts from: a scalar loss when there is one, else every floating-point output."""
+    """The tensors to differentiate: the scalar loss if there is one, else every floating-point output."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(out, torch.Tensor):
         loss = out
@@ -332,25 +340,25 @@ def _results(out: Any) -> tuple[list[torch.Tensor], bool]:
         loss = out[0] if out[0].dim() == 0 else None
     if isinstance(loss, torch.Tensor) and loss.is_floating_point():
         return [loss], loss.dim() == 0
-    found: dict[int, torch.Tensor] = {}
-    _collect(out, found)
-    return list(found.values()), False
+    tensors: dict[int, torch.Tensor] = {}
+    _collect(out, tensors)
+    return list(tensors.values()), False
 
 
-def _collect(tree: Any, found: dict[int, torch.Tensor]) -> None:
+def _collect(tree: Any, tensors: dict[int, torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
         if tree.is_floating_point():
-            found[id(tree)] = tree
+            tensors[id(tree)] = tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            _collect(value, found)
+            _collect(value, tensors)
     elif isinstance(tree, (tuple, list)):
         for value in tree:
-            _collect(value, found)
+            _collect(value, tensors)
     elif hasattr(tree, "__dict__") and not isinstance(tree, nn.Module):
         for value in vars(tree).values():
             if isinstance(value, (torch.Tensor, tuple, list, dict)):
-                _collect(value, found)
+                _collect(value, tensors)
 
 
 def _line(error: BaseException) -> str:

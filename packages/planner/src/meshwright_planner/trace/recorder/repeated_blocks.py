@@ -1,4 +1,4 @@
-"""Blocks of a model that must do the same: of one class, with equal parts, sizes and attributes, in one list."""
+"""Repeated blocks of a model: of one class, with equal submodules, sizes and attributes, in one list."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import nn
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_planner import _torch
 
-LEAST = 3
-"""Members from which a family is worth anything: the first two and the last one run whatever is known of them."""
+MIN_MEMBERS = 3
+"""Fewest members of a family: the first two and the last always run."""
 
 _NUMBERS = ("idx", "index", "layer_id", "layer_number", "block_id")
-"""Parts of the names of attributes that only say which of the blocks it is."""
+"""Parts of names of attributes that only hold the number of the block."""
 
 _SIMPLE = (int, float, str, bool, type(None), torch.dtype, torch.device, complex, bytes)
 
 
 def families(model: nn.Module) -> dict[str, tuple[str, bool]]:
-    """Name of a block -> (name of the first of its family, whether it is the last)."""
-    found: dict[str, tuple[str, bool]] = {}
+    """Name of a block -> (name of the first block of its family, whether it is the last)."""
+    members_of: dict[str, tuple[str, bool]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         members: dict[Any, list[str]] = {}
         for key, child in module.named_children():
             held = next(child.children(), None) is not None and next(child.parameters(), None) is not None
-            if held and has_forward(child):  # others are never called
-                marks = _marks(child)
+            if held and has_forward(child):  # other modules are never called
+                marks = _signature(child)
                 if marks is not None:
                     members.setdefault(marks, []).append(f"{name}.{key}" if name else key)
         for family in members.values():
-            if len(family) >= LEAST:
-                found.update((block, (family[0], block == family[-1])) for block in family)
-    return found
+            if len(family) >= MIN_MEMBERS:
+                members_of.update((block, (family[0], block == family[-1])) for block in family)
+    return members_of
 
 
-def _marks(block: nn.Module) -> Any:
-    """What must be equal for two blocks to do the same; None where one cannot tell."""
+def _signature(block: nn.Module) -> Any:
+    """Equal for blocks of one family; None if a block has hooks that cannot be compared."""
     hooks = _torch.hooks_inside(block)
     if hooks is None:
         return None
@@ -47,7 +47,7 @@ def _marks(block: nn.Module) -> Any:
     order: dict[int, int] = {}
     for name, module in block.named_modules(remove_duplicate=False):
         attributes = tuple(
-            (key, _plain(key, value)) for key, value in vars(module).items() if not key.startswith("_")
+            (key, _attribute(key, value)) for key, value in vars(module).items() if not key.startswith("_")
         )
         tensors = tuple(
             (key, tuple(t.shape), t.dtype, t.requires_grad, order.setdefault(id(t), len(order)))
@@ -59,7 +59,7 @@ def _marks(block: nn.Module) -> Any:
     return tuple(parts)
 
 
-def _plain(key: str, value: Any) -> Any:
+def _attribute(key: str, value: Any) -> Any:
     if type(value) is int and any(word in key for word in _NUMBERS):
         return "which"
     if isinstance(value, _SIMPLE):

@@ -1,9 +1,9 @@
-"""Repeated blocks run twice, not a hundred times: what the second did is written down again for those that follow.
+"""Replay of repeated blocks: two members of a family run, the others get copies of the second's recording.
 
-The first two members of a family (see `families`) run.  Where both did the same, all others but the last are not run: their
+The first two members of a family (see `families`) run.  If both did the same, all others but the last are not run: their
 nodes, values and saved tensors are copies of the second's, with their own parameters and inputs, and their results are new
-fake tensors of the same geometry.  The last one runs again; if it does not do the same, nothing of the recording is used.
-A family that has passed once is trusted in recordings of other sizes: there, its first member runs, and no other.
+fake tensors of the same geometry.  The last one runs; if it does something else, the recording is discarded.
+A family that was verified once is trusted in recordings of other sizes: there only its first member runs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import nn
 from meshwright_dtensor.trace.graph import Call, Node, Ref
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
-from meshwright_planner.trace.recorder.hook_views import Sight, show, watched_hooks
+from meshwright_planner.trace.recorder.hook_views import HookCall, recorded_hooks, replay_hooks
 from meshwright_planner.trace.recorder.repeated_blocks import families
 from meshwright_planner.trace.recorder.storage_recorder import StorageRecorder
 from meshwright_planner.trace.user_checkpoints import Checkpoint
 
 
-class UnlikeError(Exception):
-    """A block did not do what the others of its family did."""
+class BlocksDifferError(Exception):
+    """A block did something else than the others of its family."""
 
 
 @dataclass
-class _Run:
-    """What one block did: places among nodes and values, what went in and what came out.
+class _BlockRun:
+    """The recording of one block.
 
     Args:
         module: its name.
@@ -38,11 +38,11 @@ class _Run:
         inputs: value of each tensor among the arguments, in order.
         roots: first value of the storage of each of them.
         own: name of a parameter or buffer below the module -> value.
-        outputs, spec: what came out: (which argument, or None, the tensor), or the thing itself.
+        outputs, spec: the flattened output: (number of the argument or None, tensor), or an object that is no tensor.
         storages: per output, the values of its storage.
         around: the checkpoints that it ran in.
-        sights: what hooks inside of it saw.
-        alike: what must be the same in two runs of a family; None where it cannot be written down again.
+        hook_calls: calls of hooks inside it.
+        signature: equal for two runs of a family; None if the run cannot be replayed.
     """
 
     module: str
@@ -51,133 +51,170 @@ class _Run:
     packed: tuple[int, int]
     inputs: list[int]
     roots: list[int]
-    own: dict[str, int]
+    own_values: dict[str, int]
     outputs: list[Any]
     spec: Any
     storages: list[list[int]]
     around: list[Checkpoint]
-    sights: list[Sight]
-    alike: Any
+    hook_calls: list[HookCall]
+    signature: Any
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A block that was copied: the places of what it had packed, how far its nodes went, and its values by `value`."""
+    """A copied block: the range of its original's saved tensors, the shift of node numbers, and the map of values."""
 
     packed: tuple[int, int]
     shift: int
     value: Callable[[int], int]
 
 
-def replay_blocks(model: nn.Module, watcher: StorageRecorder, trusted: Collection[str] = ()) -> Replayer:
-    """Take over the forwards of a model's repeated blocks; the model is `borrowed`, which gives them back.
+def replay_blocks(
+    model: nn.Module, recorder: StorageRecorder, trusted: Collection[str] = ()
+) -> BlockReplayer:
+    """Replace the forwards of a model's repeated blocks; the model is `borrowed`, which restores them.
 
-    `trusted`: families, by the name of their first block, that passed in an earlier recording.
+    `trusted`: families, by the name of their first block, that an earlier recording verified.
     """
-    return Replayer(model, watcher, trusted)
+    return BlockReplayer(model, recorder, trusted)
 
 
-class Replayer:
-    """Takes over the forwards of a model's repeated blocks while it is recorded."""
+class BlockReplayer:
+    """Replaces the forwards of a model's repeated blocks during a recording."""
 
-    def __init__(self, model: nn.Module, watcher: StorageRecorder, trusted: Collection[str]) -> None:
-        self.watcher, self._trusted = watcher, frozenset(trusted)
-        self._runs: dict[Any, list[_Run | None]] = {}
-        self._found = families(model)
+    def __init__(self, model: nn.Module, recorder: StorageRecorder, trusted: Collection[str]) -> None:
+        self.recorder, self._trusted = recorder, frozenset(trusted)
+        self._runs: dict[Any, list[_BlockRun | None]] = {}
+        self._families = families(model)
         modules = dict(model.named_modules())
-        for name in self._found:
+        for name in self._families:
             module: Any = modules[name]
             module.__dict__["forward"] = self._forward(name, module, module.forward)
 
-    def proven(self) -> set[str]:
-        """The families of which every member ran, or was written down as one that did the same as the first and the last."""
-        calls: dict[str, list[list[_Run | None]]] = {}
+    def verified(self) -> set[str]:
+        """The families whose first and last members did the same as all that ran."""
+        calls: dict[str, list[list[_BlockRun | None]]] = {}
         for (family, _), runs in self._runs.items():
             calls.setdefault(family, []).append(runs)
         return {
             family
             for family, (runs, *others) in calls.items()
-            if not others and len(runs) > 2 and all(r is not None and r.alike == runs[0].alike for r in runs)  # type: ignore[union-attr]
+            if not others
+            and len(runs) > 2
+            and all(r is not None and r.signature == runs[0].signature for r in runs)  # type: ignore[union-attr]
         }
 
     def _forward(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        family, last = self._found[name]
+        family, last = self._families[name]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # looked for now, not before: some models hang hooks up at the head of their forward
+            # read now, not before: some models register hooks at the start of their forward
             hooks = _torch.hooks_inside(module)
-            given = None if hooks is None else self._given(args, kwargs)
+            given = None if hooks is None else self._call_signature(args, kwargs)
             if given is None:
                 return forward(*args, **kwargs)
             tensors, shape = given
-            # of a checkpoint that has run something, it depends on that what runs again
-            around = self.watcher.checkpoints.open()
-            begun = tuple((id(one), one.nodes) if one.nodes else None for one in around)
+            # recomputation in a checkpoint depends on what ran in it before
+            around = self.recorder.checkpoints.open()
+            begun = tuple(
+                (id(checkpoint), checkpoint.nodes) if checkpoint.nodes else None for checkpoint in around
+            )
             key = (shape, hooks, torch.is_grad_enabled(), begun)
             runs = self._runs.setdefault((family, key), [])
             if family in self._trusted and runs and runs[0] is not None:
-                return self._again(runs[0], name, module, tensors)
+                return self._replay(runs[0], name, module, tensors)
             trusted = (
                 len(runs) > 1
                 and runs[0] is not None
                 and runs[1] is not None
-                and runs[0].alike == runs[1].alike
+                and runs[0].signature == runs[1].signature
             )
             if trusted and not last:
                 assert runs[1] is not None
-                return self._again(runs[1], name, module, tensors)
+                return self._replay(runs[1], name, module, tensors)
             done = self._run(name, module, tensors, lambda: forward(*args, **kwargs))
-            if trusted and (done[0] is None or runs[1] is None or done[0].alike != runs[1].alike):
-                raise UnlikeError(name)
+            if trusted and (done[0] is None or runs[1] is None or done[0].signature != runs[1].signature):
+                raise BlocksDifferError(name)
             runs.append(done[0])
             return done[1]
 
         return run
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Any] | None:
-        """The tensors among the arguments, and what else there is to say of them; None where too little is known."""
+    def _call_signature(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], Any] | None:
+        """The tensors among the arguments, and a key of all arguments; None if they cannot be compared."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         order: dict[int, int] = {}
-        said: list[Any] = []
-        asked = iter(_torch.asked(tensors))
+        entries: list[Any] = []
+        kinds = iter(_torch.gradient_kinds(tensors))
         for x in leaves:
             if isinstance(x, torch.Tensor):
                 fake = _torch.is_fake(x)
-                # values of real tensors decide what a program does: only the very same ones are known to be alike
+                # values of real tensors may decide which operations run: only identical tensors are equal
                 same = order.setdefault(id(x), len(order)) if fake else ("real", id(x), _torch.writes(x))
-                tainted = self.watcher.is_tainted(x)
-                said.append((same, tuple(x.shape), tuple(x.stride()), x.dtype, next(asked), tainted))
+                tainted = self.recorder.is_tainted(x)
+                entries.append((same, tuple(x.shape), tuple(x.stride()), x.dtype, next(kinds), tainted))
             else:
                 try:
                     hash(x)
                 except TypeError:
                     return None
-                said.append((type(x), x) if isinstance(x, (int, float, str, bool, type(None))) else id(x))
-        return tensors, (str(spec), tuple(said))
+                entries.append((type(x), x) if isinstance(x, (int, float, str, bool, type(None))) else id(x))
+        return tensors, (str(spec), tuple(entries))
 
-    def _own(self, module: nn.Module) -> dict[str, int]:
+    def _own_values(self, module: nn.Module) -> dict[str, int]:
         named = (
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         )
-        return {name: self.watcher.ref(tensor).i for name, tensor in named}
+        return {name: self.recorder.ref(tensor).i for name, tensor in named}
 
     def _run(
         self, name: str, module: nn.Module, tensors: list[torch.Tensor], forward: Callable[[], Any]
-    ) -> tuple[_Run | None, Any]:
-        watcher = self.watcher
-        inputs = [watcher.ref(t).i for t in tensors]
-        roots = [watcher.storage_of(t, [i])[0] for t, i in zip(tensors, inputs)]
-        own, around = self._own(module), self.watcher.checkpoints.open()
-        first = len(watcher.nodes), len(watcher.values), len(watcher.packed)
-        with watched_hooks(module, watcher) as sights:
+    ) -> tuple[_BlockRun | None, Any]:
+        recorder = self.recorder
+        inputs = [recorder.ref(t).i for t in tensors]
+        roots = [recorder.storage_of(t, [i])[0] for t, i in zip(tensors, inputs)]
+        own_values, around = self._own_values(module), self.recorder.checkpoints.open()
+        first = len(recorder.nodes), len(recorder.values), len(recorder.packed)
+        with recorded_hooks(module, recorder) as hook_calls:
             out = forward()
-        nodes, values, packed = zip(first, (len(watcher.nodes), len(watcher.values), len(watcher.packed)))
-        if [watcher.ref(t).i for t in tensors] != inputs or self._own(module) != own:
-            return None, out  # something of theirs was written to
-        if not sights.only_looked or any(self._unknown(t, own) for s in sights.seen for t in s.tensors()):
+        nodes, values, packed = zip(first, (len(recorder.nodes), len(recorder.values), len(recorder.packed)))
+        if [recorder.ref(t).i for t in tensors] != inputs or self._own_values(module) != own_values:
+            return None, out  # an input, parameter or buffer was written to
+        if not hook_calls.passive or any(
+            self._is_unknown(t, own_values) for s in hook_calls.seen for t in s.tensors()
+        ):
             return None, out
+        outputs = self._outputs(out, tensors, values[0])
+        if outputs is None:
+            return None, out
+        run = _BlockRun(
+            name,
+            nodes,
+            values,
+            packed,
+            inputs,
+            roots,
+            own_values,
+            *outputs,
+            around,
+            hook_calls.seen,
+            None,
+        )
+        run.signature = self._signature_of(run)
+        return (None if run.signature is None else run), out
+
+    def _outputs(
+        self, out: Any, tensors: list[torch.Tensor], first: int
+    ) -> tuple[list[Any], Any, list[list[int]]] | None:
+        """Outputs, spec and storages of a block as in `_BlockRun`; None if a tensor is neither an input nor a new fake one.
+
+        `first`: the first value of the block.
+        """
+        recorder = self.recorder
         leaves, spec = pytree.tree_flatten(out)
         place = {id(t): k for k, t in enumerate(tensors)}
         keys = {_torch.storage_key(t) for t in tensors} - {None}
@@ -186,54 +223,40 @@ class Replayer:
         for x in leaves:
             if not isinstance(x, torch.Tensor):
                 outputs.append(x)
-            elif id(x) in place:
-                outputs.append((place[id(x)], x))
-            else:
-                index = watcher.index_of(x)
-                if (
-                    index is None
-                    or index < values[0]
-                    or not _torch.is_fake(x)
-                    or _torch.storage_key(x) in keys
-                ):
-                    return None, out
-                outputs.append((None, x))
-            storages.append([] if not isinstance(x, torch.Tensor) else list(watcher.storage_of(x, [])))
-        run = _Run(
-            name,
-            nodes,
-            values,
-            packed,
-            inputs,
-            roots,
-            own,
-            outputs,
-            spec,
-            storages,
-            around,
-            sights.seen,
-            None,
-        )
-        run.alike = self._alike(run)
-        return (None if run.alike is None else run), out
+                storages.append([])
+                continue
+            if id(x) not in place:
+                index = recorder.index_of(x)
+                is_new = index is not None and index >= first and _torch.is_fake(x)
+                if not is_new or _torch.storage_key(x) in keys:
+                    return None
+            outputs.append((place.get(id(x)), x))
+            storages.append(list(recorder.storage_of(x, [])))
+        return outputs, spec, storages
 
-    def _unknown(self, tensor: torch.Tensor, own: Mapping[str, int]) -> bool:
-        """Whether a hook of another block could not be shown what this tensor is there."""
-        index = self.watcher.index_of(tensor)
-        return index is None or index in own.values() or not _torch.is_fake(tensor)
+    def _is_unknown(self, tensor: torch.Tensor, own_values: Mapping[str, int]) -> bool:
+        """Whether this tensor has no counterpart in a copied block."""
+        index = self.recorder.index_of(tensor)
+        return index is None or index in own_values.values() or not _torch.is_fake(tensor)
 
-    def _alike(self, run: _Run) -> Any:
-        """What two runs of a family must have in common, with names for what differs."""
-        own = {i: name for name, i in run.own.items()}
+    def _signature_of(self, run: _BlockRun) -> Any:
+        """The recording of a block in a form that is equal for blocks that do the same; None if it cannot be replayed."""
+        own_values = {i: name for name, i in run.own_values.items()}
         given = {i: k for k, i in reversed(list(enumerate(run.inputs)))}
 
         def label(i: int) -> Any:
             if i >= run.values[0]:
                 return i - run.values[0]
-            return ("own", own[i]) if i in own else ("input", given[i]) if i in given else ("outside", i)
+            return (
+                ("own", own_values[i])
+                if i in own_values
+                else ("input", given[i])
+                if i in given
+                else ("outside", i)
+            )
 
-        said: list[Any] = []
-        for node in self.watcher.nodes[slice(*run.nodes)]:
+        entries: list[Any] = []
+        for node in self.recorder.nodes[slice(*run.nodes)]:
             if node.mutates and any(r.i < run.values[0] for r in node.ins[:1]):
                 return None
             call = node.call and (
@@ -243,58 +266,58 @@ class Replayer:
             )
             tensors = tuple(label(r.i) for r in (*node.ins, *node.outs))
             rest = repr(_mapped((node.args, node.kwargs), lambda i: 0))
-            said.append((node.name, _below(node.module, run.module), call, tensors, rest, node.flops))
-        values = [(v.shape, v.dtype, v.requires_grad) for v in self.watcher.values[slice(*run.values)]]
-        outputs = [x if not _is_output(x) else (x[0], x[0] is None and self.watcher.ref(x[1]).i - run.values[0])
+            entries.append((node.name, _below(node.module, run.module), call, tensors, rest, node.flops))
+        values = [(v.shape, v.dtype, v.requires_grad) for v in self.recorder.values[slice(*run.values)]]
+        outputs = [x if not _is_output(x) else (x[0], x[0] is None and self.recorder.ref(x[1]).i - run.values[0])
                    for x in run.outputs]  # fmt: skip
         sights = [
-            (s.module, s.place, str(s.spec), [label(self.watcher.ref(t).i) for t in s.tensors()])
-            for s in run.sights
+            (s.module, s.place, str(s.spec), [label(self.recorder.ref(t).i) for t in s.tensors()])
+            for s in run.hook_calls
         ]
         return (
-            said,
+            entries,
             values,
             sights,
             str(run.spec),
             [x if isinstance(x, (tuple, int, str)) else id(x) for x in outputs],
         )
 
-    def _again(self, run: _Run, name: str, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
-        """Write down what `run` did as done by module `name`."""
-        watcher = self.watcher
+    def _replay(self, run: _BlockRun, name: str, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
+        """Copy the recording `run` for module `name`."""
+        recorder = self.recorder
         table: dict[int, int] = {}
         for i, root, tensor in zip(run.inputs, run.roots, tensors):
-            now = watcher.ref(tensor).i
+            now = recorder.ref(tensor).i
             table[i] = now
-            table.setdefault(root, watcher.storage_of(tensor, [now])[0])
-        own = self._own(module)
-        table.update((i, own[key]) for key, i in run.own.items())
-        start, shift = len(watcher.nodes), len(watcher.values) - run.values[0]
+            table.setdefault(root, recorder.storage_of(tensor, [now])[0])
+        own_values = self._own_values(module)
+        table.update((i, own_values[key]) for key, i in run.own_values.items())
+        start, shift = len(recorder.nodes), len(recorder.values) - run.values[0]
         low = run.values[0]
 
         def value(i: int) -> int:
             return i + shift if i >= low else table.get(i, i)
 
-        watcher.copied[name] = run.module
-        watcher.values.extend(watcher.values[slice(*run.values)])
-        watcher.nodes.extend(_copied(n, value, run.module, name) for n in watcher.nodes[slice(*run.nodes)])
-        watcher.copy_notes(run.nodes, run.around)
-        roots = ((i, watcher.roots.get(i)) for i in range(*run.values))
-        watcher.roots.update((value(i), value(root)) for i, root in roots if root is not None)
-        watcher.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False, False))
+        recorder.copied[name] = run.module
+        recorder.values.extend(recorder.values[slice(*run.values)])
+        recorder.nodes.extend(_copied(n, value, run.module, name) for n in recorder.nodes[slice(*run.nodes)])
+        recorder.copy_notes(run.nodes, run.around)
+        roots = ((i, recorder.roots.get(i)) for i in range(*run.values))
+        recorder.roots.update((value(i), value(root)) for i, root in roots if root is not None)
+        recorder.packed.append((start, Copy(run.packed, start - run.nodes[0], value), False, False))
         made: dict[int, torch.Tensor] = {}
 
-        def stand_in(x: torch.Tensor, storage: list[int] | None = None) -> torch.Tensor:
-            i = watcher.ref(x).i
-            if i < low:  # it went in, or it is from outside
+        def fake_copy(x: torch.Tensor, storage: list[int] | None = None) -> torch.Tensor:
+            i = recorder.ref(x).i
+            if i < low:  # an input, or a value from outside
                 return tensors[run.inputs.index(i)] if i in run.inputs else x
             if id(x) not in made:
-                storage = watcher.storage_of(x, []) if storage is None else storage
-                made[id(x)] = watcher.stand_in(x, value(i), [value(k) for k in storage])
+                storage = recorder.storage_of(x, []) if storage is None else storage
+                made[id(x)] = recorder.fake_copy(x, value(i), [value(k) for k in storage])
             return made[id(x)]
 
-        if not show(run.sights, module, watcher, stand_in):
-            raise UnlikeError(name)
+        if not replay_hooks(run.hook_calls, module, recorder, fake_copy):
+            raise BlocksDifferError(name)
         leaves = []
         for x, storage in zip(run.outputs, run.storages):
             if not _is_output(x):
@@ -302,7 +325,7 @@ class Replayer:
             elif x[0] is not None:
                 leaves.append(tensors[x[0]])
             else:
-                leaves.append(stand_in(x[1], storage))
+                leaves.append(fake_copy(x[1], storage))
         return pytree.tree_unflatten(leaves, run.spec)
 
 
@@ -330,7 +353,7 @@ def _copied(node: Node, value: Callable[[int], int], old: str, new: str) -> Node
 
 
 def _mapped(tree: Any, value: Callable[[int], int]) -> Any:
-    """Recorded arguments with other values."""
+    """Recorded arguments with mapped values."""
     if isinstance(tree, Ref):
         return Ref(value(tree.i))
     if isinstance(tree, (tuple, list)):

@@ -1,8 +1,8 @@
-"""What a recurrent layer of a CPU keeps for its backward pass: oneDNN says it only when it runs.
+"""The workspace that a recurrent layer saves for its backward pass on a CPU: oneDNN tells its size only in a real run.
 
-On fake tensors the workspace of ``aten.mkldnn_rnn_layer`` is empty, on real ones it holds the gates and states of every step:
-most of what an LSTM keeps. It grows with the rows, and with the steps but for an offset, so four small real runs of the same
-layer say what a row takes (0.3% less than it really is from some hundred bytes a row on; pages are rounded up).
+On fake tensors the workspace of ``aten.mkldnn_rnn_layer`` is empty. On real ones it holds the gates and states of every step:
+most of what an LSTM saves. It is proportional to the rows, and linear in the steps, so four small real runs of the same layer
+give the bytes of a row (0.3% too few from some hundred bytes a row on; pages are rounded up).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from meshwright_dtensor._torch.core import without_modes
 
 WORKSPACE = 3
-"""Which result of the operation it is."""
+"""Index of the workspace among the results of the operation."""
 
 STEPS, ROWS = (8, 16), (16, 32)
-"""Of the small runs: fewer show how memory is rounded."""
+"""Of the small runs; with fewer, rounding of memory shows."""
 
 WIDEST = 1024
-"""Features of the widest layer that is run: what a wider one keeps grows with its width."""
+"""Features of the widest layer that is run; the workspace of a wider one is proportional to its width."""
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ def is_layer(func: object) -> bool:
 
 
 def workspace_bytes(x: Tensor, weights: tuple[Tensor, ...], hidden: int, rest: tuple[Any, ...]) -> int:
-    """Bytes that the layer keeps for x [steps, rows, features]; 0 where it cannot be run here.
+    """Bytes of the workspace for x [steps, rows, features]; 0 if the layer cannot run here.
 
     `rest`: the arguments of the operation after its states.
     """
@@ -55,7 +55,7 @@ def _sized(rest: tuple[Any, ...], hidden: int, shrunk: int) -> tuple[Any, ...]:
 def _per_row(
     sizes: tuple[int, int], gates: int, dtype: torch.dtype, rest: tuple[Any, ...]
 ) -> tuple[float, float]:
-    """Bytes of one row at the fewest steps, and of one step more."""
+    """Bytes of one row with the fewest steps, and of one more step."""
     features, hidden = sizes
     reverse, batch_sizes, *others = rest
 

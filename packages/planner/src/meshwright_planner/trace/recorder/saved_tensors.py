@@ -1,4 +1,4 @@
-"""What autograd keeps of a recorded run, by the node that it is kept for."""
+"""The tensors that autograd saves in a recorded run, by node."""
 
 from __future__ import annotations
 
@@ -14,66 +14,66 @@ from meshwright_planner.trace.tape import Saved, Tape
 
 
 def saved_and_dropped(
-    watcher: StorageRecorder, kept: Mapping[int, int], tape: Tape
+    recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape
 ) -> tuple[list[Saved], list[Saved]]:
-    """What lives until the backward pass, and what checkpoints of the model give up.
+    """The tensors that live until the backward pass, and those that checkpoints of the model drop.
 
-    `kept`: node as it was recorded -> node of the tape.
+    `kept`: recorded node -> node of the tape.
     """
-    found = list(_saved(watcher, kept, tape))
-    # what leaves a checkpoint, and is kept by what takes it, is that one's
+    items = list(_saved(recorder, kept, tape))
+    # a tensor that leaves a checkpoint and is saved by its consumer counts as the consumer's
     saved = [
         item if tape.inside[item.node] == tape.inside[item.by] else item._replace(node=item.by, output=False)
-        for item, again in found
+        for item, again in items
         if not again
     ]
-    saved += _kept_by_policies(watcher, kept, tape)
-    return saved, [item for item, again in found if again]
+    saved += _kept_by_policies(recorder, kept, tape)
+    return saved, [item for item, again in items if again]
 
 
-def _saved(watcher: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> Iterator[tuple[Saved, bool]]:
-    """What autograd keeps, and whether a checkpoint gives it up."""
-    produced = {r.i: k for k, node in enumerate(watcher.nodes) for r in node.outs}
+def _saved(recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> Iterator[tuple[Saved, bool]]:
+    """The tensors that autograd saves, each with whether a checkpoint drops it."""
+    produced = {r.i: k for k, node in enumerate(recorder.nodes) for r in node.outs}
     seen: dict[int, Saved | None] = {}
     inner: set[int | None] = set()
 
-    for item, again in _entries(watcher, 0, len(watcher.packed), seen, inner):
+    for item, again in _entries(recorder, 0, len(recorder.packed), seen, inner):
         # inputs are packed before their node is recorded, outputs after
-        own = item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
-        node = kept.get(item.node - 1 if own else item.node)
-        # what the next function reads is packed there too, before its node is
-        by = kept.get(item.by if own else item.node)
+        is_output = (
+            item.root is not None and item.value is not None and produced.get(item.value) == item.node - 1
+        )
+        node = kept.get(item.node - 1 if is_output else item.node)
+        # the next function also packs its inputs, before its node is recorded
+        by = kept.get(item.by if is_output else item.node)
         if node is not None:
-            output = own or item.root is None
+            output = is_output or item.root is None
             yield item._replace(node=node, output=output, by=node if by is None else by), again
             continue
-        writer = (
-            item.node if own else item.node + 1
-        )  # what it writes to, or multiplies with, is kept before it
-        if writer in kept and _was_copied(watcher, writer):
+        writer = item.node if is_output else item.node + 1  # the overwritten tensor is saved before it
+        if writer in kept and _was_copied(recorder, writer):
             later = kept[writer]
-            item = item._replace(root=None, value=None) if own else item
-            yield item._replace(node=later, output=own, by=later), again
+            item = item._replace(root=None, value=None) if is_output else item
+            yield item._replace(node=later, output=is_output, by=later), again
 
 
-def _kept_by_policies(watcher: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
-    """Results that checkpoints of the model keep beside what autograd does."""
-    for old, note in enumerate(watcher.notes):
+def _kept_by_policies(recorder: StorageRecorder, kept: Mapping[int, int], tape: Tape) -> Iterator[Saved]:
+    """Results that policies of the model's checkpoints save, in addition to autograd."""
+    for old, note in enumerate(recorder.notes):
         if old not in kept:
             continue
         index = kept[old]
-        tensors = next((found for spot in note.place if (found := spot.kept)), [])
-        for ref in watcher.nodes[old].outs if tensors else ():
-            root = watcher.roots.get(ref.i, ref.i)
+        tensors = next((kept_results for spot in note.place if (kept_results := spot.kept)), [])
+        for ref in recorder.nodes[old].outs if tensors else ():
+            root = recorder.roots.get(ref.i, ref.i)
             yield Saved(index, root, ref.i, True, tape.values[root].nbytes, index)
         for tensor in tensors:
-            if not watcher.storage_of(tensor, []):  # inner to a composite
+            if not recorder.storage_of(tensor, []):  # inside a composite
                 yield Saved(index, None, None, True, tensor.numel() * tensor.element_size(), index)
 
 
-def _was_copied(watcher: StorageRecorder, index: int) -> bool:
-    """Whether the node before wrote down what this one overwrites: autograd keeps a copy of it (`mul_`)."""
-    copy, written = watcher.nodes[index - 1], watcher.nodes[index] if index < len(watcher.nodes) else None
+def _was_copied(recorder: StorageRecorder, index: int) -> bool:
+    """Whether the node before copied the tensor that this one overwrites, because autograd saves it (`mul_`)."""
+    copy, written = recorder.nodes[index - 1], recorder.nodes[index] if index < len(recorder.nodes) else None
     return (
         written is not None
         and written.mutates
@@ -83,40 +83,40 @@ def _was_copied(watcher: StorageRecorder, index: int) -> bool:
 
 
 def _entries(
-    watcher: StorageRecorder, first: int, last: int, seen: dict[int, Saved | None], inner: set[int | None]
+    recorder: StorageRecorder, first: int, last: int, seen: dict[int, Saved | None], inner: set[int | None]
 ) -> Iterator[tuple[Saved, bool]]:
-    """What was packed from one place to another, by the number of nodes that there were; of copies, what their first has."""
+    """The tensors packed in a range, by the number of nodes recorded by then; copied blocks repeat their original's."""
     for place in range(first, last):
-        index, what, inside, again = watcher.packed[place]
+        index, what, inside, is_dropped = recorder.packed[place]
         if isinstance(what, Copy):
-            for item, given_up in _entries(watcher, *what.packed, seen, inner):
+            for item, given_up in _entries(recorder, *what.packed, seen, inner):
                 root, value = (None if i is None else what.value(i) for i in (item.root, item.value))
                 node, by = item.node + what.shift, item.by + what.shift
                 yield Saved(node, root, value, item.output, item.nbytes, by), given_up
             continue
         if place not in seen:
-            seen[place] = _packed(watcher, index, what, inner, index - inside)
-        found = seen[place]
-        if found is not None:
-            yield found, again
+            seen[place] = _packed(recorder, index, what, inner, index - inside)
+        entry = seen[place]
+        if entry is not None:
+            yield entry, is_dropped
 
 
 def _packed(
-    watcher: StorageRecorder, index: int, tensor: torch.Tensor, inner: set[int | None], by: int
+    recorder: StorageRecorder, index: int, tensor: torch.Tensor, inner: set[int | None], by: int
 ) -> Saved | None:
-    """A tensor that autograd keeps, by the number of nodes that there were; None where it was seen before."""
+    """A saved tensor, by the number of nodes recorded by then; None if its storage was saved before."""
     nbytes = tensor.numel() * tensor.element_size()
     key = _torch.storage_key(tensor)
-    known = watcher.storages.get(key, []) if key is not None else []
-    if not known:
+    values = recorder.storages.get(key, []) if key is not None else []
+    if not values:
         new = key not in inner
         inner.add(key)
         return Saved(index, None, None, True, nbytes, by) if new else None
     geometry = (tuple(tensor.shape), tuple(tensor.stride()))
-    same = [i for i in known if (watcher.values[i].shape, watcher.values[i].stride) == geometry]
-    exact = watcher.index_of(tensor)
-    value = exact if exact is not None else (same or known)[0]
-    full = watcher.values[known[0]]
-    # a view of a part keeps the whole storage, an expanded one no more than that
+    same = [i for i in values if (recorder.values[i].shape, recorder.values[i].stride) == geometry]
+    exact = recorder.index_of(tensor)
+    value = exact if exact is not None else (same or values)[0]
+    full = recorder.values[values[0]]
+    # a view keeps its whole storage, an expanded view no more than that
     size = math.prod(full.shape) * full.dtype.itemsize if nbytes else 0
-    return Saved(index, known[0], value, False, size, by)
+    return Saved(index, values[0], value, False, size, by)

@@ -1,4 +1,4 @@
-"""A recorder of a model's run: it knows storages, keeps what is real small, and can be told what would have happened."""
+"""A recorder that knows the storages of values, keeps real tensors small, and accepts copied recordings."""
 
 from __future__ import annotations
 
@@ -11,54 +11,56 @@ import torch
 from meshwright_dtensor.trace.graph import DEVICE, Recorder, is_product, leaves
 from meshwright_planner import _torch
 from meshwright_planner._torch import pytree
-from meshwright_planner.trace.grad_flow import Note, functions
+from meshwright_planner.trace.grad_flow import Note, find_function_gradients
 from meshwright_planner.trace.recorder import rnn_workspace
 from meshwright_planner.trace.user_checkpoints import Checkpoint, Checkpoints, Place
 
 REAL_ELEMENTS = 2**25
-"""Integer results with more elements than this are fake too: nobody looks at every entry of a large mask."""
+"""Integer results with more elements than this are fake too: no model reads every entry of a large mask."""
 
 INSIDE_ELEMENTS = 2**12
-"""The same inside of a composite of fake tensors (the mask of causal attention): nobody outside sees those results."""
+"""The same inside a composite of fake tensors (the mask of causal attention), whose inner results nobody reads."""
 
 
 class StorageRecorder(Recorder):
-    """A recorder that knows which value a storage belongs to, and keeps what is real small."""
+    """A recorder that knows which values share a storage, and keeps real tensors small."""
 
     def __init__(self, composites: Mapping[Callable[..., Any], Any], mode: Any = None) -> None:
         self.storages: dict[int, list[int]] = {}
         self.roots: dict[int, int] = {}
-        """Value -> the first value of its storage, where that is another one."""
+        """Value -> the first value of its storage, if that is another."""
         self._stored: set[tuple[int, int]] = set()  # (id of a tensor, value) whose storage is noted
         self.fake = mode
-        self._real = REAL_ELEMENTS
+        self._real_elements = REAL_ELEMENTS
         self.copied: dict[str, str] = {}
         self.packed: list[tuple[int, Any, bool, bool]] = []
-        """What autograd keeps: (number of nodes so far, tensor, or what says which earlier entries come again, whether the
-        torch function that made the last node still runs, and whether a checkpoint gives it up)."""
+        """Saved tensors: (number of nodes so far, tensor or Copy of earlier entries, whether the torch function that made the
+        last node still runs, whether a checkpoint drops the tensor)."""
         self.notes: list[Note] = []
         """Per node, how it was run."""
         self.checkpoints = Checkpoints(lambda tensor: self._pack(tensor, True))
-        self._place: Place = ()  # where the last operation began, and how much was kept there by then
+        self._place: Place = ()  # the place of the last operation
         super().__init__(composites)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that autograd keeps a tensor: a hook of torch.autograd.graph.saved_tensors_hooks."""
+        """Note that autograd saves a tensor: a hook of torch.autograd.graph.saved_tensors_hooks."""
         self._pack(tensor, False)
         return tensor
 
-    def _pack(self, tensor: torch.Tensor, again: bool) -> None:
+    def _pack(self, tensor: torch.Tensor, is_dropped: bool) -> None:
         inside = bool(self.nodes) and self._call is not None and self.nodes[-1].call == self._call
         count = len(self.nodes)
-        self.packed.append((count if again else self.checkpoints.keeper(count), tensor, inside, again))
+        self.packed.append(
+            (count if is_dropped else self.checkpoints.keeper(count), tensor, inside, is_dropped)
+        )
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Recorder.on_function."""
-        self.checkpoints.open()  # before anything is kept in one that has just begun
+        self.checkpoints.open()  # before a tensor is saved in one that has just begun
         return super().on_function(func, args, kwargs)
 
     def _begins(self, func: Any) -> None:
-        """An operation begins. Of a composite the last product counts: what policies of checkpoints keep are products."""
+        """An operation begins. In a composite the last product counts: policies of checkpoints save products."""
         place = self.checkpoints.place(func)
         if place and self._silent and not is_product(func):
             place = tuple(
@@ -68,33 +70,33 @@ class StorageRecorder(Recorder):
 
     def added(self, tensors: list[torch.Tensor]) -> None:
         """See Recorder.added."""
-        self.notes.append(Note(torch.is_grad_enabled(), _torch.asked(tensors), self._place))
+        self.notes.append(Note(torch.is_grad_enabled(), _torch.gradient_kinds(tensors), self._place))
         for spot in self._place:
-            spot.here.add(len(self.notes) - 1)
+            spot.checkpoint.add(len(self.notes) - 1)
 
     def copy_notes(self, nodes: tuple[int, int], around: Sequence[Checkpoint]) -> None:
-        """What ran from one node to another is said to have run here too; `around`: the checkpoints that it ran in."""
+        """Repeat the notes of a range of nodes for a copied block; `around`: the checkpoints that the original ran in."""
         notes = self.notes[slice(*nodes)]
         if not any(note.place for note in notes):
-            self.notes.extend(Note(note.enabled, note.asked, (), note) for note in notes)
+            self.notes.extend(Note(note.enabled, note.requires, (), note) for note in notes)
             return
         here = self.checkpoints.again(around)
         for note in notes:
-            place = tuple(spot._replace(here=here(spot.here)) for spot in note.place)
-            self.notes.append(Note(note.enabled, note.asked, place, note))
+            place = tuple(spot._replace(checkpoint=here(spot.checkpoint)) for spot in note.place)
+            self.notes.append(Note(note.enabled, note.requires, place, note))
             for spot in place:
-                spot.here.add(len(self.notes) - 1)
+                spot.checkpoint.add(len(self.notes) - 1)
 
     def find_functions(self) -> None:
-        """Note where calls of torch.autograd.Function hand gradients to, once all has run."""
-        if all(note.enabled or not any(note.asked) for note in self.notes):
+        """Note which inputs of autograd.Functions receive gradients, after the run."""
+        if all(note.enabled or not any(note.requires) for note in self.notes):
             return
         seen: dict[int, torch.Tensor] = {}
         for tensor in self._kept:
             value = self._index[id(tensor)]
             if value not in seen or not seen[value].requires_grad:
                 seen[value] = tensor
-        functions(self.nodes, self.notes, seen.get)
+        find_function_gradients(self.nodes, self.notes, seen.get)
 
     def ref(self, tensor: torch.Tensor) -> Any:
         """See Recorder.ref."""
@@ -103,27 +105,27 @@ class StorageRecorder(Recorder):
             self._stored.add((id(tensor), ref.i))
             key = _torch.storage_key(tensor)
             if key is not None:
-                known = self.storages.setdefault(key, [])
-                if ref.i not in known:
-                    known.append(ref.i)
-                    if known[0] != ref.i:
-                        self.roots[ref.i] = known[0]
+                values = self.storages.setdefault(key, [])
+                if ref.i not in values:
+                    values.append(ref.i)
+                    if values[0] != ref.i:
+                        self.roots[ref.i] = values[0]
         return ref
 
     def storage_of(self, tensor: torch.Tensor, none: list[int]) -> list[int]:
-        """The values that share the storage of `tensor`, first seen first; `none` where it has no known one."""
+        """The values that share the storage of `tensor`, oldest first; `none` if its storage is unknown."""
         key = _torch.storage_key(tensor)
         return (self.storages.get(key) or none) if key is not None else none
 
     def extent(self) -> tuple[int, int]:
-        """How many nodes and values there are."""
+        """Number of nodes and of values so far."""
         return len(self.nodes), len(self.values)
 
     def is_tainted(self, tensor: torch.Tensor) -> bool:
-        """Whether an input or a parameter takes part in it."""
+        """Whether it depends on an input or a parameter."""
         return id(tensor) in self._tainted
 
-    def stand_in(self, like: torch.Tensor, index: int, storage: list[int]) -> torch.Tensor:
+    def fake_copy(self, like: torch.Tensor, index: int, storage: list[int]) -> torch.Tensor:
         """A new fake tensor with the geometry of `like`, as value `index`, whose storage is that of `storage`."""
         self._silent += 1
         try:
@@ -150,7 +152,7 @@ class StorageRecorder(Recorder):
             return func(*args)
         kwargs = kwargs or {}
         self._begins(func)
-        if self.fake is not None and _result_elements(func, args, kwargs) > self._real:
+        if self.fake is not None and _result_elements(func, args, kwargs) > self._real_elements:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
             with self.fake:
                 return super().__torch_dispatch__(func, types, args, kwargs)
@@ -175,15 +177,15 @@ class StorageRecorder(Recorder):
         """See Recorder.composed."""
         if not any(map(_torch.is_fake, tensors)):
             return super().composed(func, args, kwargs, tensors)
-        self._real = INSIDE_ELEMENTS
+        self._real_elements = INSIDE_ELEMENTS
         try:
             return super().composed(func, args, kwargs, tensors)
         finally:
-            self._real = REAL_ELEMENTS
+            self._real_elements = REAL_ELEMENTS
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Recorder.compute."""
-        out = None if self.fake is None else _torch.shaped(self.fake, func, args, kwargs)
+        out = None if self.fake is None else _torch.meta_result(self.fake, func, args, kwargs)
         out = super().compute(func, args, kwargs) if out is None else out
         if self.fake is not None and rnn_workspace.is_layer(func) and _torch.is_fake(args[0]):
             return self._with_workspace(out, args)
@@ -192,7 +194,7 @@ class StorageRecorder(Recorder):
     def _with_workspace(
         self, out: tuple[torch.Tensor, ...], args: tuple[Any, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """The results of a recurrent layer, with what it keeps as large as it is on the processor."""
+        """The results of a recurrent layer, with a workspace of the size that it has on a CPU."""
         x, *weights, hidden = *args[:5], args[10]
         place = rnn_workspace.WORKSPACE
         if out[place].numel() or x.device.type != "cpu":
@@ -203,8 +205,8 @@ class StorageRecorder(Recorder):
         return (*out[:place], kept, *out[place + 1 :])
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A stand-in of what has values, as the same value in the same storage."""
-        return self.stand_in(tensor, self.ref(tensor).i, self.storage_of(tensor, []))
+        """A fake copy of a real tensor, as the same value in the same storage."""
+        return self.fake_copy(tensor, self.ref(tensor).i, self.storage_of(tensor, []))
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         if _torch.is_fake(tensor):
@@ -217,12 +219,12 @@ class StorageRecorder(Recorder):
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:
-    """Whether it was made with values, and written to with what has none, but a gradient: torch's stand-in for it has neither."""
+    """Whether a real tensor requires a gradient, because a fake tensor was written to it."""
     return tensor.requires_grad and not _torch.is_fake(tensor)
 
 
 def _result_elements(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """A guess at the elements of a result: that of broadcasting the inputs, or of a size among the arguments."""
+    """An estimate of the elements of a result: of the broadcast inputs, or of a size among the arguments."""
     if any(map(_torch.is_fake, args)):
         return 0
     tensors = leaves((args, kwargs), torch.Tensor)
