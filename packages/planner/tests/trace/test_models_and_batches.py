@@ -108,7 +108,7 @@ def test_a_model_that_looks_at_its_data_is_run_for_real() -> None:
     with torch.device("meta"):
         meta.linear = nn.Linear(8, 8)
         meta.table = nn.Embedding(2**28, 8)
-    with pytest.raises(UnsupportedError, match="Picky looks at the data"):
+    with pytest.raises(UnsupportedError, match="Picky reads the data"):
         best(meta, torch.randn(4, 8))
 
 
