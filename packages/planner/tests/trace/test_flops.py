@@ -80,19 +80,19 @@ def test_causal_attention_counts_half_of_what_torch_counts() -> None:
 class Asking(DataLike):
     """Remembers what it was told of a plan."""
 
-    requires: ClassVar[list[SearchRequest]] = []
+    asked: ClassVar[list[SearchRequest]] = []
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         return [2]
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        self.requires.append(request)
+        self.asked.append(request)
         return super().cost(request, degree, link)
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_strategies_are_told_the_operations_of_a_rank(recompute: str | None) -> None:
-    Asking.requires.clear()
+    Asking.asked.clear()
     model = Transformer(layers=2)
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=2, recompute=recompute)
     EagerPlanner(host_of(Asking)).plan(model, tokens(4, 32), request)
@@ -100,7 +100,7 @@ def test_strategies_are_told_the_operations_of_a_rank(recompute: str | None) -> 
     again, _ = planned(model.layers[0], Batch.of(torch.randn(2, 32, 64)))
     again -= 2.0 * (2 * 32) * 256 * 64  # the product that a layer ends with does not run again
     expected = ahead + back + (2 * again if recompute else 0.0)
-    assert min(r.flops for r in Asking.requires) == expected  # where it is open, recomputation is tried too
+    assert min(r.flops for r in Asking.asked) == expected  # where it is open, recomputation is tried too
 
 
 def test_a_bias_makes_a_backward_product_no_longer() -> None:

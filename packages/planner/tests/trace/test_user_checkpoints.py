@@ -225,12 +225,12 @@ class Asking(DataLike):
 
 
 def test_strategies_are_told_what_runs_again() -> None:
-    Asking.requires.clear()
+    Asking.asked.clear()
     model = Net(each(False))
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=2)
     EagerPlanner(host_of(Asking)).plan(model, (torch.randn(4, 10, 16),), request)
     ahead, back = counted(model, Batch.of(torch.randn(2, 10, 16)))
-    assert min(Asking.requires) == ahead + back
+    assert min(Asking.asked) == ahead + back
 
 
 def test_most_copies_are_still_not_run() -> None:

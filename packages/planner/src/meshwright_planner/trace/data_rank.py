@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright_dtensor.propagate.prediction import PredictedRun, MeshShape, PredictedMove
+from meshwright_dtensor.propagate.prediction import MeshShape, PredictedMove, PredictedRun
 from meshwright_dtensor.propagate.rewrites import is_view
 from meshwright_dtensor.rules.composites.base import Composite
 from meshwright_dtensor.rules.localise import localise
@@ -32,7 +32,9 @@ LITTLE, FEW = 0.01, 4
 """Fraction of the bytes of all results, and number of collectives, up to which cross-row interaction is ignored."""
 
 
-def is_batch_independent(prediction: PredictedRun, rank_tape: Tape, global_tape: Tape, grid: MeshShape) -> bool:
+def is_batch_independent(
+    prediction: PredictedRun, rank_tape: Tape, global_tape: Tape, grid: MeshShape
+) -> bool:
     """Whether the model is batch-independent: no rows are moved, and every rank computes on its own rows only."""
     return not prediction.moved and not any(
         _computes_more(node, prediction.outs[k], rank_tape, global_tape, grid)
@@ -239,7 +241,11 @@ def _computes_more(
 
 
 def _notes(
-    replicated: list[Node], prediction: PredictedRun, global_tape: Tape, moved: Counter[PredictedMove], axes: str
+    replicated: list[Node],
+    prediction: PredictedRun,
+    global_tape: Tape,
+    moved: Counter[PredictedMove],
+    axes: str,
 ) -> tuple[str, ...]:
     """Notes for users."""
     causes: dict[str, None] = {}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.propagate.predict import predict_run
-from meshwright_dtensor.propagate.prediction import PredictedRun, MeshShape
+from meshwright_dtensor.propagate.prediction import MeshShape, PredictedRun
 from meshwright_dtensor.rules import RuleBook
 from meshwright_dtensor.sharding.states import I, States
 from meshwright_dtensor.trace.function_kinds import is_in_place
