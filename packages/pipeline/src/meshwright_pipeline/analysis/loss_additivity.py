@@ -23,7 +23,8 @@ from meshwright_pipeline.pytrees import differing_dims, leaves_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.loss_denominators import Place
 from meshwright_pipeline.trace.microbatch import Call, microbatches, rows_of
-from meshwright_pipeline.trace.profiler import Profile, Profiler
+from meshwright_pipeline.trace.profile import Profile
+from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.row_provenance import rows_without
 from meshwright_pipeline.trace.row_tracer import BatchSizeDependent, ReadsValues, RowTracer, sketch
 
@@ -165,9 +166,9 @@ def prove_additive(profiler: Profiler, entire: Profile, whole: Call, count: int)
         part, rows = microbatches(*whole, count)[0], rows_of(*whole)
         assert rows is not None  # else it would not have been cut
         first = RowTracer(rows // count, entire)
-        few = profiler.run(*part, watch=first)
+        few = profiler.run(*part, tracer=first)
         second = RowTracer(rows, few, first)
-        last = profiler.run(*whole, watch=second)
+        last = profiler.run(*whole, tracer=second)
     except Exception as error:  # whatever code does that meets other numbers of rows than it expects
         hook = hook_in(profiler.model, error)
         reads = isinstance(error, ReadsValues)
@@ -203,7 +204,7 @@ def _said(error: Exception) -> str:
 def _leaf(leaf: Any, before: Any, watch: RowTracer) -> Leaf | None:
     if not isinstance(leaf, Tensor) or not isinstance(before, Tensor):
         return Leaf() if type(leaf) is type(before) and sketch(leaf) == sketch(before) else None
-    kind = watch.kind(leaf)
+    kind = watch.provenance(leaf)
     if kind is None:
         return Leaf() if sketch(leaf) == sketch(before) else None
     if kind.rows is None:

@@ -22,7 +22,8 @@ from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.meta_model import skeleton
 from meshwright_pipeline.trace.microbatch import Call
-from meshwright_pipeline.trace.profiler import Profile, Profiler
+from meshwright_pipeline.trace.profile import Profile
+from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 ROWS = 4

@@ -35,10 +35,11 @@ from meshwright_pipeline.analysis.loss_preview import (
 from meshwright_pipeline.analysis.stub_weights import StubMode, stub_tensor
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
 from meshwright_pipeline.pytrees import map_leaves, tensors_of
-from meshwright_pipeline.trace.forward_hooks import Calls, Key, Label
+from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.meta_model import meta_tensors
 from meshwright_pipeline.trace.microbatch import Call, microbatches, signature
-from meshwright_pipeline.trace.profiler import Profile, Result, snapshot
+from meshwright_pipeline.trace.profile import Key, Label, Profile, Result
+from meshwright_pipeline.trace.profiler import snapshot
 from meshwright_pipeline.trace.rng_replay import DrawRecorder
 from meshwright_pipeline.trace.state_writes import LARGE, Place, State, changed_places, module_state
 
@@ -144,7 +145,7 @@ class _Between(RepeatedUnitProfiler):
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(2))
 
     def shape(
-        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
+        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
     ) -> Result:
         """See Profiler."""
         called, own = signature(call), _own(call)  # before the run changes what it is given

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.utils.names import listing
 from meshwright_pipeline.partition.units import Ownership
-from meshwright_pipeline.trace.forward_hooks import Key, Label
-from meshwright_pipeline.trace.profiler import READ, Profile
+from meshwright_pipeline.trace.profile import PARAMETERS, Key, Label, Profile
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def crossing(profile: Profile, stage: Mapping[Key, int], count: int) -> tuple[tu
             for behind, wanted in needs
             if behind > before
             for label in wanted
-            if label[1] != READ and stage[label[:2]] <= before
+            if label[1] != PARAMETERS and stage[label[:2]] <= before
         }
         found.append(tuple(sorted(labels, key=lambda label: (position[label[:2]], label[2:]))))
     return tuple(found)

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from meshwright_pipeline._torch import OWN_PARTS, hooks_of, pre_hooks_of, tensors_in
-from meshwright_pipeline.trace.forward_hooks import Calls
+from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.microbatch import Call, signature
-from meshwright_pipeline.trace.profiler import Profiler, Result, snapshot
+from meshwright_pipeline.trace.profile import Result
+from meshwright_pipeline.trace.profiler import Profiler, snapshot
 from meshwright_pipeline.trace.rng_replay import DrawRecorder
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
@@ -59,7 +60,7 @@ class RepeatedUnitProfiler(Profiler):
         return self._built[unit]
 
     def shape(
-        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
+        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
     ) -> Result:
         """See Profiler."""
         called = signature(call)
@@ -78,7 +79,7 @@ class RepeatedUnitProfiler(Profiler):
         return self._results[like]
 
     def _tried(
-        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
+        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
     ) -> Result | None:
         """What a call returns, and those of copies; None, and nothing has changed in the unit, where they may return otherwise.
 

@@ -23,9 +23,9 @@ from meshwright_pipeline.runtime.p2p import Crossing, Transport, Wire
 from meshwright_pipeline.runtime.p2p_step import Failure, Letter, Mail
 from meshwright_pipeline.runtime.split_backward import Halves
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.trace.forward_hooks import Label
 from meshwright_pipeline.trace.loss_denominators import BatchDenominatorMode, Denominators
 from meshwright_pipeline.trace.microbatch import Call
+from meshwright_pipeline.trace.profile import Label
 
 Tensor = torch.Tensor
 Ends = Callable[[int, Any], list[Tensor]]

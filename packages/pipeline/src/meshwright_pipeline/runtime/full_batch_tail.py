@@ -19,9 +19,8 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline.pytrees import differing_dims
 from meshwright_pipeline.runtime.executor import Step, arrived
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.trace.forward_hooks import Label
 from meshwright_pipeline.trace.microbatch import Call
-from meshwright_pipeline.trace.profiler import Profile
+from meshwright_pipeline.trace.profile import Label, Profile
 
 Tensor = torch.Tensor
 

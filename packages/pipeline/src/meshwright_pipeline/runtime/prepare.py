@@ -32,7 +32,8 @@ from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss import LossPathCheck, loss_of
 from meshwright_pipeline.trace.microbatch import Call, outline, signature
-from meshwright_pipeline.trace.profiler import Profile, Profiler
+from meshwright_pipeline.trace.profile import Profile
+from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.rng_replay import RngReplay
 
 MAX_SIGNATURES = 64

@@ -1,8 +1,8 @@
-"""One watched run of a skeleton: which units run in which order, and which of their results later ones depend on.
+"""Runs a skeleton once to record which units run, and which unit results later units depend on.
 
-Units run on the meta device and return labelled zeros; the code between them runs as it is. A label (unit, call, path)
-follows a value through every operation below autograd ("taint"), so that what a later unit, or the result, consumes of
-earlier units is known exactly. That is what has to cross a cut.
+Units run on the meta device and return labelled zeros. The code between units runs as it is. Labels propagate through
+every operation below autograd, so the profile says exactly which unit results each later unit, and the result of the
+model, depends on. These are the tensors that have to cross a stage boundary.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -37,11 +35,26 @@ from meshwright_pipeline.pytrees import (
     map_leaves,
     tensors_of,
 )
-from meshwright_pipeline.trace.forward_hooks import Calls, Key, Label, intercepted
+from meshwright_pipeline.trace.forward_hooks import Forward, intercepted
 from meshwright_pipeline.trace.loss import loss_of
-from meshwright_pipeline.trace.meta_model import back_on_meta, put_expanded_zeros, unit_tensors, with_zeros
+from meshwright_pipeline.trace.meta_model import (
+    back_on_meta,
+    put_expanded_zeros,
+    unit_tensors,
+    with_zeros,
+)
 from meshwright_pipeline.trace.microbatch import Call, rows_of
-from meshwright_pipeline.trace.rng_replay import BETWEEN, Draw, DrawRecorder, check_generator
+from meshwright_pipeline.trace.profile import (
+    BETWEEN,
+    NO_LABELS,
+    PARAMETERS,
+    Key,
+    Label,
+    Labels,
+    Profile,
+    Result,
+)
+from meshwright_pipeline.trace.rng_replay import DrawRecorder, check_generator
 from meshwright_pipeline.trace.row_tracer import RowTracer, TracedFunctions
 from meshwright_pipeline.trace.side_outputs import (
     attribute_leaves,
@@ -53,127 +66,76 @@ from meshwright_pipeline.trace.side_outputs import (
 )
 from meshwright_pipeline.trace.state_writes import StateWrites, WrittenState
 
-Labels = frozenset[Label]
-NOTHING: Labels = frozenset()
-NOTHING_KEPT = WrittenState()
-READ = -1
-"""The call of a label that stands for the parameters of a unit."""
 _MISSING = object()
-_BATCH: Label = ("", READ - 1, "", 0)
-"""Stands for the rows of the batch."""
+_BATCH: Label = ("", PARAMETERS - 1, "", 0)
+"""The label of the rows of the batch."""
 
 _NO_GRADIENT = "does not require grad"
-"""What autograd says of a value that it has not followed."""
+"""Part of autograd's message for a tensor without a graph."""
 _DIFFERENTIATES = (
-    "forward of this {} differentiates (torch.autograd.grad or backward, as a gradient penalty does): in a pipeline gradients are "
-    "there when all stages have run, and not inside of forward; differentiate behind the call of the model, or plan without pp"
+    "forward of this {} calls torch.autograd.grad or backward (a gradient penalty, for example). In a pipeline, gradients exist "
+    "only after all stages have run, not inside of forward. Differentiate after the call of the model, or plan without pp"
 )
 
-# results that take nothing but the shape of their input
 _SHAPE_ONLY = frozenset(
     "empty_like zeros_like ones_like full_like new_zeros new_ones new_empty new_full rand_like randn_like".split()
 )
+"""Operations that use only the shape of their input."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a call of a unit returned: its tree, with zeros; by path what hooks inside of it saw of its parts, and by place what
-    it left in attributes (see leaving), of which some have only `grown`.
-    """
+class _LabelMode(TorchDispatchMode):
+    """Propagates labels through operations between units. Operations inside units are not followed."""
 
-    output: Any
-    side: dict[str, Any] = field(default_factory=dict)
-    grown: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One watched run.
-
-    Attributes:
-        order: (unit, call) as they ran.
-        consumes: (unit, call) -> the labels that its arguments depend on.
-        final: the labels that the result of the model depends on, or a buffer outside of units that is written.
-        results: (unit, call) -> what it returned, as zeros without memory.
-        output: what the model returned; its tensors mean nothing.
-        read: units whose parameters code between units computes with.
-        draws: the random operations, in order.
-        of_batch: the calls whose results depend on the rows of the batch.
-        written: what code between units writes to, of what units return.
-        kept: the buffers and numbers outside of units that it writes to.
-    """
-
-    order: tuple[Key, ...]
-    consumes: dict[Key, Labels]
-    final: Labels
-    results: dict[Key, Result]
-    output: Any
-    read: tuple[str, ...]
-    draws: tuple[Draw, ...] = ()
-    of_batch: frozenset[Key] = frozenset()
-    written: Labels = NOTHING
-    kept: WrittenState = NOTHING_KEPT
-
-    @cached_property
-    def attributes(self) -> frozenset[tuple[str, int, str]]:
-        """(unit, call, place) of the attributes that code between units takes."""
-        taken = self.final.union(*self.consumes.values())
-        return frozenset(label[:3] for label in taken if is_attribute(label[2]))
-
-    def leaf(self, label: Label) -> Any:
-        """The leaf of a result that a label stands for."""
-        unit, call, path, place = label
-        result = self.results[unit, call]
-        return leaves_of(result.side[path] if path else result.output)[place]
-
-
-class _Taint(TorchDispatchMode):
-    """Labels follow values; inside units nothing is followed."""
-
-    def __init__(self, watch: RowTracer | None) -> None:
+    def __init__(self, tracer: RowTracer | None) -> None:
         super().__init__()
-        self.watch = watch
+        self.tracer = tracer
         self.labels = WeakTensorKeys()
-        self.inside = 0
         self.key = BETWEEN
         self.draws = DrawRecorder()
         self.written: set[Label] = set()
+        self._depth = 0
+        # the tensors are kept, so that no other tensor gets their memory
         self._returned: dict[int, tuple[torch.Tensor, Label]] = {}
 
-    def returned(self, value: torch.Tensor, label: Label) -> None:
-        """A unit has returned this."""
-        self.labels[value] = frozenset({label})
-        self._returned[value.untyped_storage().data_ptr()] = (
-            value,
-            label,
-        )  # kept, so that the memory stays its own
+    @contextlib.contextmanager
+    def unit(self, key: Key) -> Iterator[None]:
+        """Inside, the operations belong to this unit call."""
+        self._depth, self.key = self._depth + 1, key
+        try:
+            yield
+        finally:
+            self._depth, self.key = self._depth - 1, BETWEEN
+
+    def returned(self, tensor: torch.Tensor, label: Label) -> None:
+        """Label a tensor that a unit has returned."""
+        self.labels[tensor] = frozenset({label})
+        self._returned[tensor.untyped_storage().data_ptr()] = (tensor, label)
 
     def of(self, tree: Any) -> Labels:
-        found = NOTHING
-        for tensor in tensors_of(tree):
-            found |= self.labels.get(tensor, NOTHING)
-        return found
+        """The labels of all tensors in a tree."""
+        return NO_LABELS.union(*(self.labels.get(tensor, NO_LABELS) for tensor in tensors_of(tree)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if draws(func, args, kwargs):
+        random = draws(func, args, kwargs)
+        if random:
             check_generator(self.key, func, kwargs)
-        if self.watch is None or self.inside:
-            result = self._run(func, args, kwargs)
+        if self.tracer is None or self._depth:
+            result = self._execute(func, args, kwargs)
         else:
-            result = self.watch.run(func, args, kwargs)
-        if draws(func, args, kwargs):
+            result = self.tracer.run(func, args, kwargs)
+        if random:
             self.draws.note(self.key, func, args, kwargs, result)
-        if not self.inside:
-            found = self.of((args, kwargs))
-            if found and op_name(func) not in _SHAPE_ONLY:
+        if not self._depth:
+            labels = self.of((args, kwargs))
+            if labels and op_name(func) not in _SHAPE_ONLY:
                 for tensor in tensors_of(result):
-                    self.labels[tensor] = self.labels.get(tensor, NOTHING) | found
+                    self.labels[tensor] = self.labels.get(tensor, NO_LABELS) | labels
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation; one that writes to a stand-in without memory changes nothing."""
-        target = None if self.inside else target_of(func, args, kwargs)
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation. A write to expanded zeros is recorded and skipped."""
+        target = None if self._depth else target_of(func, args, kwargs)
         if target is None or target.is_meta:
             return func(*args, **kwargs)
         _, label = self._returned.get(target.untyped_storage().data_ptr(), (None, None))
@@ -183,7 +145,7 @@ class _Taint(TorchDispatchMode):
 
 
 class Profiler:
-    """Runs a skeleton under watch.
+    """Profiles runs of a skeleton.
 
     Args:
         model: the skeleton.
@@ -193,10 +155,11 @@ class Profiler:
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
         self.model, self.units = model, units
         self.reads = False
-        self._no_meta: set[Hashable] = set()  # what does not run on the meta device
+        self._no_meta: set[Hashable] = set()
+        """Kinds of units that do not run on the meta device."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: RowTracer | None = None) -> Profile:
-        """Profile one call with these arguments; no random number is consumed. `watch`: looks at the code between units.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tracer: RowTracer | None = None) -> Profile:
+        """Profile one call. No random number is consumed. `tracer` follows the rows of the batch between units.
 
         Raises:
             UnsupportedError: the model cannot be run with its units skipped.
@@ -206,197 +169,211 @@ class Profiler:
         with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return self._run(args, kwargs, device, watch)
+                return self._run(args, kwargs, device, tracer)
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
-                if self.reads or watch is not None:
+                if self.reads or tracer is not None:
                     raise
-            # code between units computes with the parameters of some: they become zeros
+            # code between units may use parameters of units: run again with zeros in their place
             self.reads = True
             for unit in self.units:
                 put_expanded_zeros(self.model.get_submodule(unit), device)
             try:
-                return self._run(args, kwargs, device, watch)
+                return self._run(args, kwargs, device, tracer)
             except RuntimeError as error:
                 if _NO_GRADIENT in str(error):
                     raise UnsupportedError(_DIFFERENTIATES.format(type(self.model).__name__)) from error
                 raise
 
     def shape(
-        self, unit: str, forward: Calls, call: Call, device: torch.device, drawn: DrawRecorder
+        self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
     ) -> Result:
-        """What a call of a unit returns, with zeros; `drawn`: where its random operations are noted."""
+        """The result of a unit call, as zeros. `drawn` records its random operations."""
         module, kind = self.model.get_submodule(unit), self.kind(unit)
         if kind in self._no_meta:
-            return _shape_run(unit, module, forward, call, device, drawn, numbers=True)
+            return _unit_result(unit, module, forward, call, device, use_zeros=True)
         before, unchanged = drawn.mark(), snapshot(*call)
         try:
-            return _shape_run(unit, module, forward, call, device, drawn)
-        except Exception:  # no meta kernel, a look at values: any error says to try with numbers
+            return _unit_result(unit, module, forward, call, device)
+        except Exception:  # no meta kernel, or values are read: try again with zeros
             drawn.back_to(before)
-        result = _shape_run(unit, module, forward, unchanged, device, drawn, numbers=True)
+        result = _unit_result(unit, module, forward, unchanged, device, use_zeros=True)
         self._no_meta.add(kind)
         return result
 
     def kind(self, unit: str) -> Hashable:
-        """The same for units that are built alike."""
+        """The same value for units with the same structure."""
         return unit
 
     def value(self, label: Label, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """What code between units is given of a result: zeros without memory."""
+        """The tensor that code between units gets for a unit result: zeros without memory."""
         return expanded_zeros(like, device)
 
     def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, watch: RowTracer | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, tracer: RowTracer | None
     ) -> Profile:
-        taint = _Taint(watch)
-        order: list[Key] = []
-        consumes: dict[Key, Labels] = {}
-        results: dict[Key, Result] = {}
-        of_batch: set[Key] = set()
-        kept: list[tuple[nn.Module, str, Any]] = []  # attributes of units, as they were
-        rows = rows_of(args, kwargs)
-        for tensor in tensors_of((args, kwargs)):
-            if tensor.dim() and tensor.shape[0] == rows:
-                taint.labels[tensor] = frozenset({_BATCH})
-                if watch is not None:
-                    watch.seed(tensor, 0, live=False)
+        return _ProfiledRun(self, device, tracer).run(args, kwargs)
 
-        def one(key: Key, forward: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
-            order.append(key)
-            # what is in an object counts too: a stage that has it may look there
-            held = [tensor for leaf in leaves_of((a, k)) for tensor in attribute_tensors(leaf)]
-            found = taint.of((a, k, held))
-            consumes[key] = found - {_BATCH}
-            if _BATCH in found or any(label[:2] in of_batch for label in found):
-                of_batch.add(key)
-            taint.inside, taint.key = taint.inside + 1, key
-            try:
-                with glue.paused() if isinstance(glue, TracedFunctions) else glue:
-                    result = self.shape(key[0], forward, (a, k), device, taint.draws)
-            finally:
-                taint.inside, taint.key = taint.inside - 1, BETWEEN
-            results[key] = result
 
-            def labelled(path: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
-                def mark(index: int, like: torch.Tensor) -> torch.Tensor:
-                    label = (*key, path, index)
-                    value = self.value(label, like, device)
-                    taint.returned(value, label)
-                    if watch is not None:
-                        watch.returned(value, label)
-                    return value
+class _ProfiledRun:
+    """One run of a profiler."""
 
-                return mark
+    def __init__(self, profiler: Profiler, device: torch.device, tracer: RowTracer | None) -> None:
+        self.profiler, self.device, self.tracer = profiler, device, tracer
+        self.model, self.units = profiler.model, profiler.units
+        self.mode = _LabelMode(tracer)
+        self.functions = contextlib.nullcontext() if tracer is None else TracedFunctions(tracer)
+        self.consumes: dict[Key, Labels] = {}  # in the order of the calls
+        self.results: dict[Key, Result] = {}
+        self.of_batch: set[Key] = set()
+        self._old_attributes: list[tuple[nn.Module, str, Any]] = []
 
-            unit = self.model.get_submodule(key[0])
-            for path, value in result.side.items():
-                if is_attribute(path):
-                    part, name = part_of(unit, path)
-                    kept.append((part, name, part.__dict__.get(name, _MISSING)))
-                    part.__dict__[name] = map_leaves(labelled(path), value)
-                    continue
-                call_hooks(
-                    unit.get_submodule(path),
-                    hooks_of(unit.get_submodule(path)),
-                    map_leaves(labelled(path), value),
-                )
-            return map_leaves(labelled(""), result.output)
-
-        if self.reads:
-            for unit in self.units:
-                for tensor in unit_tensors(self.model.get_submodule(unit)):
-                    taint.labels[tensor] = frozenset({(unit, READ, "", 0)})
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Profile:
+        """Run the model, and return what was recorded."""
+        self._label_inputs(args, kwargs)
         writes = StateWrites(self.model, self.units)
-        glue = contextlib.nullcontext() if watch is None else TracedFunctions(watch)
         try:
-            with intercepted(self.model, self.units, one), glue, taint:
+            with intercepted(self.model, self.units, self._unit_call), self.functions, self.mode:
                 output = self.model(*args, **kwargs)
         finally:
-            for part, name, value in reversed(kept):
+            for part, name, value in reversed(self._old_attributes):
                 part.__dict__.pop(name, None)
                 if value is not _MISSING:
                     part.__dict__[name] = value
-        # one that is made once, and of no batch, each rank makes itself
-        buffers = {at: b for at, b in writes.buffers().items() if at not in writes.empty or taint.of([b])}
-        # the loss may be in an object that is no tree of tensors
-        final = taint.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
-        check_grown({key: result.grown for key, result in results.items()}, final.union(*consumes.values()))
-        read = {unit for labels in (*consumes.values(), final) for unit, call, _, _ in labels if call == READ}
-        if not order:
+        if not self.consumes:
             raise UnsupportedError(
-                f"no module of this {type(self.model).__name__} that could be given to a stage was called; "
-                "a pipeline needs modules that are called through module(...)"
+                f"no module of this {type(self.model).__name__} that can be placed on a stage was called. "
+                "A pipeline needs modules that are called through module(...)"
             )
+        return self._profile(output, writes)
+
+    def _label_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows = rows_of(args, kwargs)
+        for tensor in tensors_of((args, kwargs)):
+            if tensor.dim() and tensor.shape[0] == rows:
+                self.mode.labels[tensor] = frozenset({_BATCH})
+                if self.tracer is not None:
+                    self.tracer.seed(tensor, 0, live=False)
+        if self.profiler.reads:
+            for unit in self.units:
+                for tensor in unit_tensors(self.model.get_submodule(unit)):
+                    self.mode.labels[tensor] = frozenset({(unit, PARAMETERS, "", 0)})
+
+    def _unit_call(self, key: Key, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs in place of a unit's forward."""
+        # tensors inside objects count too: the stage that gets the object may read them
+        inside = [tensor for leaf in leaves_of((args, kwargs)) for tensor in attribute_tensors(leaf)]
+        labels = self.mode.of((args, kwargs, inside))
+        self.consumes[key] = labels - {_BATCH}
+        if _BATCH in labels or any(label[:2] in self.of_batch for label in labels):
+            self.of_batch.add(key)
+        paused = (
+            self.functions.paused()
+            if isinstance(self.functions, TracedFunctions)
+            else contextlib.nullcontext()
+        )
+        with self.mode.unit(key), paused:
+            result = self.profiler.shape(key[0], forward, (args, kwargs), self.device, self.mode.draws)
+        self.results[key] = result
+        self._put_side_outputs(key, result)
+        return self._labelled(key, "", result.output)
+
+    def _put_side_outputs(self, key: Key, result: Result) -> None:
+        """Set the attributes that the unit sets, and call the hooks of its submodules."""
+        unit = self.model.get_submodule(key[0])
+        for path, value in result.side.items():
+            if is_attribute(path):
+                part, name = part_of(unit, path)
+                self._old_attributes.append((part, name, part.__dict__.get(name, _MISSING)))
+                part.__dict__[name] = self._labelled(key, path, value)
+            else:
+                part = unit.get_submodule(path)
+                call_hooks(part, hooks_of(part), self._labelled(key, path, value))
+
+    def _labelled(self, key: Key, path: str, tree: Any) -> Any:
+        """The tensors that code between units gets for a unit result."""
+
+        def labelled(index: int, like: torch.Tensor) -> torch.Tensor:
+            label = (*key, path, index)
+            value = self.profiler.value(label, like, self.device)
+            self.mode.returned(value, label)
+            if self.tracer is not None:
+                self.tracer.returned(value, label)
+            return value
+
+        return map_leaves(labelled, tree)
+
+    def _profile(self, output: Any, writes: StateWrites) -> Profile:
+        mode, consumes = self.mode, self.consumes
+        # a buffer that is created once, and does not depend on the batch, is created on each rank
+        buffers = {at: b for at, b in writes.buffers().items() if at not in writes.empty or mode.of([b])}
+        # the loss may be in an object that pytree does not know
+        final = mode.of((output, loss_of(output), list(buffers.values()))) - {_BATCH}
+        used = final.union(*consumes.values())
+        check_grown({key: result.grown for key, result in self.results.items()}, used)
         return Profile(
-            tuple(order),
+            tuple(consumes),
             consumes,
             final,
-            results,
+            self.results,
             output,
-            tuple(sorted(read)),
-            tuple(taint.draws.found),
-            frozenset(of_batch),
-            frozenset(taint.written),
+            tuple(sorted({unit for unit, call, _, _ in used if call == PARAMETERS})),
+            tuple(mode.draws.draws),
+            frozenset(self.of_batch),
+            frozenset(mode.written),
             WrittenState(tuple(buffers), writes.numbers()),
         )
 
 
 def call_hooks(module: nn.Module, hooks: Any, output: Any) -> None:
-    """Let forward hooks see an output that the module did not make."""
+    """Call forward hooks with an output that the module did not compute."""
     for hook in list(hooks.values()):
         hook(module, (), output)
 
 
-def _shape_run(
-    name: str,
-    unit: nn.Module,
-    forward: Calls,
-    call: Call,
-    device: torch.device,
-    drawn: DrawRecorder,
-    numbers: bool = False,
+def _unit_result(
+    name: str, unit: nn.Module, forward: Forward, call: Call, device: torch.device, use_zeros: bool = False
 ) -> Result:
-    """Run a unit for its shapes only: on the meta device, or with zeros for `numbers`."""
-    seen: dict[str, Any] = {}
-    watched = [(path, part) for path, part in unit.named_modules() if path and hooks_of(part)]
+    """Run a unit for the shapes of its results: on the meta device, or with zeros for values."""
+    hook_outputs: dict[str, Any] = {}
 
-    def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _module, _args, output: seen.__setitem__(path, output)
+    def record(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda _module, _args, output: hook_outputs.__setitem__(path, output)
 
-    def given(_: int, tensor: torch.Tensor) -> torch.Tensor:
-        if numbers:
+    def argument(_: int, tensor: torch.Tensor) -> torch.Tensor:
+        if use_zeros:
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         return tensor.to("meta")
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(back_on_meta(unit))
-        for path, part in watched:
-            stack.enter_context(forward_hooks(part, {-1: watch(path)}))
-        if numbers:
+        for path, part in unit.named_modules():
+            if path and hooks_of(part):
+                stack.enter_context(forward_hooks(part, {-1: record(path)}))
+        if use_zeros:
             stack.enter_context(with_zeros(unit, device))
-        args, kwargs = map_leaves(given, call)
+        args, kwargs = map_leaves(argument, call)
         before = attribute_leaves(unit)
         output = forward(*args, **kwargs)
         check_sendable(name, output, (args, kwargs))
-        found, grown = new_side_outputs(before, unit)
-    side = {path: _zeros(value, device) for path, value in (seen | found).items()}
+        attributes, grown = new_side_outputs(before, unit)
+    side = {path: _zeros(value, device) for path, value in (hook_outputs | attributes).items()}
     return Result(_zeros(output, device), side, grown)
 
 
-def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with copies of the objects that a run may change (a cache of keys, say)."""
+def snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The same arguments, with copies of objects that a run may change (a key-value cache, for example)."""
 
-    def one(leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, (torch.Tensor, nn.Module, bool, int, float, str)):
             return leaf
         try:
             return copy.deepcopy(leaf)
-        except Exception:  # whatever an object of the model does when it is copied: it is used as it is then
+        except Exception:  # an object that cannot be copied is used as it is
             return leaf
 
-    copied: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(one, (args, kwargs))
-    return copied
+    call: Call = pytree.tree_map(copied, (args, kwargs))
+    return call
 
 
 def _zeros(tree: Any, device: torch.device) -> Any:
-    return map_leaves(lambda _, t: expanded_zeros(t, device), tree)
+    return map_leaves(lambda _, tensor: expanded_zeros(tensor, device), tree)

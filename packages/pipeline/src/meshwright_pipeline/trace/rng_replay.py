@@ -1,12 +1,12 @@
-"""Random numbers of one device, under stages and microbatches.
+"""Replays the random numbers of one device in a pipeline with microbatches.
 
-A watched run of the whole batch tells which random operations one device performs, in which order and on which shapes. At
-the start of a step every rank goes through them without the model, and keeps the state of the generator before each that
-its stages perform. When a microbatch comes to one, the numbers of the whole batch are drawn from that state, and its rows
-kept. So masks are those of one device, bit for bit, and so is the state in which the generator is left.
+A profiled run of the whole batch records the random operations in order, with their shapes. At the start of a step every
+rank draws them without the model, and stores the generator state before each operation of its stages. When a microbatch
+reaches such an operation, the numbers of the whole batch are drawn from the stored state, and the rows of the microbatch
+are used. Dropout masks and the final generator state are bit-identical to one device.
 
-Recomputation sets the generator to the state that it had when the region first ran. In a step that state draws nothing: it
-is a mark, which says how many random operations the microbatch had performed on the stage, and so which one is next.
+Recomputation restores the generator state from when the region first ran. During a step this state is a marker: it encodes
+how many random operations the microbatch had run on the stage, and so which one is next.
 """
 
 from __future__ import annotations
@@ -22,86 +22,46 @@ from meshwright_dtensor._torch.core import is_fake
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_pipeline._torch import TorchDispatchMode, draws, draws_of_its_own, op_name
 from meshwright_pipeline.pytrees import tensors_of
-from meshwright_pipeline.trace.forward_hooks import Key
+from meshwright_pipeline.trace.profile import BETWEEN, Draw, FillOp, Key
 
 _MARKS = 0x6D657368 << 31
-"""Seeds from here on are marks: a generator's state says with which seed it was made."""
-BETWEEN: Key = ("", 0)
-"""Where a random operation stands that no unit performs."""
-Filling = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""An operation that fills a tensor in place, and its other arguments."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One random operation: whose it is, which one there, and what it fills.
-
-    `rest`: its arguments but for the tensor.
-    """
-
-    key: Key
-    place: int
-    op: Any
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    rest: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-
-    @property
-    def name(self) -> tuple[Key, int]:
-        """What tells it from the others of a forward."""
-        return self.key, self.place
-
-    def run(self, numel: int | None = None, given: Filling | None = None) -> torch.Tensor:
-        """Draw from the default generator: the whole tensor, or for the sake of the generator `numel` elements.
-
-        `given`: the operation as it is called now, such as a dropout whose probability has changed since.
-        """
-        op, rest, kwargs = given or (self.op, self.rest, self.kwargs)
-        if numel is not None:
-            target = torch.empty(numel, dtype=self.dtype)
-        else:
-            target = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        with torch.no_grad():
-            op(target, *rest, **dict(kwargs))
-        return target
+"""Seeds from here on are markers."""
 
 
 class DrawRecorder:
-    """Takes down the random operations of a watched run."""
+    """Records the random operations of a profiled run."""
 
     def __init__(self) -> None:
-        self.found: list[Draw] = []
+        self.draws: list[Draw] = []
         self._counts: Counter[Key] = Counter()
 
     def mark(self) -> tuple[int, Counter[Key]]:
-        """Where it stands."""
-        return len(self.found), Counter(self._counts)
+        """The present position, for `back_to`."""
+        return len(self.draws), Counter(self._counts)
 
     def back_to(self, mark: tuple[int, Counter[Key]]) -> None:
-        """Forget what came after `mark`."""
-        del self.found[mark[0] :]
+        """Drop the operations recorded since `mark`."""
+        del self.draws[mark[0] :]
         self._counts = Counter(mark[1])
 
     def note(self, key: Key, op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation of `key` has run."""
+        """Record an operation that the unit call `key` has run."""
         place = self._counts[key]
         self._counts[key] = place + 1
         fills = filling(op, args, kwargs, result)
         if fills is None:
             raise UnsupportedError(
-                f"module {key[0] or 'the model'!r} performs the random operation {op_name(op)}, which a pipeline cannot repeat for "
-                "the rows of a microbatch; use pp=1, or dropout and in-place random functions"
+                f"module {key[0] or 'the model'!r} calls the random operation {op_name(op)}. A pipeline cannot replay it for the "
+                "rows of a microbatch. Use dropout and in-place random functions, or pp=1"
             )
         op, rest, named = fills
-        self.found.append(
+        self.draws.append(
             Draw(key, place, op, tuple(result.shape), result.stride(), result.dtype, rest, named)
         )
 
 
-def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Filling | None:
-    """The operation in place that draws the numbers of this one; None where that is not known, or asks tensors."""
+def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> FillOp | None:
+    """The in-place operation that draws the same numbers; None if there is none, or if it takes tensor arguments."""
     aten, name = torch.ops.aten, op_name(op)
     if not isinstance(result, torch.Tensor):
         return None
@@ -116,16 +76,16 @@ def filling(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
 
 
 def check_generator(key: Key, op: Any, kwargs: dict[str, Any]) -> None:
-    """That numbers come from the generator of one device.
+    """Check that a random operation uses the default generator.
 
     Raises:
-        UnsupportedError: they come from another one, which each microbatch, and each rank that has this code, would draw from.
+        UnsupportedError: it uses another one. Each microbatch, and each rank that runs this code, would advance it.
     """
     if draws_of_its_own(kwargs):
         raise UnsupportedError(
-            f"module {key[0] or 'the model'!r} draws random numbers ({op_name(op)}) from a generator of its own, which a pipeline "
-            "cannot set to where it stands on one device; draw from the default one, draw outside of the model and give it the "
-            "numbers, or plan without pp"
+            f"module {key[0] or 'the model'!r} draws random numbers ({op_name(op)}) from its own generator. A pipeline cannot "
+            "replay the state that this generator has on one device. Use the default generator, pass the numbers to the model "
+            "as an input, or plan without pp"
         )
 
 
@@ -134,10 +94,11 @@ class StepDraws:
     """The random numbers of one step on this rank.
 
     Attributes:
-        states: draw -> state of the generator before it.
-        end: that after all of them.
-        order: (microbatch, stage) -> the draws that its forward performed, in order.
-        marks: (microbatch, stage, draws performed) by the number of the mark; `numbers` leads back.
+        states: operation -> generator state before it.
+        end: generator state after all operations.
+        order: (microbatch, stage) -> the operations that its forward has run, in order.
+        marks: marker number -> (microbatch, stage, operations run so far).
+        numbers: the inverse of `marks`.
     """
 
     states: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
@@ -148,17 +109,17 @@ class StepDraws:
 
 
 class RngReplay:
-    """The random numbers of steps with batches of one signature.
+    """Replays random numbers in steps whose batches have one signature.
 
     Args:
-        found: those of one device on the whole batch, in order.
-        count: microbatches.
+        recorded: the random operations on the whole batch, in order.
+        count: number of microbatches.
     """
 
-    def __init__(self, found: Sequence[Draw], count: int) -> None:
-        self.draws, self.count = tuple(found), count
+    def __init__(self, recorded: Sequence[Draw], count: int) -> None:
+        self.draws, self.count = tuple(recorded), count
         self._by_name = {draw.name: draw for draw in self.draws}
-        self._often = Counter(draw.key for draw in self.draws)
+        self._expected = Counter(draw.key for draw in self.draws)
         self._short: dict[Any, bool] = {}
         self._drawn = StepDraws()
         self.microbatch: int | None = None
@@ -167,7 +128,7 @@ class RngReplay:
         self._places: Counter[Key] = Counter()
 
     def begin(self, units: Collection[str]) -> StepDraws:
-        """A step begins: go through all draws, and keep the states before those of `units` and between units."""
+        """Begin a step: draw everything once, and store the states before the operations of `units` and between units."""
         self._drawn = StepDraws()
         for draw in self.draws:
             if draw.key == BETWEEN or draw.key[0] in units:
@@ -177,12 +138,12 @@ class RngReplay:
         return self._drawn
 
     def back_to(self, drawn: StepDraws) -> StepDraws:
-        """What runs now is the backward pass of that step."""
+        """Run the backward pass of the step that `drawn` belongs to."""
         self._drawn = drawn
         return drawn
 
     def forward(self, microbatch: int | None, stage: int = 0) -> None:
-        """A forward begins (or, None, has ended)."""
+        """Begin the forward of a microbatch; None when it has ended."""
         self.microbatch, self.key = microbatch, BETWEEN
         self._places.clear()
         if microbatch is not None:
@@ -191,7 +152,7 @@ class RngReplay:
             self.mark()
 
     def mark(self) -> None:
-        """Let the state of the generator say which random operation is next."""
+        """Set the generator to the marker of the next random operation."""
         if self._place is None:
             return
         numbers, marks = self._drawn.numbers, self._drawn.marks
@@ -201,7 +162,7 @@ class RngReplay:
         torch.default_generator.manual_seed(_MARKS + numbers[self._place])
 
     def _next(self) -> tuple[int, tuple[Key, int]] | None:
-        """(microbatch, name) of the draw that comes next, None where that is not known."""
+        """(microbatch, name) of the next random operation; None if it is unknown."""
         if self.microbatch is not None:
             name = (self.key, self._places[self.key])
             self._places[self.key] += 1
@@ -220,41 +181,43 @@ class RngReplay:
         self._place = (microbatch, stage, place + 1)
         return microbatch, name
 
-    def take(self, op: Any, like: torch.Tensor, given: Filling | None) -> torch.Tensor:
-        """The numbers that the next random operation draws, where it fills a tensor of the shape of `like`; `given`: see Draw.
+    def take(self, op: Any, like: torch.Tensor, fill: FillOp | None) -> torch.Tensor:
+        """The numbers of the next random operation, for a tensor with the shape of `like`.
+
+        `fill`: see Draw.run.
 
         Raises:
-            UnsupportedError: it is none of those that were seen, or comes in a backward pass.
+            UnsupportedError: the operation was not recorded, or runs in a backward pass.
         """
-        coming = self._next()
-        if coming is None:
+        following = self._next()
+        if following is None:
             raise UnsupportedError(
-                f"the random operation {op_name(op)} runs in a backward pass, where a pipeline does not know which one it is; "
-                "recompute with preserve_rng_state=True, keep activations, or set dropout to 0"
+                f"the random operation {op_name(op)} runs in a backward pass, where a pipeline cannot identify it. "
+                "Recompute with preserve_rng_state=True, keep activations, or set dropout to 0"
             )
-        microbatch, name = coming
+        microbatch, name = following
         draw, state = self._by_name.get(name), self._drawn.states.get(name)
         if draw is None or state is None:
             where = name[0][0] or "between modules"
             raise UnsupportedError(
-                f"the random operation {op_name(op)} of {where!r} was not there when the model was profiled; a pipeline needs "
-                "the same ones for every batch of the same shapes"
+                f"the random operation {op_name(op)} of {where!r} did not run when the model was profiled. A pipeline needs the "
+                "same random operations for every batch of the same shapes"
             )
         torch.set_rng_state(state)
-        same = given is not None and given[0] is draw.op
-        return self._rows(draw.run(None, given if same else None), draw, microbatch, tuple(like.shape))
+        same = fill is not None and fill[0] is draw.op
+        return self._rows(draw.run(None, fill if same else None), draw, microbatch, tuple(like.shape))
 
     def check(self, key: Key) -> None:
-        """That the call of a unit which has just ended has drawn as often as it was seen to.
+        """Check that the unit call that has just ended ran as many random operations as in the profiled run.
 
         Raises:
-            UnsupportedError: it has not, so that what it has drawn may stand for something else.
+            UnsupportedError: it did not, so its numbers may belong to other operations.
         """
-        if self._places[key] != self._often[key]:
+        if self._places[key] != self._expected[key]:
             raise UnsupportedError(
-                f"module {key[0]!r} has performed {self._places[key]} random operations, and {self._often[key]} when the model "
-                "was profiled; a pipeline needs the same ones for every batch of the same shapes, which layers that are skipped at "
-                "random change, and probabilities that become 0"
+                f"module {key[0]!r} ran {self._places[key]} random operations; when the model was profiled it ran "
+                f"{self._expected[key]}. A pipeline needs the same random operations for every batch of the same shapes: do not "
+                "skip layers at random, and do not set a probability to 0 later"
             )
 
     def _rows(self, full: torch.Tensor, draw: Draw, microbatch: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -265,31 +228,31 @@ class RngReplay:
         if tuple(full.shape) != shape:
             raise UnsupportedError(
                 f"a random operation of {draw.key[0] or 'the model'!r} fills {list(draw.shape)} for the whole batch and "
-                f"{list(shape)} for a microbatch, which are not some of its rows; use microbatches=1"
+                f"{list(shape)} for a microbatch. These are not rows of the batch; use microbatches=1"
             )
         return full
 
     def _is_short(self, draw: Draw) -> bool:
-        """Whether drawing one element leaves the generator as drawing all does: tried once for each kind."""
+        """Whether drawing one element advances the generator as far as drawing all: tried once for each kind."""
         kind = (draw.op, draw.dtype, draw.rest, draw.shape)
-        known = self._short.get(kind)
-        if known is None:
+        short = self._short.get(kind)
+        if short is None:
             before = torch.get_rng_state()
             draw.run()
             after = torch.get_rng_state()
             torch.set_rng_state(before)
             draw.run(1)
-            known = self._short[kind] = torch.equal(after, torch.get_rng_state())
+            short = self._short[kind] = torch.equal(after, torch.get_rng_state())
             torch.set_rng_state(before)
-        return known
+        return short
 
 
 class ReplayMode(TorchDispatchMode):
-    """Inside, random operations of the model draw the numbers of one device."""
+    """Inside, random operations of the model return the numbers of one device."""
 
-    def __init__(self, streams: RngReplay) -> None:
+    def __init__(self, replay: RngReplay) -> None:
         super().__init__()
-        self.streams = streams
+        self.replay = replay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -300,6 +263,6 @@ class ReplayMode(TorchDispatchMode):
             return func(*args, **kwargs)
         in_place = op_name(func).endswith("_")
         result = target if in_place and target is not None else func(*args, **kwargs)
-        result.copy_(self.streams.take(func, result, filling(func, args, kwargs, result)))
-        self.streams.mark()
+        result.copy_(self.replay.take(func, result, filling(func, args, kwargs, result)))
+        self.replay.mark()
         return result

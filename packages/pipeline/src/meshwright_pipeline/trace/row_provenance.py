@@ -1,16 +1,17 @@
-"""How values of the code between units follow from the rows of a batch, operation by operation.
+"""Rules that say, operation by operation, which rows of the batch each value depends on.
 
-Every value is watched with a companion: the row that each of its elements belongs to. Operations that move elements move
-their rows too; operations between elements keep the row where it is one; sums over several rows make numbers. A number of
-power 0 is, for the whole batch, the mean of those of equal microbatches; one of power 1 their sum; of power p
-count ** (p - 1) times their sum. What is not proven by a rule here is `UNKNOWN`.
+Every value has a companion tensor with the row that each of its elements belongs to. Operations that move elements move
+their rows too. Elementwise operations keep the row if all operands agree. A sum over several rows gives a number with a
+power: for the whole batch, a number of power 0 is the mean of those of equal microbatches, one of power 1 is their sum,
+and one of power p is count ** (p - 1) times their sum. What no rule proves is `UNKNOWN`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ NO_ROW = -1
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is known of a value.
+    """How a value depends on the rows of the batch.
 
     Attributes:
-        rows: the row of each element, `NO_ROW` where it depends on none; None where the value is a number, or unknown.
-        power: of a number; None where the value has rows, or is unknown.
-        live: depends on what units return, or on random numbers; else on inputs of the model alone.
-        fixed: has been made with a number that inputs alone decide, which is that of the whole batch in every microbatch.
+        rows: the row of each element, `NO_ROW` if it depends on none; None for numbers and unknown values.
+        power: the power of a number; None for values with rows and unknown values.
+        live: depends on unit results or random numbers; otherwise on inputs of the model alone.
+        fixed: computed with a number that only inputs determine. Each microbatch gets that of the whole batch.
     """
 
     rows: Tensor | None = None
@@ -37,30 +38,54 @@ class Provenance:
     live: bool = True
     fixed: bool = False
 
+    @property
+    def known(self) -> bool:
+        """Whether the dependence on rows is proven."""
+        return self.rows is not None or self.power is not None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is the same number in every microbatch."""
+        return self.fixed and not self.live
+
 
 UNKNOWN = Provenance()
-"""Nothing is known."""
+"""Rows may interact in it."""
 FIXED = Provenance(power=0, live=False, fixed=True)
-"""A number that inputs alone decide: that of the whole batch, wherever it is asked for."""
+"""A number that only inputs determine. Each microbatch gets that of the whole batch."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its name, arguments by name, and the kinds of its tensors by the name of the argument.
+    """One operation between units.
 
-    `scale`: of every argument that is a number but no tensor, or a tensor that depends on no row: how it grows with the
-    number of rows (0 where it does not), None where that is not a power.
+    Attributes:
+        name: without namespace.
+        arguments: by name.
+        inputs: provenance of its tensors, by argument name.
+        out: its first result.
+        scale: for an argument that depends on no row, the power of the number of rows with which it grows (0 for a
+            constant); None if it is not a power.
     """
 
     name: str
     arguments: dict[str, Any]
-    kinds: dict[str, Provenance]
+    inputs: dict[str, Provenance]
     out: Tensor
     scale: Callable[[str], int | None]
 
+    @property
+    def row_inputs(self) -> dict[str, Tensor]:
+        """The rows of the arguments that have rows."""
+        return {arg: value.rows for arg, value in self.inputs.items() if value.rows is not None}
+
+
+Rule = Callable[[Operation, dict[str, Tensor]], Provenance]
+"""Takes an operation and the rows of its arguments."""
+
 
 def compact(rows: Tensor) -> Tensor:
-    """The same rows with dims of size 1 where they are the same all along them."""
+    """The same rows, with expanded dims reduced to size 1."""
     for dim, (size, stride) in enumerate(zip(rows.shape, rows.stride(), strict=True)):
         if size > 1 and stride == 0:
             rows = rows.narrow(dim, 0, 1)
@@ -68,7 +93,7 @@ def compact(rows: Tensor) -> Tensor:
 
 
 def rows_without(rows: Tensor, dims: Sequence[int]) -> Tensor | None:
-    """The rows without some dims (of size 1 then), None where they are not the same along them."""
+    """The rows with `dims` reduced to size 1; None if rows differ along them."""
     small = compact(rows)
     for dim in dims:
         if small.shape[dim] > 1:
@@ -80,30 +105,26 @@ def rows_without(rows: Tensor, dims: Sequence[int]) -> Tensor | None:
 
 
 def several_rows_along(rows: Tensor, dim: int) -> bool:
-    """Whether elements of several rows lie along a dim."""
+    """Whether rows differ along a dim."""
     small = compact(rows)
     return bool(((small != small.amax(dim, keepdim=True)) & (small != NO_ROW)).any())
 
 
-def combine_rows(rows: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
-    """The rows of elements that are made of several, broadcast to `shape`; None where one is made of two rows."""
-    found: Tensor | None = None
-    for one in rows:
-        small = compact(one)
-        if found is None:
-            found = small
-            continue
-        a, b = torch.broadcast_tensors(found, small)
+def combine_rows(operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+    """The rows of elements computed from several operands, broadcast to `shape`; None if two rows interact."""
+    combined = compact(operands[0])
+    for rows in operands[1:]:
+        a, b = torch.broadcast_tensors(combined, compact(rows))
         if bool(((a != b) & (a != NO_ROW) & (b != NO_ROW)).any()):
             return None
-        found = torch.maximum(a, b)
-    assert found is not None
-    return found.expand(tuple(shape))
+        combined = torch.maximum(a, b)
+    return combined.expand(tuple(shape))
 
 
 _MOVES = frozenset(
     "view _unsafe_view reshape _reshape_alias transpose permute t unsqueeze squeeze expand slice select split "
-    "split_with_sizes unbind chunk alias detach flip roll repeat narrow movedim".split()
+    "split_with_sizes unbind chunk alias detach flip roll repeat narrow movedim "
+    "cat stack constant_pad_nd index_select".split()
 )
 _LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like clone _to_copy contiguous lift_fresh".split()
@@ -111,207 +132,253 @@ _LIKE = frozenset(
 _LINEAR = frozenset(
     "add sub rsub mul div neg sum mean _to_copy clone alias detach view unsqueeze squeeze expand".split()
 )
-_REDUCED = frozenset(
+_REDUCTIONS = (
     "amax amin max min argmax argmin logsumexp any all var std prod linalg_vector_norm norm sum mean".split()
 )
-_ALONG = frozenset("softmax _softmax log_softmax _log_softmax cumsum sort".split())
-_LOSSES = frozenset("mse_loss smooth_l1_loss huber_loss binary_cross_entropy".split())
+_ALONG_A_DIM = "softmax _softmax log_softmax _log_softmax cumsum sort".split()
+_LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy".split()
+_PRODUCTS = MappingProxyType({"mm": "self", "addmm": "mat1", "linear": "input"})
+"""Matrix product -> the argument that may have rows."""
 
 
-def result_provenance(given: Operation, pointwise: bool) -> Provenance:
-    """That of the result of an operation with at least one argument of some kind."""
-    kinds = list(given.kinds.values())
-    if any(kind.rows is None and kind.power is None for kind in kinds):
+def result_provenance(op: Operation, pointwise: bool) -> Provenance:
+    """The provenance of an operation's result. At least one argument has a provenance."""
+    inputs = list(op.inputs.values())
+    if not all(value.known for value in inputs):
         return UNKNOWN
-    live, fixed = any(kind.live for kind in kinds), any(kind.fixed for kind in kinds)
-    numbers = [kind for kind in kinds if kind.rows is None and not (kind.fixed and not kind.live)]
-    name = given.name
-    if numbers:
-        return _number(name, given)
-    if any(given.scale(arg) != 0 for arg in given.arguments if arg not in given.kinds):
-        return UNKNOWN  # a constant that depends on how many rows there are
-    if all(kind.rows is None for kind in kinds) and not live:
+    if any(value.rows is None and not value.is_constant for value in inputs):
+        return _number(op)
+    # a constant may depend on how many rows there are
+    if any(op.scale(arg) != 0 for arg in op.arguments if arg not in op.inputs):
+        return UNKNOWN
+    row_inputs, live = op.row_inputs, any(value.live for value in inputs)
+    if not row_inputs and not live:
         return FIXED
-    rowed = {arg: kind.rows for arg, kind in given.kinds.items() if kind.rows is not None}
-    found: Provenance | None
+    result = _rule(op.name, pointwise)(op, row_inputs)
+    if not result.known:
+        return UNKNOWN
+    return replace(result, live=live, fixed=any(value.fixed for value in inputs))
+
+
+def _rule(name: str, pointwise: bool) -> Rule:
     if pointwise or name in _LIKE:
-        found = Provenance(combine_rows(list(rowed.values()), given.out.shape))
-    elif name in ("tril", "triu") and set(rowed) == {"self"}:
-        last = rows_without(rowed["self"], [rowed["self"].dim() - 2, rowed["self"].dim() - 1])
-        found = None if last is None else Provenance(last.expand(given.out.shape))
-    elif name in _MOVES and len(rowed) == 1:
-        found = None  # the caller moves the rows
-    elif name == "gather" and "self" in rowed:
-        index = given.arguments["index"]
-        if rows_without(rowed["self"], [given.arguments["dim"]]) is None:
-            return UNKNOWN
-        moved_rows = rowed["self"].gather(given.arguments["dim"], index)
-        both = [moved_rows, rowed["index"]] if "index" in rowed else [moved_rows]
-        found = Provenance(combine_rows(both, index.shape))
-    elif name in _LOSSES or name.startswith("nll_loss"):
-        found = _loss(name, given, rowed)
-    elif name in _REDUCED and len(rowed) == 1:
-        found = _reduced(name, given, next(iter(rowed.values())))
-    elif name in _ALONG and "self" in rowed:
-        dims = [given.arguments.get("dim", -1)]
-        found = (
-            None
-            if rows_without(rowed["self"], dims) is None
-            else Provenance(rowed["self"].expand(given.out.shape))
-        )
-    elif name in ("mm", "addmm", "bmm", "linear"):
-        found = _product(name, given, rowed)
-    else:
-        return UNKNOWN
-    if found is None or (found.rows is None and found.power is None):
-        return UNKNOWN
-    return replace(found, live=live, fixed=fixed)
+        return _elementwise
+    return _loss if name.startswith("nll_loss") else _RULES.get(name, _no_rule)
 
 
-def _number(name: str, given: Operation) -> Provenance:
-    """Of numbers: sums of alike powers, multiples, and copies."""
-    kinds = [kind for kind in given.kinds.values() if not (kind.fixed and not kind.live)]
-    if name not in _LINEAR or any(kind.rows is not None for kind in kinds):
+def _no_rule(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    return UNKNOWN
+
+
+def _elementwise(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    return Provenance(combine_rows(list(row_inputs.values()), op.out.shape))
+
+
+def _triangle(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    if set(row_inputs) != {"self"}:
         return UNKNOWN
-    live = any(kind.live for kind in kinds)
-    sizes = [given.arguments[arg].numel() for arg, kind in given.kinds.items() if kind.live or not kind.fixed]
-    if name not in ("sum", "mean") and given.out.numel() != max(sizes):
-        return UNKNOWN  # repeated, as often as there are rows perhaps
-    if name == "_to_copy" and not _keeps_sums(given.arguments["self"].dtype, given.out.dtype):
+    return _expanded(rows_without(row_inputs["self"], _last_dims(row_inputs["self"], 2)), op)
+
+
+def _gather(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    dim, index = op.arguments["dim"], op.arguments["index"]
+    if "self" not in row_inputs or rows_without(row_inputs["self"], [dim]) is None:
         return UNKNOWN
-    others = [arg for arg in ("self", "other") if arg in given.arguments and arg not in given.kinds]
-    constant = others or len(kinds) < len(given.kinds)  # beside a number that inputs decide, or a constant
-    if name in ("add", "sub", "rsub"):
-        powers = {kind.power for kind in kinds}
-        if constant:
-            powers.add(0)
-        if len(powers) > 1 or any(given.scale(arg) != 0 for arg in (*others, "alpha")):
+    operands = [row_inputs["self"].gather(dim, index)]
+    if "index" in row_inputs:
+        operands.append(row_inputs["index"])
+    return Provenance(combine_rows(operands, index.shape))
+
+
+def _reduction(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    if len(row_inputs) != 1:
+        return UNKNOWN
+    (rows,) = row_inputs.values()
+    dims = _reduced_dims(op, rows.dim())
+    same = rows_without(rows, dims)
+    if same is not None:
+        keeps_dims = op.out.dim() == rows.dim()
+        for dim in () if keeps_dims else sorted(dims, reverse=True):
+            same = same.squeeze(dim)
+        return _expanded(same, op)
+    others = [size for dim, size in enumerate(compact(rows).shape) if dim not in dims]
+    if op.name not in ("sum", "mean") or any(size > 1 for size in others):
+        return UNKNOWN
+    return _over_all_rows(rows, 1 if op.name == "sum" else 0)
+
+
+def _along_a_dim(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    rows = row_inputs.get("self")
+    if rows is None or rows_without(rows, [op.arguments.get("dim", -1)]) is None:
+        return UNKNOWN
+    return _expanded(rows, op)
+
+
+def _loss(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    shape, operands = tuple(op.arguments["self"].shape), dict(row_inputs)
+    if op.name.startswith("nll_loss"):
+        if not op.name.endswith("forward") or "weight" in row_inputs:
             return UNKNOWN
-        return Provenance(power=powers.pop(), live=live)
-    if name in ("mul", "div"):
-        if len(kinds) > 1 or (name == "div" and _is_fixed_or_constant("self", given)):
-            return UNKNOWN
-        if given.arguments.get("rounding_mode") is not None:
-            return UNKNOWN
-        power = kinds[0].power
-        for arg in others:
-            scale = given.scale(arg)
-            if scale is None or power is None:
+        classes = min(1, len(shape) - 1)
+        shape = tuple(op.arguments["target"].shape)
+        if "self" in operands:
+            scores = rows_without(operands["self"], [classes])
+            if scores is None:
                 return UNKNOWN
-            power += scale if name == "mul" else -scale
-        return Provenance(power=power, live=live)
-    return Provenance(power=kinds[0].power, live=live)
+            operands["self"] = scores.squeeze(classes)
+    else:
+        shape = tuple(torch.broadcast_shapes(shape, op.arguments["target"].shape))
+    rows, reduction = combine_rows(list(operands.values()), shape), op.arguments.get("reduction", 1)
+    if rows is None or reduction == 0:
+        return Provenance(rows)
+    return _over_all_rows(rows, 1 if reduction == 2 else 0)
 
 
-def _keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a sum in another dtype is the sum of what is in that: whole numbers of fractions are not."""
-    return after.is_floating_point or not (before.is_floating_point or after == torch.bool)
+def _product(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    """Rows times a constant matrix."""
+    left = _PRODUCTS[op.name]
+    if set(row_inputs) != {left}:
+        return UNKNOWN
+    return _expanded(rows_without(row_inputs[left], _last_dims(row_inputs[left], 1)), op)
 
 
-def _is_fixed_or_constant(arg: str, given: Operation) -> bool:
-    kind = given.kinds.get(arg)
-    return kind is None or (kind.fixed and not kind.live)
+def _batched_product(op: Operation, row_inputs: dict[str, Tensor]) -> Provenance:
+    """Products of matrices that belong to one row each."""
+    operands = [rows_without(rows, [1, 2]) for rows in row_inputs.values()]
+    proven = [rows for rows in operands if rows is not None]
+    if len(proven) < len(operands):
+        return UNKNOWN
+    return Provenance(combine_rows(proven, op.out.shape))
 
 
-def _dims(given: Operation, rank: int) -> list[int]:
-    dims = given.arguments.get("dim")
+_RULES: Mapping[str, Rule] = MappingProxyType(
+    dict.fromkeys(("tril", "triu"), _triangle)
+    | dict.fromkeys(_LOSSES, _loss)
+    | dict.fromkeys(_REDUCTIONS, _reduction)
+    | dict.fromkeys(_ALONG_A_DIM, _along_a_dim)
+    | dict.fromkeys(_PRODUCTS, _product)
+    | {"gather": _gather, "bmm": _batched_product}
+)
+
+
+def _expanded(rows: Tensor | None, op: Operation) -> Provenance:
+    return UNKNOWN if rows is None else Provenance(rows.expand(op.out.shape))
+
+
+def _last_dims(rows: Tensor, count: int) -> list[int]:
+    return list(range(rows.dim() - count, rows.dim()))
+
+
+def _reduced_dims(op: Operation, rank: int) -> list[int]:
+    dims = op.arguments.get("dim")
     if dims is None or dims == []:
         return list(range(rank))
     return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
-def _reduced(name: str, given: Operation, rows: Tensor) -> Provenance:
-    dims = _dims(given, rows.dim())
-    same = rows_without(rows, dims)
-    if same is not None:
-        keep = given.out.dim() == rows.dim()
-        for dim in () if keep else sorted(dims, reverse=True):
-            same = same.squeeze(dim)
-        return Provenance(same.expand(given.out.shape))
-    if name not in ("sum", "mean") or any(
-        size > 1 for dim, size in enumerate(compact(rows).shape) if dim not in dims
-    ):
-        return UNKNOWN
-    return _over_rows(rows, 1 if name == "sum" else 0)
-
-
-def _over_rows(rows: Tensor, power: int) -> Provenance:
-    """A sum (power 1) or mean over elements of all rows."""
-    found, counts = compact(rows).unique(return_counts=True)
-    if found[0] == NO_ROW or not bool((counts == counts[0]).all()):
+def _over_all_rows(rows: Tensor, power: int) -> Provenance:
+    """A sum (power 1) or mean (power 0) over equally many elements of each row."""
+    values, counts = compact(rows).unique(return_counts=True)
+    if values[0] == NO_ROW or not bool((counts == counts[0]).all()):
         return UNKNOWN
     return Provenance(power=power)
 
 
-def _loss(name: str, given: Operation, rowed: dict[str, Tensor]) -> Provenance:
-    reduction = given.arguments.get("reduction", 1)
-    own = dict(rowed)
-    scores: Tensor = given.arguments["self"]
-    shape = tuple(scores.shape)
-    if name.startswith("nll_loss"):
-        if not name.endswith("forward") or "weight" in rowed:
-            return UNKNOWN
-        classes = min(1, len(shape) - 1)
-        shape = tuple(given.arguments["target"].shape)
-        if "self" in own:
-            flat = rows_without(own["self"], [classes])
-            if flat is None:
-                return UNKNOWN
-            own["self"] = flat.squeeze(classes)
-    else:
-        shape = tuple(torch.broadcast_shapes(shape, given.arguments["target"].shape))
-    rows = combine_rows(list(own.values()), shape)
-    if rows is None or reduction == 0:
-        return Provenance(rows)
-    return _over_rows(rows, 1 if reduction == 2 else 0)
+# ---- numbers
 
 
-def _product(name: str, given: Operation, rowed: dict[str, Tensor]) -> Provenance:
-    """Rows times a constant matrix; or matrices of one row each with one another."""
-    if name == "bmm":
-        parts = [rows_without(rows, [1, 2]) for rows in rowed.values()]
-        found = [part for part in parts if part is not None]
-        return Provenance(combine_rows(found, given.out.shape)) if len(found) == len(parts) else UNKNOWN
-    left = {"mm": "self", "addmm": "mat1", "linear": "input"}[name]
-    if set(rowed) != {left}:
+def _number(op: Operation) -> Provenance:
+    """The result of an operation on numbers: sums of equal powers, multiples, and copies."""
+    numbers = {arg: value for arg, value in op.inputs.items() if not value.is_constant}
+    if op.name not in _LINEAR or any(value.rows is not None for value in numbers.values()):
         return UNKNOWN
-    same = rows_without(rowed[left], [rowed[left].dim() - 1])
-    return UNKNOWN if same is None else Provenance(same.expand(given.out.shape))
+    # a number may be repeated as often as there are rows
+    if op.name not in ("sum", "mean") and op.out.numel() != max(op.arguments[a].numel() for a in numbers):
+        return UNKNOWN
+    if op.name == "_to_copy" and not _keeps_sums(op.arguments["self"].dtype, op.out.dtype):
+        return UNKNOWN
+    power = _POWER_RULES.get(op.name, _first_power)(op, list(numbers.values()))
+    live = any(value.live for value in numbers.values())
+    return UNKNOWN if power is None else Provenance(power=power, live=live)
+
+
+def _first_power(op: Operation, numbers: list[Provenance]) -> int | None:
+    return numbers[0].power
+
+
+def _power_of_sum(op: Operation, numbers: list[Provenance]) -> int | None:
+    powers, constants = {value.power for value in numbers}, _constant_operands(op)
+    if constants or len(numbers) < len(op.inputs):
+        powers.add(0)
+    if len(powers) > 1 or any(op.scale(arg) != 0 for arg in (*constants, "alpha")):
+        return None
+    return powers.pop()
+
+
+def _power_of_product(op: Operation, numbers: list[Provenance]) -> int | None:
+    power = numbers[0].power
+    if len(numbers) > 1 or power is None or op.arguments.get("rounding_mode") is not None:
+        return None
+    if op.name == "div" and op.inputs.get("self", FIXED).is_constant:
+        return None
+    for arg in _constant_operands(op):
+        scale = op.scale(arg)
+        if scale is None:
+            return None
+        power += scale if op.name == "mul" else -scale
+    return power
+
+
+_POWER_RULES: Mapping[str, Callable[[Operation, list[Provenance]], int | None]] = MappingProxyType(
+    dict.fromkeys(("add", "sub", "rsub"), _power_of_sum) | dict.fromkeys(("mul", "div"), _power_of_product)
+)
+
+
+def _constant_operands(op: Operation) -> list[str]:
+    return [arg for arg in ("self", "other") if arg in op.arguments and arg not in op.inputs]
+
+
+def _keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast of a sum equals the sum of the cast values; it does not for a cast of fractions to integers."""
+    return after.is_floating_point or not (before.is_floating_point or after == torch.bool)
+
+
+# ---- operations that move elements
 
 
 def only_moves_elements(name: str) -> bool:
     """Whether an operation only moves elements."""
-    return name in _MOVES or name in ("cat", "stack", "constant_pad_nd", "index_select")
+    return name in _MOVES
 
 
 def moved_rows(
-    func: Any, args: Any, kwargs: Any, rows: Callable[[Tensor], Tensor | None], out: Any
+    func: Any, args: Any, kwargs: Any, rows_of: Callable[[Tensor], Tensor | None], out: Any
 ) -> list[Tensor]:
-    """The rows behind an operation that only moves elements, one for each tensor of `out`: the same is done to them."""
+    """The rows of each tensor of `out`, after an operation that only moves elements: it is applied to the rows too."""
     name = op_name(func)
 
-    def one(value: Any) -> Any:
+    def rows_in_place(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        own = rows(value)
-        if own is not None:
-            return own
+        rows = rows_of(value)
+        if rows is not None:
+            return rows
         if name == "index_select" and value is args[2]:
             return value
         return torch.full((), NO_ROW, dtype=torch.int32).expand(value.shape)
 
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
-        own = rows(args[0])
-        assert own is not None
-        return [_viewed(own, tuple(out.shape))]
-    a, k = pytree.tree_map(one, (args, kwargs))
+        rows = rows_of(args[0])
+        assert rows is not None
+        return [_viewed(rows, tuple(out.shape))]
+    row_args, row_kwargs = pytree.tree_map(rows_in_place, (args, kwargs))
     if name == "constant_pad_nd":
-        a, k = (*a[:2], NO_ROW), {}
-    return [x for x in pytree.tree_leaves(func(*a, **k)) if isinstance(x, Tensor)]
+        row_args, row_kwargs = (*row_args[:2], NO_ROW), {}
+    return [x for x in pytree.tree_leaves(func(*row_args, **row_kwargs)) if isinstance(x, Tensor)]
 
 
 def _viewed(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`rows` in another shape; dims at the end that stay, and along which they are the same, take no memory."""
+    """`rows` in another shape. Trailing expanded dims that do not change stay expanded."""
     same = 0
     while same < min(rows.dim(), len(shape)) and rows.shape[-1 - same] == shape[-1 - same]:
         if rows.stride(-1 - same):
@@ -329,7 +396,7 @@ def _viewed(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def growth_power(before: float, after: float, rows_before: int, rows_after: int) -> int | None:
-    """The power of the number of rows that a constant grows with, None where it is none."""
+    """The power of the number of rows with which a constant grows; None if it is not a power."""
     if before == after or (math.isnan(before) and math.isnan(after)):
         return 0
     for power in (1, -1):
