@@ -1,6 +1,4 @@
-"""What modules return: trees of tensors, leaf by leaf: tuples, dicts and whatever torch's pytree knows, and in those, or by
-themselves, objects that are nothing but fields (dataclasses, SimpleNamespace).
-"""
+"""Trees of tensors that modules take and return: pytree containers, and objects with fields (dataclasses, SimpleNamespace)."""
 
 from __future__ import annotations
 
@@ -21,23 +19,24 @@ def map_leaves(change: Callable[[int, torch.Tensor], Any], tree: Any) -> Any:
     return _mapped(change, tree, itertools.count())
 
 
-def _mapped(change: Callable[[int, torch.Tensor], Any], tree: Any, counting: Iterator[int]) -> Any:
+def _mapped(change: Callable[[int, torch.Tensor], Any], tree: Any, indices: Iterator[int]) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
-    found = []
+    changed = []
     for leaf in leaves:
         fields = _fields(leaf)
         if fields is None:
-            index = next(counting)
-            found.append(change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf)
+            index = next(indices)
+            changed.append(change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf)
         else:
-            found.append(made := copy.copy(leaf))
+            changed.append(copied := copy.copy(leaf))
             for name, value in fields.items():
-                object.__setattr__(made, name, _mapped(change, value, counting))  # it may be frozen
-    return pytree.tree_unflatten(found, spec)
+                # a dataclass may be frozen
+                object.__setattr__(copied, name, _mapped(change, value, indices))
+    return pytree.tree_unflatten(changed, spec)
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree in order; what is no container is one leaf."""
+    """The leaves of a tree in order."""
     return list(_leaves(tree))
 
 
@@ -56,15 +55,15 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _fields(leaf: Any) -> dict[str, Any] | None:
-    """The fields of an object that is nothing but those and has tensors in one; None of any other."""
-    kind = type(leaf)  # not isinstance: a stand-in for a number (see copies) would take that for a look at it
+    """The fields of a dataclass or SimpleNamespace that contains tensors; None for other objects."""
+    # isinstance() would count as a use of an IntProxy (see repeated_units)
+    kind = type(leaf)
     if issubclass(kind, SimpleNamespace):
         fields = vars(leaf)
     elif dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module):
-        names = (one.name for one in dataclasses.fields(leaf))
-        fields = {
-            name: getattr(leaf, name) for name in names if hasattr(leaf, name)
-        }  # others are not set yet
+        names = (field.name for field in dataclasses.fields(leaf))
+        # a field may not be set yet
+        fields = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
     else:
         return None
     return dict(fields) if _has_tensors(fields) else None
@@ -77,22 +76,22 @@ def _has_tensors(tree: Any) -> bool:
 
 
 def attribute_tensors(leaf: Any) -> list[torch.Tensor]:
-    """The tensors in the attributes of an object of any other class (a cache, say)."""
+    """The tensors in the attributes of an object of another class (a cache, for example)."""
     if issubclass(type(leaf), (torch.Tensor, torch.nn.Module, type)):
         return []
     return tensors_of(dict(getattr(leaf, "__dict__", {})))
 
 
-def differing_dims(one: torch.Tensor, other: torch.Tensor) -> list[int]:
-    """The dims of which two tensors with as many have different sizes."""
-    return [dim for dim, size in enumerate(one.shape) if other.shape[dim] != size]
+def differing_dims(tensor: torch.Tensor, other: torch.Tensor) -> list[int]:
+    """The dims in which two tensors of the same rank have different sizes."""
+    return [dim for dim, size in enumerate(tensor.shape) if other.shape[dim] != size]
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of `expanded_zeros` do: it cannot be written to."""
+    """Whether elements share memory, as in `expanded_zeros`. Such a tensor cannot be written to."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def expanded_zeros(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros of that shape and dtype that takes no memory."""
+    """Zeros of the shape and dtype of `like` that take no memory."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)

@@ -89,8 +89,8 @@ def test_planning_names_the_hook(kind: str) -> None:
 
 
 OTHERWISE = {
-    "writes": "hook 'writes' of module 'chain.layers.1' is in the way: results are written to memory that is given (add)",
-    "fails": "hook 'fails' of module 'chain.layers.1' is in the way: with its units skipped it raises ValueError: four rows",
+    "writes": "hook 'writes' of module 'chain.layers.1' prevents the proof: an operation writes its results to an out= tensor (add)",
+    "fails": "hook 'fails' of module 'chain.layers.1' prevents the proof: with its units skipped it raises ValueError: four rows",
 }
 
 

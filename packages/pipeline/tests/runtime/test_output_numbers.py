@@ -252,4 +252,4 @@ def warm_up(rank: int, size: int) -> list[str]:
 def test_a_loss_that_changes_later_is_refused(rank_pool: RankPool) -> None:
     for first, second, third, fourth in rank_pool.run(2, warm_up):
         assert not first and not second and not fourth
-        assert "does something else than in the first step" in third
+        assert "runs other operations than in the first step" in third

@@ -288,7 +288,7 @@ def refuse(rank: int, size: int) -> str:
 
 def test_what_cannot_be_is_refused_on_every_rank(rank_pool: RankPool) -> None:
     for rows in rank_pool.run(2, refuse):
-        assert "a batch of 6 rows cannot be cut into 4 equal microbatches" in rows
+        assert "a batch of 6 rows cannot be split into 4 equal microbatches" in rows
 
 
 def test_gradients_of_half_precision_copies_add_up_in_that_of_the_parameter() -> None:

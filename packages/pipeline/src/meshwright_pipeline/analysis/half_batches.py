@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from meshwright_pipeline.analysis.module_state import State, TensorValues
 from meshwright_pipeline.pytrees import differing_dims, leaves_of
-from meshwright_pipeline.trace.state_writes import Place, State, TensorValues
+from meshwright_pipeline.trace.state_writes import Place
 
 Tensor = torch.Tensor
 

@@ -1,24 +1,18 @@
-"""Which forward hook an error came out of: a hook that reads values costs a pipeline its schedule, and users should know which.
+"""Decides which outputs of a model are additive over microbatches. Only then can 1F1B start a backward before the last forward.
 
-Which numbers of a model's result follow from those of microbatches, so that backwards may begin before all forwards have ended.
-
-The code between units is watched twice, on a microbatch and on the batch (see watching). What a rule proves adds up;
-for all else the code behind the units runs once on the whole batch (see tail).
+The code between units is traced twice, on a microbatch and on the batch (see row_tracer). If no rule proves that the loss
+is additive, the code after the units runs once on the whole batch (see runtime.full_batch_tail).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
 
-from meshwright_pipeline._torch import hooks_of, pre_hooks_of
+from meshwright_pipeline.analysis.hook_errors import hook_in
 from meshwright_pipeline.pytrees import differing_dims, leaves_of
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.loss_denominators import Place
@@ -28,59 +22,28 @@ from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.row_provenance import rows_without
 from meshwright_pipeline.trace.row_tracer import BatchSizeDependent, ReadsValues, RowTracer, sketch
 
-
-def hook_in(model: nn.Module, error: BaseException) -> str:
-    """The hook of a module of `model` that was running when `error` was raised, in words; "" where none was."""
-    codes = {
-        code: f"{kind} {getattr(hook, '__name__', type(hook).__name__)!r} of module {name!r}"
-        for name, module in model.named_modules()
-        for kind, hooks in (("hook", hooks_of(module)), ("pre-hook", pre_hooks_of(module)))
-        for hook in hooks.values()
-        if (code := _code(hook)) is not None
-    }
-    return next((codes[code] for code in _running(error) if code in codes), "") if codes else ""
-
-
-def _running(error: BaseException) -> Iterator[CodeType]:
-    at = error.__traceback__
-    while at is not None:
-        yield at.tb_frame.f_code
-        at = at.tb_next
-
-
-def _code(hook: Callable[..., Any]) -> CodeType | None:
-    """What a hook runs: that of a function, a method, a partial of one, or of an object that can be called."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    for one in (hook, inspect.getattr_static(type(hook), "__call__", None)):
-        found = getattr(one, "__code__", None) or getattr(getattr(one, "__func__", None), "__code__", None)
-        if isinstance(found, CodeType):
-            return found
-    return None
-
-
 Tensor = torch.Tensor
 
 _REPEATS = ("expand", "expand_as")
-"""Functions that code may leave out for a single row: what constants are is compared where something is made of them."""
+"""Functions that code may skip for a single row. Constants are compared where they are used."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """How one leaf of a result follows from those of `count` microbatches.
+    """How an output leaf of the batch follows from those of `count` microbatches.
 
     Attributes:
-        rows: the dim along which they lie one after the other.
-        power: it is count ** (power - 1) times their sum: 0 for means, 1 for sums.
+        rows: the dim along which they are concatenated.
+        power: the leaf is count ** (power - 1) times their sum: 0 for means, 1 for sums.
 
-    With neither, it is the same in all.
+    With neither, it is the same in all microbatches.
     """
 
     rows: int | None = None
     power: int | None = None
 
     def weight(self, count: int) -> float:
-        """What a number of one microbatch counts."""
+        """The factor of a number of one microbatch."""
         return 1.0 if self.power is None else float(count) ** (self.power - 1)
 
     def join(self, parts: Sequence[Any]) -> Any:
@@ -94,13 +57,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Additivity:
-    """A result that adds up.
+    """The proof that a loss is additive over microbatches.
 
     Attributes:
-        loss: how the loss does.
-        leaves: how each leaf does; None for one of which that is not proven.
-        averaging: how many losses average over targets that count.
-        fixed: where numbers that inputs alone decide are asked for.
+        loss: how the loss follows from those of microbatches.
+        leaves: the same for each output leaf; None if it is not proven.
+        averaging: number of losses that average over targets.
+        fixed: places of the numbers that only inputs determine.
     """
 
     loss: Leaf
@@ -110,18 +73,18 @@ class Additivity:
 
     @property
     def whole(self) -> bool:
-        """Whether every leaf is known."""
+        """Whether it is proven for all leaves."""
         return None not in self.leaves
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a loss is not proven to add up.
+    """Why a loss is not proven additive.
 
     Attributes:
-        text: that.
-        hook: the forward hook, in words, that is to blame; "" where none is.
-        reads: whether it reads values.
+        text: the reason.
+        hook: the forward hook that prevents the proof; "" if none does.
+        reads: whether that hook reads values.
     """
 
     text: str
@@ -132,13 +95,15 @@ class Reason:
         return self.text
 
 
-NO_LOSS = Reason("the model returns no loss, so that it is made outside")
-INPUT_GRADIENT = Reason("a gradient of what the model is given is asked for, which is known at its end")
-OUTPUTS_UNPROVEN = Reason('what is returned beside it, with pipeline.outputs "all", is not proven to')
+NO_LOSS = Reason("the model returns no loss, so it is computed outside")
+INPUT_GRADIENT = Reason(
+    "an input of the model requires a gradient, which is complete only at the end of the step"
+)
+OUTPUTS_UNPROVEN = Reason('other outputs, which pipeline.outputs "all" asks for, are not proven additive')
 
 
 class NotAdditive(Exception):
-    """A loss is not proven to add up."""
+    """A loss is not proven additive."""
 
     def __init__(self, why: Reason) -> None:
         super().__init__(why.text)
@@ -146,75 +111,74 @@ class NotAdditive(Exception):
 
 
 def single_microbatch(result: Any) -> Additivity:
-    """Where there is one microbatch."""
+    """The result of a single microbatch is that of the batch."""
     return Additivity(Leaf(), tuple(Leaf() for _ in leaves_of(result)))
 
 
-def prove_additive(profiler: Profiler, entire: Profile, whole: Call, count: int) -> Additivity:
-    """How the loss of a batch follows from those of its microbatches.
+def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int) -> Additivity:
+    """Prove how the loss of a batch follows from those of its microbatches.
 
     Args:
         profiler: of the skeleton.
-        entire: what it has found of the batch.
-        whole: the batch, with ordinary tensors; its rows can be shared by the microbatches.
-        count: of microbatches, two at least.
+        profile: of the batch.
+        batch: its rows can be divided equally.
+        count: number of microbatches, at least two.
 
     Raises:
-        Unproven: that is not proven.
+        NotAdditive: there is no proof.
     """
     try:
-        part, rows = microbatches(*whole, count)[0], rows_of(*whole)
-        assert rows is not None  # else it would not have been cut
-        first = RowTracer(rows // count, entire)
+        part, rows = microbatches(*batch, count)[0], rows_of(*batch)
+        assert rows is not None
+        first = RowTracer(rows // count, profile)
         few = profiler.run(*part, tracer=first)
         second = RowTracer(rows, few, first)
-        last = profiler.run(*whole, tracer=second)
-    except Exception as error:  # whatever code does that meets other numbers of rows than it expects
-        hook = hook_in(profiler.model, error)
-        reads = isinstance(error, ReadsValues)
-        text = "reads values" if reads else f"is in the way: {_said(error)}"
-        raise NotAdditive(
-            Reason(f"forward {hook} {text}", hook, reads) if hook else Reason(_said(error))
-        ) from error
+        last = profiler.run(*batch, tracer=second)
+    except Exception as error:  # the model may fail with another number of rows
+        raise NotAdditive(_reason(profiler, error)) from error
     loss = loss_of(last.output)
     befores, leaves = leaves_of(few.output), leaves_of(last.output)
     calls = [[name for name in watch.calls if name not in _REPEATS] for watch in (first, second)]
     same = len(first.tape) == len(second.tape) and calls[0] == calls[1]
     if loss is None or not same or len(befores) != len(leaves):
-        raise NotAdditive(Reason("with other numbers of rows the model does something else"))
+        raise NotAdditive(Reason("with another number of rows the model does something else"))
     of_loss = _leaf(loss, loss_of(few.output), second)
     if of_loss is None or of_loss.rows is not None:
-        raise NotAdditive(Reason("it is not seen to be sums or means over rows"))
-    if of_loss.power is None:  # the same in all microbatches: their mean
+        raise NotAdditive(Reason("it is not a sum or mean over rows that a rule proves"))
+    if of_loss.power is None:  # the same in all microbatches, so it is their mean
         of_loss = Leaf(power=0)
-    found = tuple(_leaf(leaf, before, second) for leaf, before in zip(leaves, befores, strict=True))
-    return Additivity(of_loss, found, second.averaging, tuple(second.fixed))
+    results = tuple(_leaf(leaf, before, second) for leaf, before in zip(leaves, befores, strict=True))
+    return Additivity(of_loss, results, second.averaging, tuple(second.fixed))
 
 
-def _said(error: Exception) -> str:
-    """An error in a line."""
+def _reason(profiler: Profiler, error: Exception) -> Reason:
+    """Why there is no proof when a trace raises an error."""
     text = " ".join(str(error).split())
-    return (
-        text
-        if isinstance(error, BatchSizeDependent)
-        else f"with its units skipped it raises {type(error).__name__}: {text[:200]}"
+    if not isinstance(error, BatchSizeDependent):
+        text = f"with its units skipped it raises {type(error).__name__}: {text[:200]}"
+    hook = hook_in(profiler.model, error)
+    if not hook:
+        return Reason(text)
+    reads = isinstance(error, ReadsValues)
+    return Reason(
+        f"forward {hook} " + ("reads values" if reads else f"prevents the proof: {text}"), hook, reads
     )
 
 
-def _leaf(leaf: Any, before: Any, watch: RowTracer) -> Leaf | None:
+def _leaf(leaf: Any, before: Any, tracer: RowTracer) -> Leaf | None:
+    """How an output leaf follows from those of microbatches; None if that is not proven."""
     if not isinstance(leaf, Tensor) or not isinstance(before, Tensor):
         return Leaf() if type(leaf) is type(before) and sketch(leaf) == sketch(before) else None
-    kind = watch.provenance(leaf)
-    if kind is None:
+    provenance = tracer.provenance(leaf)
+    if provenance is None:
         return Leaf() if sketch(leaf) == sketch(before) else None
-    if kind.rows is None:
-        if kind.power is None or leaf.dim():
+    if provenance.rows is None:
+        if provenance.power is None or leaf.dim():
             return None
-        return Leaf(power=kind.power) if kind.live else Leaf()
-    grown = differing_dims(leaf, before)
-    if len(grown) != 1:
+        return Leaf(power=provenance.power) if provenance.live else Leaf()
+    row_dims = differing_dims(leaf, before)
+    if len(row_dims) != 1:
         return None
-    rest = [dim for dim in range(leaf.dim()) if dim != grown[0]]
-    rows = rows_without(kind.rows, rest)
-    order = torch.arange(watch.rows).repeat_interleave(leaf.shape[grown[0]] // watch.rows)
-    return Leaf(rows=grown[0]) if rows is not None and torch.equal(rows.flatten().long(), order) else None
+    rows = rows_without(provenance.rows, [dim for dim in range(leaf.dim()) if dim != row_dims[0]])
+    order = torch.arange(tracer.rows).repeat_interleave(leaf.shape[row_dims[0]] // tracer.rows)
+    return Leaf(rows=row_dims[0]) if rows is not None and torch.equal(rows.flatten().long(), order) else None

@@ -32,6 +32,7 @@ from meshwright_pipeline.analysis.loss_preview import (
     shrink_batch,
     skeleton_with_values,
 )
+from meshwright_pipeline.analysis.module_state import LARGE, State, changed_places, module_state
 from meshwright_pipeline.analysis.stub_weights import StubMode, stub_tensor
 from meshwright_pipeline.partition.repeated_units import RepeatedUnitProfiler
 from meshwright_pipeline.pytrees import map_leaves, tensors_of
@@ -41,7 +42,7 @@ from meshwright_pipeline.trace.microbatch import Call, microbatches, signature
 from meshwright_pipeline.trace.profile import Key, Label, Profile, Result
 from meshwright_pipeline.trace.profiler import snapshot
 from meshwright_pipeline.trace.rng_replay import DrawRecorder
-from meshwright_pipeline.trace.state_writes import LARGE, Place, State, changed_places, module_state
+from meshwright_pipeline.trace.state_writes import Place
 
 Tensor = torch.Tensor
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from meshwright_pipeline._torch import TorchDispatchMode, arguments_of, draws, op_name
+from meshwright_pipeline.analysis.module_state import LARGE
 from meshwright_pipeline.pytrees import tensors_of
-from meshwright_pipeline.trace.state_writes import LARGE
 
 Tensor = torch.Tensor
 

@@ -30,7 +30,8 @@ from meshwright_pipeline.runtime.executor import Runtime
 from meshwright_pipeline.runtime.full_batch_tail import Tail, joints_of
 from meshwright_pipeline.runtime.p2p import Transport
 from meshwright_pipeline.runtime.stage import Stage
-from meshwright_pipeline.trace.loss import LossPathCheck, loss_of
+from meshwright_pipeline.trace.loss import loss_of
+from meshwright_pipeline.trace.loss_path import LossPathCheck
 from meshwright_pipeline.trace.microbatch import Call, outline, signature
 from meshwright_pipeline.trace.profile import Profile
 from meshwright_pipeline.trace.profiler import Profiler

@@ -20,8 +20,8 @@ from meshwright_pipeline._torch import hooks_of, ordinary_call
 from meshwright_pipeline.partition.boundaries import Cut
 from meshwright_pipeline.pytrees import leaves_of, map_leaves
 from meshwright_pipeline.trace.forward_hooks import intercepted
-from meshwright_pipeline.trace.loss import mark_unit_output
 from meshwright_pipeline.trace.loss_denominators import DenominatorCounter, Denominators, GlueMode, Place
+from meshwright_pipeline.trace.loss_path import mark_unit_output
 from meshwright_pipeline.trace.profile import Key, Label, Profile
 from meshwright_pipeline.trace.profiler import call_hooks
 from meshwright_pipeline.trace.rng_replay import RngReplay

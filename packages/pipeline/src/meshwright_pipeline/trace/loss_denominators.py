@@ -1,8 +1,8 @@
-"""Numbers that the whole batch decides, in the losses of its microbatches: targets that count, sums of masks.
+"""Batch-wide denominators of losses: number of targets that are not ignored, sum of a mask.
 
-A loss that averages over targets (cross entropy with ignored labels) is a sum over targets divided by how many count; one made
-by hand is divided by the sum of a mask. Before a step, the rank of the last stage runs its microbatches with every unit skipped,
-and takes down what inputs alone decide. In the step, each microbatch is given the numbers of the whole batch.
+Cross entropy with ignored labels is a sum over targets divided by the number of targets that count. Other losses are
+divided by the sum of a mask. Before a step, the rank of the last stage runs its microbatches with all units skipped, and
+records the numbers that only inputs determine. In the step, each microbatch uses the numbers of the whole batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
 Site = tuple[str, str, int]
-"""A line of code that calls a function of torch: (function, file, line)."""
+"""A line of code that calls a torch function: (function, file, line)."""
 Place = tuple[Site, int]
-"""Which time in one forward a line calls it."""
+"""(site, index of the call from this line in one forward)."""
 SUMS: Mapping[Any, int] = MappingProxyType(
     {torch.sum: 1, torch.Tensor.sum: 1, torch.mean: 0, torch.Tensor.mean: 0}
 )
-"""Functions that may be asked for a number which inputs alone decide: 1 where that of the batch is the sum of microbatches', 0
-where it is their mean."""
+"""Functions that may compute a number which only inputs determine: 1 if that of the batch is the sum over microbatches, 0
+if it is their mean."""
 _OF_TORCH = os.path.dirname(torch.__file__)
 _SIGNATURES = {
     F.cross_entropy: (
@@ -43,7 +43,7 @@ _SIGNATURES = {
 
 
 def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """By name, the arguments of a call that averages over targets that are class numbers; None of any other."""
+    """The arguments, by name, of a call that averages over targets that are class indices; None for other calls."""
     names = _SIGNATURES.get(func)
     if names is None:
         return None
@@ -72,7 +72,7 @@ def _count(given: dict[str, Any]) -> float:
 
 
 def site_of(func: Any, frame: FrameType | None) -> Site:
-    """The line outside of torch that a call comes from."""
+    """The line outside of torch that makes a call."""
     while frame is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
         frame = frame.f_back
     name = getattr(func, "__name__", str(func))
@@ -80,7 +80,7 @@ def site_of(func: Any, frame: FrameType | None) -> Site:
 
 
 class GlueMode(TorchFunctionMode):
-    """Sees the functions of torch that code between units calls, and none of those that units call."""
+    """Intercepts torch functions that code between units calls, not those that units call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class GlueMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def place(self, func: Any, frame: FrameType | None) -> Place | None:
-        """Where a sum or a mean is asked for; None of any other function."""
+        """The place of a call of a sum or mean; None for other functions."""
         if func not in SUMS:
             return None
         site = site_of(func, frame)
@@ -117,11 +117,11 @@ class GlueMode(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Denominators:
-    """What inputs alone decide of one microbatch, or of the batch.
+    """Numbers of one microbatch, or of the batch, that only inputs determine.
 
     Attributes:
-        counts: per call of a loss that averages over targets, how much those count.
-        sums: where a number is asked for -> it, and whether it adds up (1) or is a mean (0).
+        counts: for each call of a loss that averages over targets, the (weighted) number of targets.
+        sums: place of a call -> its result, and whether it is a sum (1) or a mean (0) over rows.
     """
 
     counts: tuple[float, ...]
@@ -129,10 +129,10 @@ class Denominators:
 
 
 class DenominatorCounter(GlueMode):
-    """Takes down the numbers of one microbatch; losses that average are not computed.
+    """Records the numbers of one microbatch. Losses that average are not computed.
 
     Args:
-        wanted: where numbers that inputs alone decide are asked for.
+        wanted: the places of the numbers that only inputs determine.
     """
 
     def __init__(self, wanted: Collection[Place]) -> None:
@@ -157,16 +157,16 @@ class DenominatorCounter(GlueMode):
 
 
 class BatchDenominatorMode(GlueMode):
-    """Inside, one microbatch is given numbers of the whole batch.
+    """Inside, a microbatch uses the numbers of the whole batch.
 
     Args:
-        numbers: them; counts are a microbatch's part of those of the batch.
+        denominators: of the batch, see `sum_denominators`.
     """
 
-    def __init__(self, numbers: Denominators) -> None:
+    def __init__(self, denominators: Denominators) -> None:
         super().__init__()
-        self.sums = numbers.sums
-        self._counts = list(numbers.counts)
+        self.sums = denominators.sums
+        self._counts = list(denominators.counts)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """See Glue."""
@@ -176,33 +176,34 @@ class BatchDenominatorMode(GlueMode):
             given.pop("reduce", None)
             return func(**{**given, "reduction": "sum"}) / self._counts.pop(0)
         place = self.place(func, sys._getframe(2))
-        known = None if place is None else self.sums.get(place)
-        return func(*args, **kwargs) if known is None else known[0].clone()
+        total = None if place is None else self.sums.get(place)
+        return func(*args, **kwargs) if total is None else total[0].clone()
 
 
 def sum_denominators(
     parts: Sequence[Denominators], averaging: int, wanted: Collection[Place]
 ) -> Denominators:
-    """The numbers that microbatches are given, of those that were taken down in each.
+    """The numbers of the batch, from those recorded in its microbatches. Counts are divided by the number of microbatches.
 
     Args:
-        averaging, wanted: losses that average over targets, and places where numbers are asked for, in a watched run.
+        averaging: number of losses that average over targets, in the profiled run.
+        wanted: places of the numbers that only inputs determine, in the profiled run.
 
     Raises:
-        UnsupportedError: code between units has asked for others.
+        UnsupportedError: the microbatches computed other numbers.
     """
     for part in parts:
         if len(part.counts) != averaging or set(part.sums) != set(wanted):
             raise UnsupportedError(
-                "the code of the model that computes the loss does something else than when it was profiled with a batch of the "
-                "same shapes; set pipeline.microbatches to 1, or compute the loss outside of the model"
+                "the code that computes the loss runs other operations than when the model was profiled with a batch of the same "
+                "shapes. Set pipeline.microbatches to 1, or compute the loss outside of the model"
             )
     counts = [sum(column) / len(parts) for column in zip(*(part.counts for part in parts), strict=True)]
     sums: dict[Place, tuple[Tensor, int]] = {}
     for place in wanted:
-        every = [part.sums[place][0] for part in parts]
-        total, adds = torch.stack(every).sum(0), parts[0].sums[place][1]
-        sums[place] = ((total if adds else total / len(parts)).to(every[0].dtype), adds)
+        values = [part.sums[place][0] for part in parts]
+        total, adds = torch.stack(values).sum(0), parts[0].sums[place][1]
+        sums[place] = ((total if adds else total / len(parts)).to(values[0].dtype), adds)
     return Denominators(tuple(counts), sums)
 
 

@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches, and put their results together."""
+"""Splits a batch into microbatches, and describes batches."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def rows_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
-    """Rows of a batch: dim 0 of its first tensor that has dims."""
+    """Number of rows of a batch: dim 0 of its first tensor with dims."""
     return BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((tuple(args), kwargs))).rows
 
 
 def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[Call]:
-    """The arguments of `count` calls with equally many rows each; what has not the rows of the batch is given whole.
+    """The arguments of `count` calls with equally many rows each. Leaves without batch rows are passed unchanged.
 
     Raises:
-        UsageError: the rows cannot be shared equally.
-        UnsupportedError: rows lie where they cannot be cut.
+        UsageError: the rows cannot be divided equally.
+        UnsupportedError: an object that cannot be split contains rows.
     """
     if count == 1:
         return [(args, kwargs)]
     rows = rows_of(args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for leaf in pytree.tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence)):
-        _check_open(leaf, rows, count)
+        _check_splittable(leaf, rows, count)
     if rows is None or rows % count:
         what = "the batch has no rows" if rows is None else f"a batch of {rows} rows"
         fix = "pad the batch, drop its rest, or change pipeline.microbatches"
-        raise UsageError(f"{what} cannot be cut into {count} equal microbatches; {fix}")
+        raise UsageError(f"{what} cannot be split into {count} equal microbatches; {fix}")
     step = rows // count
 
     def part(leaf: Any, index: int) -> Any:
@@ -49,10 +49,11 @@ def microbatches(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> l
     return [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], spec) for i in range(count)]
 
 
-def _check_open(leaf: Any, rows: int | None, count: int) -> None:
-    """That no rows are hidden in an object, which every microbatch would be given whole."""
-    fix = "give its tensors themselves, in a dict or a tuple"
-    if isinstance(leaf, PackedSequence):  # pytree knows it, and its dim 0 is no row
+def _check_splittable(leaf: Any, rows: int | None, count: int) -> None:
+    """Check that no object contains rows: every microbatch would get all of them."""
+    fix = "pass its tensors in a dict or a tuple"
+    # pytree flattens it, but its dim 0 is not the row dim
+    if isinstance(leaf, PackedSequence):
         fix, hidden = "pad it (pad_packed_sequence) and pack it in forward", True
     else:
         held = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
@@ -60,19 +61,19 @@ def _check_open(leaf: Any, rows: int | None, count: int) -> None:
         hidden = not isinstance(leaf, torch.Tensor) and any(x.dim() and x.shape[0] == rows for x in inside)
     if hidden:
         raise UnsupportedError(
-            f"the batch holds a {type(leaf).__name__}, whose rows a pipeline cannot cut into {count} microbatches: it cuts dim 0 "
-            f"of tensors, also in tuples, lists, dicts and what else torch's pytree knows; {fix}, or set pipeline.microbatches to 1"
+            f"the batch contains a {type(leaf).__name__}. A pipeline cannot split its rows into {count} microbatches: it splits "
+            f"dim 0 of tensors, also in tuples, lists, dicts and other pytree nodes; {fix}, or set pipeline.microbatches to 1"
         )
 
 
 def signature(call: Call) -> tuple[Any, ...]:
-    """What a profile depends on: structure, shapes, dtypes and layouts, and values that are no tensors."""
+    """The key of a profile: structure, shapes, dtypes, layouts, and values other than tensors."""
     leaves, spec = pytree.tree_flatten(call)
     return (spec, *(_sign(leaf) for leaf in leaves))
 
 
 def outline(call: Call) -> tuple[Any, ...]:
-    """What decides which code of a model runs, apart from sizes: structure, dtypes, flags and names."""
+    """The parts of a signature that decide which code runs, without sizes: structure, dtypes, flags and strings."""
     leaves, spec = pytree.tree_flatten(call)
     return (spec, *(_outlined(leaf) for leaf in leaves))
 
@@ -95,7 +96,7 @@ def _sign(leaf: Any) -> Any:
 
 
 def describe(call: Call) -> str:
-    """A batch in words: names, shapes and dtypes of its tensors, and values that are plain; the same on every rank."""
+    """A batch as text, the same on every rank: names, shapes and dtypes of its tensors, and plain values."""
     shown = []
     for path, leaf in pytree.tree_flatten_with_path((call[0], call[1]))[0]:
         name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])

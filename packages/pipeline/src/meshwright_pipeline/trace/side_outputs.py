@@ -1,7 +1,7 @@
-"""What a unit leaves in attributes while it runs, for code outside to read (a balancing loss, say), and what nobody can send.
+"""Tensors that a unit stores in attributes while it runs (a load-balancing loss, for example), for code outside to read.
 
-The first is told apart by the path of the part that has it and its name, "router:loss", where a hook's view of a part has the
-path alone.
+The label path of such an attribute is submodule and name, "router:loss". The label path of an output that a forward hook
+sees is the submodule alone.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from meshwright_pipeline._torch import OWN_PARTS
 from meshwright_pipeline.pytrees import attribute_tensors, leaves_of
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
-"""Place -> what is there, and what gives each of its leaves, tensors while they are alive."""
+"""Path -> the value, and a function for each of its leaves (tensors are referenced weakly)."""
 
 
 class CannotBeCut(UnsupportedError):
-    """Tensors go from module to module in a way that no message can take."""
+    """Modules exchange tensors in a way that no p2p message can carry."""
 
 
 def is_attribute(path: str) -> bool:
-    """Whether the path of a label is that of an attribute."""
+    """Whether a label path is that of an attribute."""
     return ":" in path
 
 
 def part_of(unit: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The part that has an attribute, and its name."""
+    """The submodule that has an attribute, and its name."""
     inside, _, name = path.partition(":")
     return unit.get_submodule(inside), name
 
 
 def attribute_leaves(unit: nn.Module) -> Attributes:
-    """Those of all its parts."""
+    """The attributes of a unit and its submodules that may contain tensors."""
     return {
         f"{path}:{name}": (value, tuple(map(_held, _inside(value))))
         for path, part in unit.named_modules()
@@ -49,12 +49,12 @@ def attribute_leaves(unit: nn.Module) -> Attributes:
 
 
 def _held(leaf: Any) -> Callable[[], Any]:
-    """What gives a leaf: its tensors are not kept alive for that, they may hold the graph of a step."""
+    """Returns the leaf. Tensors are not kept alive, they may hold the graph of a step."""
     return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
 
 
 def _inside(value: Any) -> list[Any]:
-    """The leaves of what is in an attribute; none where it holds itself, which nobody could send."""
+    """The leaves of an attribute; none if it contains itself."""
     try:
         return leaves_of(value)
     except RecursionError:
@@ -62,22 +62,22 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _may_hold(kind: type) -> bool:
-    """Whether tensors are looked for in attributes of this type."""
+    """Whether attributes of this type are searched for tensors."""
     return issubclass(kind, (torch.Tensor, list, tuple, dict, SimpleNamespace)) or dataclasses.is_dataclass(
         kind
     )
 
 
 def new_side_outputs(before: Attributes, unit: nn.Module) -> tuple[dict[str, Any], frozenset[str]]:
-    """What holds other tensors than before, by place, and where that has been added to what was there, and stays."""
-    found, grown = dict[str, Any](), set[str]()
+    """Attributes with other tensors than before, and the paths of those where tensors were added to the same container."""
+    changed, grown = dict[str, Any](), set[str]()
     for place, (value, now) in attribute_leaves(unit).items():
         old = before.get(place)
         if (old is None or not _same(old[1], now)) and any(isinstance(leaf(), torch.Tensor) for leaf in now):
-            found[place] = value
+            changed[place] = value
             if old is not None and old[0] is value:
                 grown.add(place)
-    return found, frozenset(grown)
+    return changed, frozenset(grown)
 
 
 def _same(before: Sequence[Callable[[], Any]], now: Sequence[Callable[[], Any]]) -> bool:
@@ -85,34 +85,34 @@ def _same(before: Sequence[Callable[[], Any]], now: Sequence[Callable[[], Any]])
 
 
 def check_sendable(unit: str, output: Any, given: Any) -> None:
-    """That what a unit returns can be sent. What it was `given` it may give back: of a cache, each stage has its part.
+    """Check that the output of a unit can be sent. It may return objects that it was given: each stage has its part of a cache.
 
     Raises:
-        CannotBeCut: there are tensors where nobody can find them.
+        CannotBeCut: an object contains tensors that pytree does not find.
     """
-    own = {id(leaf) for leaf in leaves_of(given)}
+    inputs = {id(leaf) for leaf in leaves_of(given)}
     for leaf in leaves_of(output):
-        if id(leaf) not in own and attribute_tensors(leaf):
+        if id(leaf) not in inputs and attribute_tensors(leaf):
             raise CannotBeCut(
-                f"module {unit!r} returns a {type(leaf).__name__} that holds tensors, which cannot be sent to another stage; "
-                "return tensors in tuples, lists, dicts or dataclasses, register the class with torch.utils._pytree, or plan "
+                f"module {unit!r} returns a {type(leaf).__name__} that holds tensors. It cannot be sent to another stage. "
+                "Return tensors in tuples, lists, dicts or dataclasses, register the class with torch.utils._pytree, or plan "
                 "without pp"
             )
 
 
 def check_grown(
-    grown: Mapping[tuple[str, int], frozenset[str]], taken: frozenset[tuple[str, int, str, int]]
+    grown: Mapping[tuple[str, int], frozenset[str]], used: frozenset[tuple[str, int, str, int]]
 ) -> None:
-    """That nothing is taken from where a unit only adds: other stages do not add, and none comes to where it is taken out.
+    """Check that code outside does not read containers that a unit appends to: other stages do not have the new tensors.
 
     Raises:
-        CannotBeCut: something is.
+        CannotBeCut: it does.
     """
-    for unit, call, path, _ in sorted(taken):
+    for unit, call, path, _ in sorted(used):
         if path in grown.get((unit, call), ()):
             inside, _, name = path.partition(":")
             raise CannotBeCut(
                 f"module {f'{unit}.{inside}' if inside else unit!r} adds tensors to its {name!r} in its forward, and code outside "
-                "takes them from there: other stages do not have them; return them, or set the attribute anew in each forward, or "
-                "plan without pp"
+                "reads them there. Other stages do not have these tensors. Return them, assign the attribute anew in each forward, "
+                "or plan without pp"
             )

@@ -1,18 +1,13 @@
-"""What the code between units writes to itself, buffers and numbers: every rank runs some of it, and that of the last stage all.
+"""Buffers and numbers outside of units that a forward writes.
 
-So they are told to the others behind a step. Where the code behind the units runs once more, on the whole batch, they are set
-back before it.
-
-
-What modules keep in themselves, buffers and attributes, as values that can be compared: what a forward writes shows.
+Each rank runs part of the code between units; only the rank of the last stage runs all of it. After a step it sends the
+written values to the other ranks. If code after the units runs again on the whole batch, they are restored first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,16 +21,16 @@ Place = tuple[str, str]
 """The path of a module, and the name of its buffer or attribute."""
 
 _NUMBERS = (bool, int, float)
-_FITS = 1 << 63
+_INT64 = 1 << 63
 
 
 @dataclass(frozen=True)
 class WrittenState:
-    """Where a model writes.
+    """The state outside of units that a forward writes.
 
     Attributes:
-        buffers: those that are written.
-        numbers: attributes that are numbers, and become others.
+        buffers: buffers that are written.
+        numbers: attributes that are numbers and change.
     """
 
     buffers: tuple[Place, ...] = ()
@@ -45,16 +40,16 @@ class WrittenState:
         return bool(self.buffers or self.numbers)
 
     def held(self, model: nn.Module) -> list[Tensor | None]:
-        """What `model` has there: buffers whole, then numbers."""
-        found = [tensors_in(model.get_submodule(path))[1][name] for path, name in self.buffers]
+        """The values of `model`: unsharded buffers, then numbers."""
+        buffers = [tensors_in(model.get_submodule(path))[1][name] for path, name in self.buffers]
         numbers = [model.get_submodule(path).__dict__.get(name) for path, name in self.numbers]
         return [
-            *(t.full_tensor() if isinstance(t, GlobalTensor) else t for t in found),
+            *(t.full_tensor() if isinstance(t, GlobalTensor) else t for t in buffers),
             *(_as_tensor(number) for number in numbers),
         ]
 
     def put(self, model: nn.Module, values: Sequence[Tensor | None]) -> None:
-        """Give `model` these values, in the memory that buffers have where that fits."""
+        """Set these values in `model`. A buffer keeps its memory if shape and dtype allow."""
         count = len(self.buffers)
         for (path, name), value in zip(self.buffers, values[:count], strict=True):
             buffers = tensors_in(model.get_submodule(path))[1]
@@ -77,14 +72,14 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 class StateWrites:
-    """Buffers and numbers outside of units, as they are now.
+    """Records buffers and numbers outside of units, to find out what is written later.
 
     Args:
-        model: whose they are.
+        model: the model.
         units: names of its units.
 
     Attributes:
-        empty: buffers that are None now.
+        empty: buffers that are None at first.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -100,28 +95,28 @@ class StateWrites:
             for name, buffer in tensors_in(part)[1].items()
         }
         self.empty = frozenset(at for at, (buffer, _) in self._before.items() if buffer is None)
-        self._numbers = dict(self._counted())
+        self._numbers = dict(self._present_numbers())
 
     def buffers(self) -> dict[Place, Tensor]:
-        """Those that have been written since, and their values."""
+        """The buffers that have been written since, and their values."""
         return {
             (path, name): buffer
             for path, part in self._parts.items()
             for name, buffer in tensors_in(part)[1].items()
             if buffer is not None
-            and (known := self._before.get((path, name))) is not None
-            and (known[0] is not buffer or known[1] != buffer._version)
+            and (before := self._before.get((path, name))) is not None
+            and (before[0] is not buffer or before[1] != buffer._version)
         }
 
     def numbers(self) -> tuple[Place, ...]:
-        """Those of modules of which any is another one now: the rest may follow in a later forward."""
-        now = dict(self._counted())
-        changed_places = {
+        """The numbers of modules with a changed number. The others of these modules may change in a later forward."""
+        now = dict(self._present_numbers())
+        changed = {
             at[0] for at, value in now.items() if self._numbers.get(at, value) != value and value == value
         }
-        return tuple(at for at in now if at[0] in changed_places)
+        return tuple(at for at in now if at[0] in changed)
 
-    def _counted(self) -> Iterator[tuple[Place, Any]]:
+    def _present_numbers(self) -> Iterator[tuple[Place, Any]]:
         for path, part in self._parts.items():
             for name, value in part.__dict__.items():
                 if name not in OWN_PARTS and _is_number(value):
@@ -129,89 +124,10 @@ class StateWrites:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in _NUMBERS and (type(value) is float or -_FITS <= value < _FITS)
+    return type(value) in _NUMBERS and (type(value) is float or -_INT64 <= value < _INT64)
 
 
 def _as_tensor(value: Any) -> Tensor | None:
     if not _is_number(value):
         return None
     return torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
-
-
-State = dict[Place, Any]
-
-LARGE = 1 << 20
-"""Tensors of more elements are taken to stay as they are."""
-
-_DEEP = 4
-"""How deep containers and objects are looked into."""
-
-_LISTS = (list, tuple, deque)
-_OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
-
-
-class TensorValues:
-    """The values of a tensor at one time."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach().clone()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TensorValues) or not self.like(other):
-            return False
-        one, two = self.tensor, other.tensor
-        return bool(((one == two) | ((one != one) & (two != two))).all())
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def like(self, other: TensorValues) -> bool:
-        """Whether they have one shape and dtype."""
-        return self.tensor.shape == other.tensor.shape and self.tensor.dtype == other.tensor.dtype
-
-
-def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
-    """What modules keep, by place; parts are left out."""
-    seen: dict[int, Any] = {}
-    found: State = {}
-    for path, part in parts:
-        parameters, buffers = tensors_in(part)
-        own = {name: value for name, value in part.__dict__.items() if name not in OWN_PARTS}
-        for name, value in (own | parameters | buffers).items():
-            found[path, name] = _kept(value, 0, seen)
-    return found
-
-
-def changed_places(before: State, after: State) -> list[Place]:
-    """The places where two states differ."""
-    every = dict.fromkeys((*before, *after))
-    return [at for at in every if at not in before or at not in after or before[at] != after[at]]
-
-
-def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    """What tells a value from what it may become."""
-    if isinstance(value, torch.Tensor):
-        ordinary = not value.is_meta and value.numel() <= LARGE
-        return TensorValues(value) if ordinary else (torch.Tensor, value.shape)
-    if value is None or isinstance(value, (bool, int, str, bytes)):
-        return type(value), value
-    if isinstance(value, (float, complex)):
-        return type(value), repr(value)  # one that is no number is like itself
-    if hasattr(value, "tobytes") and getattr(value, "nbytes", LARGE) < 8 * LARGE:  # of numpy
-        return type(value), getattr(value, "shape", None), value.tobytes()
-    if depth == _DEEP or isinstance(value, _OPAQUE):
-        return type(value)
-    if id(value) not in seen:
-        seen[id(value)] = type(value)  # what holds itself
-        seen[id(value)] = _looked_into(value, depth, seen)
-    return seen[id(value)]
-
-
-def _looked_into(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    if isinstance(value, _LISTS):
-        return type(value), *(_kept(one, depth + 1, seen) for one in value)
-    if isinstance(value, (set, frozenset)):
-        return type(value), len(value)
-    entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    if not isinstance(entries, Mapping):
-        return type(value)
-    return type(value), *((_kept(k, depth + 1, seen), _kept(v, depth + 1, seen)) for k, v in entries.items())

@@ -1,0 +1,94 @@
+"""Snapshots of buffers and attributes of modules as comparable values, to find out what a forward writes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright_pipeline._torch import OWN_PARTS, tensors_in
+from meshwright_pipeline.trace.state_writes import Place
+
+State = dict[Place, Any]
+
+LARGE = 1 << 20
+"""Tensors with more elements are assumed not to change."""
+
+_DEEP = 4
+"""Nesting depth up to which containers and objects are compared."""
+
+_LISTS = (list, tuple, deque)
+_OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module)
+
+
+class TensorValues:
+    """A copy of the values of a tensor; equal if the values are equal, NaN included."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorValues) or not self.like(other):
+            return False
+        a, b = self.tensor, other.tensor
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def like(self, other: TensorValues) -> bool:
+        """Whether both have the same shape and dtype."""
+        return self.tensor.shape == other.tensor.shape and self.tensor.dtype == other.tensor.dtype
+
+
+def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
+    """The parameters, buffers and attributes of modules, without submodules."""
+    seen: dict[int, Any] = {}
+    state: State = {}
+    for path, part in parts:
+        parameters, buffers = tensors_in(part)
+        attributes = {name: value for name, value in part.__dict__.items() if name not in OWN_PARTS}
+        for name, value in (attributes | parameters | buffers).items():
+            state[path, name] = _comparable(value, 0, seen)
+    return state
+
+
+def changed_places(before: State, after: State) -> list[Place]:
+    """The places where two states differ."""
+    places = dict.fromkeys((*before, *after))
+    return [at for at in places if at not in before or at not in after or before[at] != after[at]]
+
+
+def _comparable(value: Any, depth: int, seen: dict[int, Any]) -> Any:
+    """A value that differs from another one if the original was changed."""
+    if isinstance(value, torch.Tensor):
+        ordinary = not value.is_meta and value.numel() <= LARGE
+        return TensorValues(value) if ordinary else (torch.Tensor, value.shape)
+    if value is None or isinstance(value, (bool, int, str, bytes)):
+        return type(value), value
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # NaN equals NaN
+    if hasattr(value, "tobytes") and getattr(value, "nbytes", LARGE) < 8 * LARGE:  # numpy
+        return type(value), getattr(value, "shape", None), value.tobytes()
+    if depth == _DEEP or isinstance(value, _OPAQUE):
+        return type(value)
+    if id(value) not in seen:
+        seen[id(value)] = type(value)  # in case it contains itself
+        seen[id(value)] = _contents(value, depth, seen)
+    return seen[id(value)]
+
+
+def _contents(value: Any, depth: int, seen: dict[int, Any]) -> Any:
+    if isinstance(value, _LISTS):
+        return type(value), *(_comparable(item, depth + 1, seen) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), len(value)
+    entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    if not isinstance(entries, Mapping):
+        return type(value)
+    return type(value), *(
+        (_comparable(k, depth + 1, seen), _comparable(v, depth + 1, seen)) for k, v in entries.items()
+    )
