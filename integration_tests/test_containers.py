@@ -111,5 +111,5 @@ def inside(rank: int, size: int, whole: bool) -> list[str]:
 
 
 def test_modules_that_are_never_called_are_told(rank_pool: RankPool) -> None:
-    with pytest.raises(PlanError, match=r"'layers.0' is never called itself.*\(layers.0.\*\)"):
+    with pytest.raises(PlanError, match=r"'layers.0' itself is never called.*\(layers.0.\*\)"):
         rank_pool.run(2, inside, False)

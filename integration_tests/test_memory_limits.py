@@ -168,7 +168,7 @@ def test_what_a_loss_of_the_whole_batch_takes_is_planned_for(rank_pool: RankPool
     assert free.predicted.total_bytes == full.predicted.total_bytes > 1.5 * adding.predicted.total_bytes
     assert free.pipeline is not None and free.pipeline.loss == "batch"
     said = [note for note in free.provenance.notes if "as under gpipe" in note]
-    assert len(said) == 1 and "is not proven to add up over microbatches" in said[0]
+    assert len(said) == 1 and "is not proven additive over microbatches" in said[0]
     assert said[0] in " ".join(str(mw.explain(free)).split())
     assert "as under gpipe" not in " ".join(str(mw.explain(adding)).split())
     counted = max(rank_pool.run(2, peak, free.to_json(), True))

@@ -84,12 +84,13 @@ NAMED = {
 @pytest.mark.parametrize("kind", [*NAMED, "tensors"])
 def test_planning_names_the_hook(kind: str) -> None:
     model = hooked(kind)
-    why = LossChecker(model, find_units(model).names).look(((), judged_batch(0))).why
+    why = LossChecker(model, find_units(model).names).check(((), judged_batch(0))).why
     assert f"(forward {NAMED[kind]} reads values)" in why if kind in NAMED else not why
 
 
 OTHERWISE = {
-    "writes": "hook 'writes' of module 'chain.layers.1' prevents the proof: an operation writes its results to an out= tensor (add)",
+    "writes": "hook 'writes' of module 'chain.layers.1' prevents the proof: an operation writes its results to an out= "
+    "tensor (add)",
     "fails": "hook 'fails' of module 'chain.layers.1' prevents the proof: with its units skipped it raises ValueError: four rows",
 }
 
@@ -97,7 +98,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("kind", OTHERWISE)
 def test_hooks_are_not_said_to_read_where_they_do_otherwise(kind: str) -> None:
     model, batch = hooked(kind), judged_batch(0)
-    look = LossChecker(model, find_units(model).names).look(((), batch))
+    look = LossChecker(model, find_units(model).names).check(((), batch))
     assert OTHERWISE[kind] in look.why and "reads values" not in look.why
 
 

@@ -47,7 +47,7 @@ def test_what_mixes_rows_is_found(name: str, inside: bool) -> None:
     told = found(changed(MIXING[name], inside))
     assert told is not None
     assert told.why.startswith(
-        "module 'layers.1' makes" if inside else "the code before module 'layers.1' makes"
+        "module 'layers.1' computes" if inside else "the code before module 'layers.1' combines"
     )
 
 
@@ -159,7 +159,7 @@ def test_ordinary_models_have_nothing(dropout: float) -> None:
 def test_random_numbers_have_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: dropout tells rows from each other."""
 
-    class Moving(row_mixing.Still):
+    class Moving(row_mixing.StubMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
@@ -284,8 +284,8 @@ def cost(model: nn.Module, **options: object) -> StrategyCost:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (changed(MIXING["mean"], True), "module 'layers.1' makes another thing of a row"),
-        (changed(MIXING["roll"], False), "the code before module 'layers.1' makes something of several rows"),
+        (changed(MIXING["mean"], True), "module 'layers.1' computes a row differently"),
+        (changed(MIXING["roll"], False), "the code before module 'layers.1' combines several rows"),
         (writing(WRITES["calls"][1]), "module 'layers.1' writes to its 'calls'"),
     ],
     ids=["inside", "between", "writes"],
@@ -295,7 +295,7 @@ def test_they_are_planned_with_one_microbatch(model: nn.Module, why: str) -> Non
     (note,) = costed.notes
     assert costed.fields["pipeline"]["microbatches"] == 1
     assert "one microbatch, so that its ranks compute one after the other" in note and why in note
-    with pytest.raises(PlanError, match=f"microbatches is 4: {why}.*or take one; nearest legal: 1"):
+    with pytest.raises(PlanError, match=f"microbatches is 4: {why}.*or use one microbatch; nearest legal: 1"):
         cost(model, microbatches=4)
 
 

@@ -81,4 +81,4 @@ def flagged(rank: int, size: int) -> tuple[str, int]:
 
 def test_every_way_to_call_a_model_is_looked_at(rank_pool: RankPool) -> None:
     for told, looks in rank_pool.run(2, flagged):
-        assert "the code before module 'layers.1' makes something of several rows" in told and looks == 1
+        assert "the code before module 'layers.1' combines several rows" in told and looks == 1

@@ -83,7 +83,7 @@ class Net(nn.Module):
 def looked(model: nn.Module) -> tuple[str, int]:
     """Why the loss is not taken to add up, and how many blocks were run for that."""
     Runs.count = 0
-    return LossChecker(model, find_units(model).names).look(((), {"x": torch.ones(8, 8)})).why, Runs.count
+    return LossChecker(model, find_units(model).names).check(((), {"x": torch.ones(8, 8)})).why, Runs.count
 
 
 def test_blocks_that_only_count_themselves_are_copies() -> None:

@@ -33,7 +33,7 @@ NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "du
 
 
 def why(model: nn.Module, batch: dict[str, Tensor], single: bool = False) -> str:
-    return LossChecker(model, find_units(model).names).look(((), batch), single).why
+    return LossChecker(model, find_units(model).names).check(((), batch), single).why
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -44,7 +44,7 @@ def test_planning_knows_what_adds_up(name: str, single: bool) -> None:
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "by many rows"])
 def test_planning_knows_what_does_not(name: str) -> None:
-    assert "is not proven to add up" in why(judged(WHOLE[name]), judged_batch(0))
+    assert "is not proven additive" in why(judged(WHOLE[name]), judged_batch(0))
 
 
 def test_reasons_are_told_apart() -> None:
@@ -79,9 +79,7 @@ class Long(nn.Module):
 @pytest.mark.parametrize("tokens", [TOKENS, 100])
 def test_rows_are_shortened_where_the_model_runs_on_short_ones(tokens: int) -> None:
     assert not why(Long(tokens), chain_batch(tokens=tokens))
-    assert "could not be looked at when planning (ValueError: 7 tokens)" in why(
-        Long(7), chain_batch(tokens=9)
-    )
+    assert "could not be analysed when planning (ValueError: 7 tokens)" in why(Long(7), chain_batch(tokens=9))
 
 
 class Counted(nn.Linear):
@@ -177,7 +175,7 @@ def test_what_does_not_add_up_is_costed_as_gpipe() -> None:
     assert held(late["1f1b"]) == held(late["gpipe"]) and late["1f1b"].compute == late["gpipe"].compute
     assert held(late["1f1b"]) > held(soon["gpipe"]) > held(soon["1f1b"])
     (note,) = late["1f1b"].notes
-    assert "activations of all 4 microbatches, as under gpipe: the loss is not proven to add up" in note
+    assert "activations of all 4 microbatches, as under gpipe: the loss is not proven additive" in note
     assert "\n" not in note and not soon["1f1b"].notes
     assert late["1f1b"].fields["pipeline"]["loss"] == "batch"
     assert soon["1f1b"].fields["pipeline"]["loss"] == "microbatches"
@@ -208,8 +206,8 @@ def test_an_estimate_takes_what_is_known_of_other_microbatches() -> None:
 
 def test_an_estimate_that_is_out_of_the_question_looks_at_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[bool] = []
-    look = LossChecker.look
-    monkeypatch.setattr(LossChecker, "look", lambda *given: looks.append(given[2]) or look(*given))
+    look = LossChecker.check
+    monkeypatch.setattr(LossChecker, "check", lambda *given: looks.append(given[2]) or look(*given))
     options = {"schedule": "1f1b", "microbatches": 4}
     request = replace(asked_for(judged(WHOLE["products"]), judged_batch(0), "1f1b"), options=options)
 

@@ -156,7 +156,7 @@ def unshared(rank: int, size: int) -> str:
 
 def test_parts_that_are_called_outside_of_their_unit_have_to_be_shared(rank_pool: RankPool) -> None:
     for told in rank_pool.run(2, unshared):
-        assert "'layers.0' is never called itself" in told and "or add it to pipeline.shared" in told
+        assert "'layers.0' itself is never called" in told and "or add it to pipeline.shared" in told
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -165,7 +165,7 @@ def test_planning_runs_them(way: str, device: str) -> None:
     with torch.device(device):
         model = built(way)
     units = find_units(model).names
-    assert "could not be looked at" not in LossChecker(model, units).look(((), chain_batch())).why
+    assert "could not be analysed" not in LossChecker(model, units).check(((), chain_batch())).why
     found = find_row_mixing(model, units, ((), chain_batch()))
     assert (
         (found is None) if way == "added" else (found is not None and "'load' in every forward" in found.why)

@@ -1,4 +1,4 @@
-"""What is made of half of the rows, against what is made of all of them."""
+"""Compares results for half of the rows with those for all rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshwright_pipeline.trace.state_writes import Place
 Tensor = torch.Tensor
 
 FAR = 1e-4
-"""By how much of the largest value a row must differ: rounding differs by less."""
+"""Relative difference from which values count as different. Rounding differs by less."""
 HUGE = 1e4
-"""How many times as large as usual values those of a mask are at least."""
+"""Values this many times larger than the median are mask values."""
 
 
 def half_of(whole: Tensor, shape: Sequence[int], half: int) -> Tensor | None:
-    """The half of a value that has this shape; None where it has none such."""
+    """Half number `half` of a tensor, with the given shape; None if there is none."""
     if whole.dim() != len(shape):
         return None
     for dim, size in enumerate(shape):
@@ -31,52 +31,52 @@ def half_of(whole: Tensor, shape: Sequence[int], half: int) -> Tensor | None:
     return whole
 
 
-def row_difference(whole: Any, made: Any, half: int, numbers_too: frozenset[int] = frozenset()) -> str:
-    """How what was made of a half differs from what was made of all rows.
+def row_difference(whole: Any, part: Any, half: int, scalars: frozenset[int] = frozenset()) -> str:
+    """How the result for one half differs from the result for all rows.
 
-    "rows": in fractions that have rows, or at a place of `numbers_too`; "other": elsewhere, or it cannot be compared; else "".
+    "rows": in floating-point values with rows, or in a leaf of `scalars`; "other": elsewhere, or not comparable; "": not.
     """
-    one, other = leaves_of(whole), leaves_of(made)
-    if len(one) != len(other):
+    leaves, others = leaves_of(whole), leaves_of(part)
+    if len(leaves) != len(others):
         return "other"
-    found = ""
-    for place, (a, b) in enumerate(zip(one, other, strict=True)):
+    difference = ""
+    for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             plain = isinstance(a, (bool, int, float, str)) and isinstance(b, (bool, int, float, str))
-            found = "other" if type(a) is not type(b) or (plain and a != b) else found
+            difference = "other" if type(a) is not type(b) or (plain and a != b) else difference
             continue
-        own = half_of(a, b.shape, half)
-        if own is None or own.dtype != b.dtype:
-            found = "other"
-        elif differs(own, b):
+        expected = half_of(a, b.shape, half)
+        if expected is None or expected.dtype != b.dtype:
+            difference = "other"
+        elif differs(expected, b):
             fractions = b.is_floating_point() or b.is_complex()
-            if fractions and (differing_dims(a, b) or place in numbers_too):
+            if fractions and (differing_dims(a, b) or place in scalars):
                 return "rows"
-            found = "other"
-    return found
+            difference = "other"
+    return difference
 
 
-def differs(one: Tensor, other: Tensor) -> bool:
-    if not (one.is_floating_point() or one.is_complex()):
-        return not torch.equal(one, other)
-    size = torch.nan_to_num(torch.view_as_real(one) if one.is_complex() else one, 0.0, 0.0, 0.0).abs()
-    usual = float(size.median()) if size.numel() else 0.0
-    if usual and not one.is_complex():  # what masks leave behind, the same in both, measures nothing
-        size = size.masked_fill((size > HUGE * usual) & (one == other), 0.0)
+def differs(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors differ by more than rounding."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
+    size = torch.nan_to_num(torch.view_as_real(a) if a.is_complex() else a, 0.0, 0.0, 0.0).abs()
+    median = float(size.median()) if size.numel() else 0.0
+    # equal mask values do not count for the scale
+    if median and not a.is_complex():
+        size = size.masked_fill((size > HUGE * median) & (a == b), 0.0)
     limit = FAR * float(size.max()) if size.numel() else 0.0
-    return not torch.allclose(one, other, rtol=0.0, atol=limit, equal_nan=True)
+    return not torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True)
 
 
 def written_from_rows(before: State, whole: State, half: State) -> Place | None:
-    """A tensor that a forward overwrites with what it makes of the rows that it is given."""
+    """A tensor that a forward overwrites with values that depend on its rows; None if there is none."""
     for at, old in before.items():
-        one, other = whole.get(at), half.get(at)
-        if not (
-            isinstance(old, TensorValues)
-            and isinstance(one, TensorValues)
-            and isinstance(other, TensorValues)
-        ):
+        new, other = whole.get(at), half.get(at)
+        if not isinstance(old, TensorValues) or not isinstance(new, TensorValues):
             continue
-        if one.like(old) and other.like(old) and old != one and differs(one.tensor, other.tensor):
+        if not isinstance(other, TensorValues):
+            continue
+        if new.like(old) and other.like(old) and old != new and differs(new.tensor, other.tensor):
             return at
     return None

@@ -144,7 +144,7 @@ def prove_additive(profiler: Profiler, profile: Profile, batch: Call, count: int
         raise NotAdditive(Reason("with another number of rows the model does something else"))
     of_loss = _leaf(loss, loss_of(few.output), second)
     if of_loss is None or of_loss.rows is not None:
-        raise NotAdditive(Reason("it is not a sum or mean over rows that a rule proves"))
+        raise NotAdditive(Reason("no rule proves that it consists of sums or means over rows"))
     if of_loss.power is None:  # the same in all microbatches, so it is their mean
         of_loss = Leaf(power=0)
     results = tuple(_leaf(leaf, before, second) for leaf, before in zip(leaves, befores, strict=True))

@@ -1,7 +1,7 @@
-"""What planning can know of a loss: whether it adds up over microbatches, from a few rows of the example batch.
+"""Predicts at planning time, from a few rows of the example batch, whether a loss is additive over microbatches.
 
-The proof is that of the first step (see adding), on a skeleton of the model, with two microbatches of one or two rows and, of a
-long sequence, its first tokens; so the first step, which has other sizes and values, may find otherwise, and says so then.
+It runs the proof of the first step (see loss_additivity) on a skeleton of the model, with two microbatches of one or two
+rows and the first tokens of long sequences. The first step has other sizes and values: it may decide otherwise, and warns.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from meshwright_pipeline.trace.profiler import Profiler
 from meshwright_pipeline.trace.side_outputs import CannotBeCut
 
 ROWS = 4
-"""Rows that are looked at: two in each of two microbatches; of microbatches of one row, half of them."""
+"""Rows of the reduced batch: two microbatches of two rows. For microbatches of one row, half of them."""
 
 TOKENS, LONGEST = 16, 4096
-"""Tokens of a row that are looked at; where the model does not run on so few, all of them up to the longest."""
+"""Tokens per row of the reduced batch; the second number is tried if the model does not run on so few."""
 
 
 @dataclass(frozen=True)
 class LossForecast:
-    """Why a loss is taken to be made of the whole batch; "" where it adds up over microbatches."""
+    """Why a loss is assumed to need the whole batch; "" if it is additive over microbatches."""
 
     why: str = ""
 
     @property
     def adds(self) -> bool:
-        """Whether backwards may begin before the last forward has ended."""
+        """Whether a backward may start before the last forward has ended."""
         return not self.why
 
     def note(self, microbatches: int) -> str:
-        """What users should know, in a line."""
+        """A one-line note for the plan."""
         return (
             f"pipeline: no backward begins before the last forward has ended, whatever the schedule, so each rank holds the "
             f"activations of all {microbatches} microbatches, as under gpipe: {self.why}"
@@ -53,10 +53,10 @@ class LossForecast:
 
 
 class LossChecker:
-    """Looks at the loss of one model.
+    """Predicts whether the loss of a model is additive.
 
     Args:
-        model: it is left as it is.
+        model: it is not changed.
         units: names of its units.
     """
 
@@ -64,20 +64,19 @@ class LossChecker:
         self._model, self._units = model, units
         self._profiler: RepeatedUnitProfiler | None = None
 
-    def look(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> LossForecast:
-        """What is foreseen for an example batch: its positional and keyword arguments, with or without values.
+    def check(self, example: tuple[Any, Mapping[str, Any]], single: bool = False) -> LossForecast:
+        """The forecast for an example batch: positional and keyword arguments, with or without values.
 
-        `single`: microbatches have one row, of which models make what they make of none other (they leave out what repeats
-        rows).
+        `single`: microbatches have one row. Models may skip operations that repeat rows then.
 
         Raises:
-            CannotBeCut: no first step could run it as a pipeline.
+            CannotBeCut: the model cannot run as a pipeline.
         """
         args, kwargs = example
         size = BatchSize.of((t.shape, t.is_floating_point()) for t in tensors_of((args, dict(kwargs))))
         rows = 2 if single else min(ROWS, size.rows or 1) // 2 * 2
         if rows < 2 or (size.rows or 1) < 2:
-            return LossForecast("the example batch has no rows that microbatches could share")
+            return LossForecast("the example batch has too few rows to split")
         error: Exception | None = None
         long = size.tokens or 0
         for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
@@ -86,73 +85,73 @@ class LossChecker:
                 profiler = self._profiler or RepeatedUnitProfiler(
                     skeleton_with_values(self._model, self._units), self._units
                 )
-                self._profiler = None  # another one, should this fail half-way
-                entire = profiler.run(*call)
-            except CannotBeCut:  # nor will it be in a first step
+                self._profiler = None  # a run that fails half-way may leave it unusable
+                profile = profiler.run(*call)
+            except CannotBeCut:
                 raise
-            except Exception as raised:  # whatever a model does with so few tokens, or tensors without values
+            except Exception as raised:  # the model may fail on few tokens, or on tensors without values
                 error = raised
                 continue
             self._profiler = profiler
-            return _judged(profiler, entire, call)
+            return _forecast(profiler, profile, call)
         text = " ".join(str(error).split())[:200]
-        return LossForecast(f"the loss could not be looked at when planning ({type(error).__name__}: {text})")
+        return LossForecast(f"the loss could not be analysed when planning ({type(error).__name__}: {text})")
 
 
-def _judged(profiler: Profiler, entire: Profile, call: Call) -> LossForecast:
-    if loss_of(entire.output) is None:
+def _forecast(profiler: Profiler, profile: Profile, call: Call) -> LossForecast:
+    if loss_of(profile.output) is None:
         return LossForecast(
-            "the model returns no loss for the example batch (a number that is its result, its .loss, its ['loss'] or its first "
-            "element); what a loss outside of it takes, and sending it the outputs, is not predicted"
+            "the model returns no loss for the example batch (a scalar result, its .loss, its ['loss'] or its first element); "
+            "the time of a loss outside of the model, and of sending it the outputs, is not predicted"
         )
     if any(tensor.requires_grad for tensor in tensors_of(call)):
         return LossForecast(str(INPUT_GRADIENT))
     try:
-        prove_additive(profiler, entire, call, 2)
+        prove_additive(profiler, profile, call, 2)
     except NotAdditive as unproven:
-        return LossForecast(f"the loss is not proven to add up over microbatches ({unproven})")
+        return LossForecast(f"the loss is not proven additive over microbatches ({unproven})")
     return LossForecast()
 
 
 def shrink_batch(call: Call, size: BatchSize, rows: int, tokens: int) -> Call:
-    """The first rows and tokens of a batch, on the CPU; what has no values is ones."""
+    """The first rows and tokens of a batch, on the CPU. Tensors without values become ones."""
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def shrunk(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
         for dim, length in enumerate(shape):
             if not dim and length == size.rows:
                 shape[0] = rows
             elif length == size.tokens:
                 shape[dim] = tokens
-        if not _ordinary(tensor):
+        if not _has_values(tensor):
             return torch.ones(shape, dtype=tensor.dtype)
         return tensor.detach()[tuple(slice(n) for n in shape)].cpu().requires_grad_(tensor.requires_grad)
 
-    found: Call = pytree.tree_map_only(torch.Tensor, one, call)
-    return found
+    result: Call = pytree.tree_map_only(torch.Tensor, shrunk, call)
+    return result
 
 
 def skeleton_with_values(model: nn.Module, units: tuple[str, ...]) -> nn.Module:
-    """A skeleton on the CPU; parameters and buffers outside of units that have no values are zeros."""
-    made = skeleton(model, units)
-    for part in made.modules():
+    """A skeleton on the CPU. Parameters and buffers outside of units without values become zeros."""
+    copied = skeleton(model, units)
+    for part in copied.modules():
         for table in tensors_in(part):
-            table.update({name: _real(tensor) for name, tensor in table.items() if tensor is not None})
-    return made
+            table.update({name: _with_values(tensor) for name, tensor in table.items() if tensor is not None})
+    return copied
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    if _ordinary(tensor):
+def _with_values(tensor: torch.Tensor) -> torch.Tensor:
+    if _has_values(tensor):
         if tensor.device.type == "cpu":
             return tensor
-        found = tensor.detach().cpu()
+        value = tensor.detach().cpu()
     elif isinstance(tensor, nn.Parameter):
-        found = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     else:
-        found = torch.zeros(tensor.shape, dtype=tensor.dtype)  # code may write to it
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype)  # code may write to a buffer
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-def _ordinary(tensor: torch.Tensor) -> bool:
-    """Whether it holds numbers that code may look at."""
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor with values that code may read."""
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and has_values(tensor)

@@ -1,10 +1,10 @@
-"""Whether a model makes of a row what it makes of it alone: what does not is not cut into microbatches.
+"""Tests numerically whether the rows of a batch interact. If they do, the batch cannot be split into microbatches.
 
-It is tried, with numbers, on a few rows of a batch: once on all of them, and once on each half, as microbatches would be. The
-code between units is run with numbers at random in the place of what units return, row by row the same in both; then every
-unit, of copies one, on what it was given there. Where a row differs between the two, rows are mixed. Weights are numbers at
-random too, so that models need no memory for this. What a forward writes (a buffer, a counter) it would write once for each
-microbatch: that shows between a first and a second run. What cannot be run so is not known, and taken to be made row by row.
+The trial uses a few rows of a batch: it runs all of them, then each half as a microbatch. First the code between units
+runs, with random numbers in place of unit results (the same for each row in both runs). Then each unit runs on the
+arguments that it got there; of repeated units only one. If the result of a row differs, rows interact. Weights are random
+stubs, so the trial needs no memory for the model. State that every forward writes (a buffer, a counter) would be written
+once per microbatch: a second run of the same rows shows it. Code that fails in the trial is assumed to be batch-independent.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from meshwright_pipeline.trace.state_writes import Place
 Tensor = torch.Tensor
 
 POOL = 65537
-"""Numbers at random that results of units are taken from; no two rows begin at the same one."""
+"""Size of the pool of random numbers for unit results. It is a prime, so no two rows start at the same number."""
 
-_BY_ROW = (nn.Linear, nn.Embedding)
+_BATCH_INDEPENDENT = (nn.Linear, nn.Embedding)
 _HALVED = (torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class CannotSplit:
-    """What keeps a batch from being cut, and what would help."""
+    """Why a batch cannot be split into microbatches, and what the user can do."""
 
     why: str
     fix: str
@@ -68,10 +68,10 @@ class CannotSplit:
 def find_row_mixing(
     model: nn.Module, units: tuple[str, ...], example: tuple[Sequence[Any], Mapping[str, Any]]
 ) -> CannotSplit | None:
-    """What keeps a batch from being cut, as far as it is found; None where nothing is.
+    """Why a batch cannot be split, as far as the trial shows; None if nothing is found.
 
     Args:
-        model: or a skeleton of it; it is left as it is.
+        model: or a skeleton of it; it is not changed.
         units: names of its units.
         example: positional and keyword arguments of a batch, with or without values.
     """
@@ -83,41 +83,41 @@ def find_row_mixing(
     long = size.tokens or 0
     for tokens in dict.fromkeys([min(TOKENS, long), min(LONGEST, long)]):
         try:
-            with _undisturbed():
-                few = _told_apart(shrink_batch(call, size, rows, tokens), rows)
+            with _isolated():
+                few = _distinct_rows(shrink_batch(call, size, rows, tokens), rows)
                 trial = _Trial(model, units, few)
-                found = trial.verdict()
-                if (
-                    found is None and trial.read
-                ):  # every stage will hold those, and run them between the others
-                    found = _Trial(model, tuple(u for u in units if u not in trial.read), few).verdict()
-                return found
-        except Exception:  # whatever a model does with so few tokens, or with numbers at random
+                reason = trial.verdict()
+                # units whose parameters are read elsewhere are held by all stages, and run like code between units
+                if reason is None and trial.read:
+                    others = tuple(unit for unit in units if unit not in trial.read)
+                    reason = _Trial(model, others, few).verdict()
+                return reason
+        except Exception:  # the model may fail on few tokens or random numbers
             continue
     return None
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Inside, random numbers may be drawn, and nothing is recorded; generators are left as they were."""
-    states = random.getstate()
-    arrays: Any = sys.modules.get("numpy")
-    theirs = None if arrays is None else arrays.random.get_state()
+def _isolated() -> Iterator[None]:
+    """Restores the random generators of Python, NumPy and torch; without gradients and warnings inside."""
+    python_state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng([]), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        random.setstate(states)
-        if arrays is not None:
-            arrays.random.set_state(theirs)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
-def _told_apart(call: Call, rows: int) -> Call:
-    """The same, in full precision; rows that are all alike are made different where they are fractions."""
+def _distinct_rows(call: Call, rows: int) -> Call:
+    """The batch in full precision, with noise in floating-point tensors whose rows are all equal."""
     generator = torch.Generator().manual_seed(rows)
 
-    def one(tensor: Tensor) -> Tensor:
+    def distinct(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         if not tensor.is_floating_point():
             return tensor
@@ -126,16 +126,16 @@ def _told_apart(call: Call, rows: int) -> Call:
             return tensor + torch.rand(tensor.shape, generator=generator)
         return tensor
 
-    found: Call = pytree.tree_map_only(Tensor, one, call)
-    return found
+    result: Call = pytree.tree_map_only(Tensor, distinct, call)
+    return result
 
 
-class _Between(RepeatedUnitProfiler):
-    """Runs the code between units with numbers at random in the place of what units return, and takes down what they are given.
+class _BetweenUnits(RepeatedUnitProfiler):
+    """Runs the code between units with random numbers as unit results, and records the arguments of units.
 
     Attributes:
-        given: (what copies that are called alike have in common, arguments) of each call, in order.
-        half: which half of the rows runs; None for all, which have to run first.
+        given: (key shared by repeated units that are called alike, arguments) of each unit call, in order.
+        half: which half of the rows runs; None for all rows, which have to run first.
     """
 
     def __init__(self, model: nn.Module, units: tuple[str, ...]) -> None:
@@ -149,10 +149,11 @@ class _Between(RepeatedUnitProfiler):
         self, unit: str, forward: Forward, call: Call, device: torch.device, drawn: DrawRecorder
     ) -> Result:
         """See Profiler."""
-        called, own = signature(call), _own(call)  # before the run changes what it is given
+        # before the run changes its arguments
+        called, arguments = signature(call), _copied(call)
         result = super().shape(unit, forward, call, device, drawn)
         built = self._built[unit]
-        self.given.append(((unit if built in self._apart else built, called), own))
+        self.given.append(((unit if built in self._different else built, called), arguments))
         return result
 
     def value(self, label: Label, like: Tensor, device: torch.device) -> Tensor:
@@ -161,16 +162,16 @@ class _Between(RepeatedUnitProfiler):
             return torch.zeros(like.shape, dtype=like.dtype)
         if self.half is None:
             self._shapes[label] = like.shape
-            return self._made(label, like.shape).to(like.dtype)
-        own = half_of(self._made(label, self._shapes[label]), like.shape, self.half)
-        if own is None:
+            return self._random(label, like.shape).to(like.dtype)
+        value = half_of(self._random(label, self._shapes[label]), like.shape, self.half)
+        if value is None:
             raise ValueError(f"{label[0]} returns another shape for fewer rows")
-        return own.to(like.dtype, copy=True)
+        return value.to(like.dtype, copy=True)
 
-    def _made(self, label: Label, shape: torch.Size) -> Tensor:
-        """The numbers of a label, made each time: those of every call together would be large."""
-        own = self._pool.roll(zlib.crc32(repr(label).encode()) % POOL)
-        return own.repeat(-(-shape.numel() // POOL))[: shape.numel()].view(shape)
+    def _random(self, label: Label, shape: torch.Size) -> Tensor:
+        """The numbers for a label; not stored, since those of all calls would be large."""
+        pool = self._pool.roll(zlib.crc32(repr(label).encode()) % POOL)
+        return pool.repeat(-(-shape.numel() // POOL))[: shape.numel()].view(shape)
 
     def _run(self, *args: Any) -> Profile:
         self.given.clear()
@@ -182,31 +183,30 @@ class _Trial:
 
     Args:
         model, units: see `find_row_mixing`.
-        call: the batch, of ordinary tensors on the CPU.
+        call: the batch, with plain tensors on the CPU.
 
     Attributes:
-        read: units whose parameters code between units computes with, once it has run.
+        read: units whose parameters are used by code between units; set by `verdict`.
     """
 
     def __init__(self, model: nn.Module, units: tuple[str, ...], call: Call) -> None:
         self.call, self.units = call, units
-        made, self.large = _furnished(skeleton_with_values(model, units), units)
-        self.clean = copy.deepcopy(
-            made, {id(one): one for one in self.large}
-        )  # runs may leave something in units
-        self.between = _Between(made, units)
+        stub, self.large = _with_stubs(skeleton_with_values(model, units), units)
+        # a run may change attributes of units
+        self.clean = copy.deepcopy(stub, {id(tensor): tensor for tensor in self.large})
+        self.between = _BetweenUnits(stub, units)
         self.tried: set[Hashable] = set()
         self.read: tuple[str, ...] = ()
 
     def verdict(self) -> CannotSplit | None:
-        """What is found first."""
-        before = self._kept()
+        """The first reason that is found."""
+        before = self._state()
         whole = self._run(self.call, None)
         self.read, given = whole.read, list(self.between.given)
-        after = self._kept()
+        after = self._state()
         if changed_places(before, after):
             self._run(self.call, None)
-            again = changed_places(after, self._kept())
+            again = changed_places(after, self._state())
             if again:
                 return _writes("", again[0])
         parts = []
@@ -215,34 +215,34 @@ class _Trial:
             if profile.order != whole.order:
                 raise ValueError("other modules are called for fewer rows")
             parts.append(list(self.between.given))
-            by_rows = written_from_rows(before, after, self._kept())
-            if by_rows is not None:
-                return _writes("", by_rows)
-        taken = frozenset().union(*whole.consumes.values())
+            at = written_from_rows(before, after, self._state())
+            if at is not None:
+                return _writes("", at)
+        used = frozenset().union(*whole.consumes.values())
         for key, (like, entire), *others in zip(whole.order, given, *parts, strict=True):
             halves = [other[1] for other in others]
-            alike = [row_difference(entire, part, half) for half, part in enumerate(halves)]
-            if "rows" in alike:
+            differences = [row_difference(entire, part, half) for half, part in enumerate(halves)]
+            if "rows" in differences:
                 return CannotSplit(
-                    f"the code before module {key[0]!r} makes something of several rows of the batch, and gives it that: "
-                    "microbatches would change it",
-                    "do it row by row, or behind the last module, or take one",
+                    f"the code before module {key[0]!r} combines several rows of the batch into its arguments: "
+                    "microbatches would change the result",
+                    "compute each row independently, combine rows after the last module, or use one microbatch",
                 )
-            if alike != ["", ""]:
-                like = key  # what it is given is not that of the rows alone
-            found = None if like in self.tried else self._unit(key, entire, halves, taken)
+            if differences != ["", ""]:
+                like = key  # its arguments depend on more than the rows
+            reason = None if like in self.tried else self._unit(key, entire, halves, used)
             self.tried.add(like)
-            if found is not None:
-                return found
+            if reason is not None:
+                return reason
         return None
 
     def _run(self, call: Call, half: int | None) -> Profile:
         self.between.half = half
         with StubMode(self.large):
-            return self.between.run(*_own(call))
+            return self.between.run(*_copied(call))
 
-    def _kept(self) -> State:
-        """What the model keeps outside of units."""
+    def _state(self) -> State:
+        """The state of the model outside of units."""
         inside = tuple(f"{unit}." for unit in self.units)
         return module_state(
             (name, part)
@@ -252,104 +252,103 @@ class _Trial:
 
     # ---- a unit
     def _unit(
-        self, key: Key, entire: Call, halves: Sequence[Call], taken: frozenset[Label]
+        self, key: Key, entire: Call, halves: Sequence[Call], used: frozenset[Label]
     ) -> CannotSplit | None:
-        """What is found of a call."""
+        """The reason that is found for a unit call."""
         unit = self.clean.get_submodule(key[0])
-        if type(unit) in _BY_ROW:
+        if type(unit) in _BATCH_INDEPENDENT:
             return None
         try:
-            filled, large = _filled(unit)
-            rooms = [copy.deepcopy(filled, {id(one): one for one in large}) for _ in range(3)]
+            stub, large = _unit_stub(unit)
+            copies = [copy.deepcopy(stub, {id(tensor): tensor for tensor in large}) for _ in range(3)]
             with StubMode(large):
-                return self._tried(key, rooms, entire, halves, taken)
-        except Exception:  # whatever a unit does with numbers at random: of it nothing is known
+                return self._tried(key, copies, entire, halves, used)
+        except Exception:  # the unit may fail on random numbers: nothing is known of it
             return None
 
     def _tried(
         self,
         key: Key,
-        rooms: Sequence[nn.Module],
+        copies: Sequence[nn.Module],
         entire: Call,
         halves: Sequence[Call],
-        taken: frozenset[Label],
+        used: frozenset[Label],
     ) -> CannotSplit | None:
-        unit, (room, *others) = key[0], rooms
-        before = module_state(room.named_modules())
-        whole = _called(room, entire)
-        after = module_state(room.named_modules())
+        unit, (first, *others) = key[0], copies
+        before = module_state(first.named_modules())
+        whole = _called(first, entire)
+        after = module_state(first.named_modules())
         if changed_places(before, after):
-            _called(room, entire)
-            again = changed_places(after, module_state(room.named_modules()))
+            _called(first, entire)
+            again = changed_places(after, module_state(first.named_modules()))
             if again:
                 return _writes(unit, again[0])
         for half, (other, part) in enumerate(zip(others, halves, strict=True)):
-            made = _called(other, part)
-            by_rows = written_from_rows(before, after, module_state(other.named_modules()))
-            if by_rows is not None:
-                return _writes(unit, by_rows)
-            wanted = frozenset(place for *at, path, place in taken if tuple(at) == key and not path)
-            if row_difference(whole, made, half, wanted) == "rows":
+            result = _called(other, part)
+            at = written_from_rows(before, after, module_state(other.named_modules()))
+            if at is not None:
+                return _writes(unit, at)
+            scalars = frozenset(index for *call, path, index in used if tuple(call) == key and not path)
+            if row_difference(whole, result, half, scalars) == "rows":
                 return CannotSplit(
-                    f"module {unit!r} makes another thing of a row where other rows of the batch are beside it: microbatches would "
-                    "change it",
-                    "do it row by row, or take one",
+                    f"module {unit!r} computes a row differently when other rows of the batch are present: microbatches would "
+                    "change the result",
+                    "compute each row independently, or use one microbatch",
                 )
         return None
 
 
 def _called(unit: nn.Module, call: Call) -> Any:
-    args, kwargs = _own(call)
+    args, kwargs = _copied(call)
     return unit.forward(*args, **kwargs)
 
 
-def _own(call: Call) -> Call:
-    """A copy, which may be changed."""
-    args, kwargs = snapshot(*call)
-    found: Call = map_leaves(lambda _, t: t.clone(), (args, kwargs))
-    return found
+def _copied(call: Call) -> Call:
+    """A copy of the arguments, which a run may change."""
+    copied: Call = map_leaves(lambda _, t: t.clone(), snapshot(*call))
+    return copied
 
 
-def _furnished(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list[Tensor]]:
-    """The same skeleton, and its large tensors: nothing in half precision; parameters outside of units at random, none zero."""
+def _with_stubs(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list[Tensor]]:
+    """The skeleton in full precision, with stubs for parameters outside of units; and its large tensors."""
     generator, large = torch.Generator().manual_seed(0), list[Tensor]()
     for part in model.modules():
-        forget_hooks(part)  # they would take what runs here for a step
+        forget_hooks(part)  # they would count the trial as a step
         parameters, buffers = tensors_in(part)
         for name, tensor in list(parameters.items()):
             if tensor is not None and tensor.is_floating_point():
-                made = stub_tensor(tensor.shape, _precise(tensor.dtype), generator)
-                parameters[name] = nn.Parameter(made, requires_grad=False)
-                large += [parameters[name]] if made.numel() > LARGE else []
+                stub = stub_tensor(tensor.shape, _full_precision(tensor.dtype), generator)
+                parameters[name] = nn.Parameter(stub, requires_grad=False)
+                large += [parameters[name]] if stub.numel() > LARGE else []
         for name, tensor in list(buffers.items()):
             if tensor is not None and tensor.is_floating_point():
-                buffers[name] = tensor.to(_precise(tensor.dtype))
+                buffers[name] = tensor.to(_full_precision(tensor.dtype))
     for unit in units:
         for part, name, tensor in meta_tensors(model.get_submodule(unit)):
-            part.__dict__[name] = tensor.to(_precise(tensor.dtype))
+            part.__dict__[name] = tensor.to(_full_precision(tensor.dtype))
     return model, large
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def _full_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALVED else dtype
 
 
-def _filled(unit: nn.Module) -> tuple[nn.Module, list[Tensor]]:
-    """A copy of an emptied unit with numbers at random, and its large tensors."""
-    made, large = copy.deepcopy(unit), list[Tensor]()
+def _unit_stub(unit: nn.Module) -> tuple[nn.Module, list[Tensor]]:
+    """A copy of a unit with stubs in place of meta tensors, and its large tensors."""
+    copied, large = copy.deepcopy(unit), list[Tensor]()
     generator = torch.Generator().manual_seed(1)
-    for part, name, tensor in meta_tensors(made):
-        part.__dict__[name] = filled = stub_tensor(tensor.shape, tensor.dtype, generator)
-        if filled.numel() > LARGE:
-            large.append(filled)
-    return made, large
+    for part, name, tensor in meta_tensors(copied):
+        part.__dict__[name] = stub = stub_tensor(tensor.shape, tensor.dtype, generator)
+        if stub.numel() > LARGE:
+            large.append(stub)
+    return copied, large
 
 
 def _writes(unit: str, at: Place) -> CannotSplit:
     name = ".".join(part for part in (unit, at[0]) if part)
     whose = f"module {name!r}" if name else "the model"
     return CannotSplit(
-        f"{whose} writes to its {at[1]!r} in every forward: one device does so once for the whole batch, a pipeline for each "
-        "microbatch",
-        "write it outside of the forward, or take one",
+        f"{whose} writes to its {at[1]!r} in every forward: once for the whole batch on one device, once for each microbatch in a "
+        "pipeline",
+        "write it outside of the forward, or use one microbatch",
     )

@@ -1,7 +1,7 @@
-"""Numbers for a look at modules without their weights: stand-ins that take little memory, and no randomness.
+"""Stub weights for the row-mixing trial: small, deterministic values in place of a module's parameters.
 
-A large stand-in is a view in which elements repeat; a product with one, or a convolution of many channels, is made of as many
-of its elements as it takes for every input to reach an output, so that a block of any size costs what its activations cost.
+A large stub is a view with repeated elements. A product with it, or a convolution with many channels, uses only as many
+elements as are needed for every input to reach an output. So a block of any size costs what its activations cost.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from meshwright_pipeline.pytrees import tensors_of
 Tensor = torch.Tensor
 
 MOST = 1 << 26
-"""Elements of a large stand-in that an operation other than a product may read."""
+"""Most elements of a large stub that an operation other than a product may read."""
 
 CHANNELS = 1 << 10
-"""Pairs of channels of a convolution from which not each is multiplied."""
+"""Convolutions with more channel pairs than this are reduced."""
 
 _STRIDES = (1, 7, 17, 29, 41, 53)
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "linear": (0, 1)}
@@ -30,11 +30,11 @@ _EMPTY = frozenset("empty new_empty empty_like empty_strided new_empty_strided".
 
 
 class TooLarge(Exception):
-    """A stand-in would have to be made in full."""
+    """A large stub would have to be read in full."""
 
 
 def stub_tensor(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """What takes the place of a weight or a buffer: fractions at random, of a size that keeps activations alike; choices; zeros."""
+    """A stub for a weight or buffer: random fractions scaled to keep activations bounded, random booleans, or integer zeros."""
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -45,15 +45,15 @@ def stub_tensor(shape: torch.Size, dtype: torch.dtype, generator: torch.Generato
     if math.prod(shape) <= LARGE or len(shape) > len(_STRIDES):
         return (torch.randn(shape, generator=generator) * scale).to(dtype)
     strides = _STRIDES[: len(shape)][::-1]
-    held = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return (torch.randn(held, generator=generator) * scale).to(dtype).as_strided(shape, strides)
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (torch.randn(length, generator=generator) * scale).to(dtype).as_strided(shape, strides)
 
 
 class StubMode(TorchDispatchMode):
-    """Inside, what is drawn at random is the same for every row.
+    """Inside, random operations give the same values for every row.
 
     Args:
-        large: large stand-ins.
+        large: large stubs.
     """
 
     def __init__(self, large: Collection[Tensor] = ()) -> None:
@@ -64,15 +64,15 @@ class StubMode(TorchDispatchMode):
         kwargs = kwargs or {}
         name = op_name(func)
         if draws(func, args, kwargs):
-            return _drawn(func, name, args, kwargs)
+            return _constant_draw(func, name, args, kwargs)
         if name == "convolution" and _is_wide(args):
             return _convolution(func, *args)
         if self._large and not func.is_view:
-            read = [t.numel() for t in tensors_of((args, kwargs)) if self._is_large(t)]
-            if read and name in _PRODUCTS and self._is_large(args[_PRODUCTS[name][1]]):
+            sizes = [t.numel() for t in tensors_of((args, kwargs)) if self._is_large(t)]
+            if sizes and name in _PRODUCTS and self._is_large(args[_PRODUCTS[name][1]]):
                 return _product(name, args, kwargs)
-            if max(read, default=0) > MOST:
-                raise TooLarge(f"{name} reads a weight of {max(read)} elements")
+            if max(sizes, default=0) > MOST:
+                raise TooLarge(f"{name} reads a weight of {max(sizes)} elements")
         result = func(*args, **kwargs)
         if name in _EMPTY:
             result.zero_()
@@ -86,8 +86,8 @@ class StubMode(TorchDispatchMode):
         )
 
 
-def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What a random operation gives where all that it draws is alike."""
+def _constant_draw(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The result of a random operation if all its random numbers are equal."""
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     if "dropout_p" in arguments_of(func):
@@ -95,7 +95,8 @@ def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if place < len(args):
             return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
         return func(*args, **{**kwargs, "dropout_p": 0.0})
-    if "generator" in kwargs:  # one of its own stays as it is
+    # leave the state of a generator argument unchanged
+    if "generator" in kwargs:
         kwargs = {**kwargs, "generator": None}
     result = func(*args, **kwargs)
     for tensor in tensors_of(result):
@@ -107,46 +108,55 @@ def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _product(name: str, args: Any, kwargs: Any) -> Tensor:
-    """A product with a large stand-in: every input and every output takes part at least once."""
+    """A product with a large stub, in which every input and every output takes part at least once."""
     first, second = _PRODUCTS[name]
-    given: Tensor = args[first]
+    value: Tensor = args[first]
     weight: Tensor = args[second].t() if name == "linear" else args[second]
     inner, outer = weight.shape
-    every = torch.arange(max(inner, outer), device=given.device)
-    own = weight[every % inner, every % outer] * math.sqrt(inner * outer / len(every))
-    made = given.new_zeros((*given.shape[:-1], outer))
-    made.index_add_(-1, every % outer, given[..., every % inner] * own)
+    pairs = torch.arange(max(inner, outer), device=value.device)
+    factors = weight[pairs % inner, pairs % outer] * math.sqrt(inner * outer / len(pairs))
+    result = value.new_zeros((*value.shape[:-1], outer))
+    result.index_add_(-1, pairs % outer, value[..., pairs % inner] * factors)
     if name == "addmm":
-        return made * kwargs.get("alpha", 1) + args[0] * kwargs.get("beta", 1)
+        return result * kwargs.get("alpha", 1) + args[0] * kwargs.get("beta", 1)
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    return made if bias is None else made + bias
+    return result if bias is None else result + bias
 
 
 def _is_wide(args: Any) -> bool:
-    """Whether a convolution joins so many channels that it would take much longer than anything else."""
+    """Whether a convolution has so many channel pairs that it would dominate the trial."""
     outer, inner = args[1].shape[:2]
     return args[8] == 1 and outer * inner > CHANNELS
 
 
 def _convolution(
     func: Any,
-    given: Tensor,
+    value: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     stride: Any,
     padding: Any,
     dilation: Any,
     transposed: bool,
-    more: Any,
+    output_padding: Any,
     groups: int,
 ) -> Tensor:
-    """A convolution in which every input channel reaches an output channel, and every output channel has one."""
+    """A convolution in which every input channel and every output channel takes part at least once."""
     inner, outer = weight.shape[:2] if transposed else reversed(weight.shape[:2])
-    every = torch.arange(max(inner, outer), device=given.device)
-    into, out = every % inner, every % outer
-    own = (weight[into, out] if transposed else weight[out, into]) * math.sqrt(inner * outer / len(every))
-    made = func(
-        given[:, into], own.unsqueeze(1), None, stride, padding, dilation, transposed, more, len(every)
+    count = max(inner, outer)
+    pairs = torch.arange(count, device=value.device)
+    into, out = pairs % inner, pairs % outer
+    kernels = (weight[into, out] if transposed else weight[out, into]) * math.sqrt(inner * outer / count)
+    parts = func(
+        value[:, into],
+        kernels.unsqueeze(1),
+        None,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        count,
     )
-    summed = made.new_zeros((made.shape[0], outer, *made.shape[2:])).index_add_(1, out, made)
-    return summed if bias is None else summed + bias.view(-1, *[1] * (made.dim() - 2))
+    summed = parts.new_zeros((parts.shape[0], outer, *parts.shape[2:])).index_add_(1, out, parts)
+    return summed if bias is None else summed + bias.view(-1, *[1] * (parts.dim() - 2))

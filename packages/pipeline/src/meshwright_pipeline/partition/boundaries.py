@@ -1,4 +1,4 @@
-"""Which stage runs which call of which unit, and what crosses the cuts between them."""
+"""Assigns unit calls to stages, and finds the tensors that cross the stage boundaries."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright_pipeline.trace.profile import PARAMETERS, Key, Label, Profile
 
 @dataclass(frozen=True)
 class Cut:
-    """A profiled model, cut.
+    """The stage boundaries of a profiled model.
 
     Attributes:
-        stage: (unit, call) -> the stage that runs it.
-        last: per stage, the last call that it runs.
-        crossing: per stage but the last, what it sends to the next, in order. What a later stage needs is passed on by those
-            between.
-        final: what the code behind the last call takes.
+        stage: unit call -> the stage that runs it.
+        last: for each stage, the last unit call that it runs.
+        crossing: for each stage but the last, the tensors that it sends to the next one, in order. Tensors for a later stage
+            are forwarded by the stages between.
+        final: the tensors that the code after the last unit call uses.
     """
 
     stage: Mapping[Key, int]
@@ -30,56 +30,68 @@ class Cut:
     final: tuple[Label, ...] = ()
 
     def received(self, stage: int) -> tuple[Label, ...]:
-        """What a stage gets from the one before it."""
+        """The tensors that a stage receives from the previous one."""
         return self.crossing[stage - 1] if stage else ()
 
     def sent(self, stage: int) -> tuple[Label, ...]:
-        """What a stage sends to the next."""
+        """The tensors that a stage sends to the next one."""
         return self.crossing[stage] if stage < len(self.crossing) else ()
 
 
 def cut(profile: Profile, owned: Ownership) -> Cut:
-    """Assign every call to the stages that hold its unit, never going back.
+    """Assign each unit call to a stage that holds the unit, in ascending order of stages.
 
     Raises:
-        PlanError: a unit runs after later stages have begun and none of those holds it, a stage has nothing to run, or
+        PlanError: a unit is called after later stages have begun and none of them holds it, a stage has nothing to run, or
             parameters are read outside of their unit on other stages.
     """
     stage = _assign(profile.order, owned)
-    if len(set(stage.values())) < len(
-        owned.stages
-    ):  # units that several stages hold have all run on the first of these
+    # units that several stages hold may all have been assigned to the first of these
+    if len(set(stage.values())) < len(owned.stages):
         stage = _evenly(profile.order, owned) or stage
-    called = {unit for unit, _ in profile.order}
     last: list[Key] = []
     for index in range(len(owned.stages)):
-        own = [key for key in profile.order if stage[key] == index]
-        if not own:
-            text = (
-                f"none of its modules is called after those of stage {index - 1}; the order of calls is "
-                + listing(dict.fromkeys(unit for unit, _ in profile.order), 8)
+        calls = [key for key in profile.order if stage[key] == index]
+        if not calls:
+            raise PlanError(
+                f"pipeline.stages[{index}]",
+                listing(owned.stages[index], 4),
+                _empty_stage(profile, owned, index),
             )
-            before = {unit for held in owned.stages[:index] for unit in held}
-            if any(call for unit, call in profile.order) and before.issuperset(owned.stages[index]):
-                text += (
-                    ". Earlier stages hold them too, since the model calls its modules more than once: call them once, on all rows "
-                    "put together (torch.cat), or plan without pp"
-                )
-            raise PlanError(f"pipeline.stages[{index}]", listing(owned.stages[index], 4), text)
-        last.append(own[-1])
-    everywhere = set(owned.everywhere)
-    for unit in profile.read:
-        if unit not in everywhere:
-            text = f"code outside of module {unit!r} computes with its parameters; add it to pipeline.shared"
-            if unit not in called:
-                text = (
-                    f"module {unit!r} is never called itself, code outside calls its parts or computes with its parameters; name "
-                    f"those parts in its place ({unit}.*), or add it to pipeline.shared"
-                )
-            raise PlanError("pipeline.shared", listing(owned.everywhere), text, unit)
-    count = len(owned.stages)
-    *between, final = crossing(profile, stage, count + 1)
+        last.append(calls[-1])
+    _check_read_parameters(profile, owned)
+    *between, final = crossing(profile, stage, len(owned.stages) + 1)
     return Cut(stage, tuple(last), tuple(between), final)
+
+
+def _empty_stage(profile: Profile, owned: Ownership, index: int) -> str:
+    """Why a stage has nothing to run."""
+    text = (
+        f"none of its modules is called after those of stage {index - 1}; the order of calls is "
+        + listing(dict.fromkeys(unit for unit, _ in profile.order), 8)
+    )
+    earlier = {unit for units in owned.stages[:index] for unit in units}
+    if any(call for _, call in profile.order) and earlier.issuperset(owned.stages[index]):
+        text += (
+            ". Earlier stages hold them too, because the model calls its modules more than once: call them once on all rows "
+            "(torch.cat), or plan without pp"
+        )
+    return text
+
+
+def _check_read_parameters(profile: Profile, owned: Ownership) -> None:
+    """Check that every stage holds the units whose parameters are read outside of them."""
+    called = {unit for unit, _ in profile.order}
+    for unit in profile.read:
+        if unit in owned.everywhere:
+            continue
+        text = f"code outside of module {unit!r} uses its parameters; add it to pipeline.shared"
+        if unit not in called:
+            text = (
+                f"module {unit!r} itself is never called; code outside calls its submodules or uses its parameters. Name the "
+                f"submodules instead ({unit}.*), or add it to pipeline.shared"
+            )
+        raise PlanError("pipeline.shared", listing(owned.everywhere), text, unit)
 
 
 def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
@@ -89,10 +101,8 @@ def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
         allowed = owned.allowed(unit)
         here = next((index for index in allowed if index >= current), None)
         if here is None:
-            again = "" if call == 0 else f" for the {call + 1}. time"
-            fix = (
-                " (each then holds it), or call it once, on all rows put together (torch.cat)" if call else ""
-            )
+            again = f" again (call {call + 1})" if call else ""
+            fix = " (each of them then holds it), or call it once on all rows (torch.cat)" if call else ""
             text = f"it is called{again} after stage {current} has begun: name it in stage {current} or a later one too{fix}"
             raise PlanError(f"pipeline.stages[{allowed[-1]}]", unit, text)
         stage[unit, call] = current = here
@@ -100,41 +110,41 @@ def _assign(order: Sequence[Key], owned: Ownership) -> dict[Key, int]:
 
 
 def _evenly(order: Sequence[Key], owned: Ownership) -> dict[Key, int] | None:
-    """A stage for every call, never going back, so that each stage has some and the longest as few as can be; None: no way.
+    """Assign calls to stages so that the largest number of calls on a stage is smallest; None if a stage would stay empty.
 
-    Planning cuts a model that calls its units again between calls, and writes down the units alone.
+    A plan names the units of each stage, not their calls. The planner may have cut between two calls of the same unit.
     """
     allowed = [set(owned.allowed(unit)) for unit, _ in order]
-    most, count = len(order), len(owned.stages)
-    # (calls of the longest stage, where each stage begins) of the first calls, on the stages so far
+    total, count = len(order), len(owned.stages)
+    # end of the stages so far -> (most calls of a stage, begin of each stage)
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(count):
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        extended: dict[int, tuple[int, tuple[int, ...]]] = {}
         for begin, (longest, begins) in best.items():
-            for end in range(begin + 1, most + 1):
+            for end in range(begin + 1, total + 1):
                 if stage not in allowed[end - 1]:
                     break
-                now = max(longest, end - begin), (*begins, begin)
-                found[end] = min(found.get(end, now), now)
-        best = found
-    if most not in best:
+                candidate = max(longest, end - begin), (*begins, begin)
+                extended[end] = min(extended.get(end, candidate), candidate)
+        best = extended
+    if total not in best:
         return None
-    begins = best[most][1]
+    begins = best[total][1]
     return {key: bisect.bisect_right(begins, place) - 1 for place, key in enumerate(order)}
 
 
 def crossing(profile: Profile, stage: Mapping[Key, int], count: int) -> tuple[tuple[Label, ...], ...]:
-    """Per cut, the labels made before it that something behind it consumes; the last stage makes the result."""
+    """For each boundary, the labels that are produced before it and used after it. The last stage produces the result."""
     position = {key: index for index, key in enumerate(profile.order)}
     needs = [(stage[key], labels) for key, labels in profile.consumes.items()] + [(count - 1, profile.final)]
-    found: list[tuple[Label, ...]] = []
+    boundaries: list[tuple[Label, ...]] = []
     for before in range(count - 1):
         labels = {
             label
-            for behind, wanted in needs
-            if behind > before
-            for label in wanted
+            for after, needed in needs
+            if after > before
+            for label in needed
             if label[1] != PARAMETERS and stage[label[:2]] <= before
         }
-        found.append(tuple(sorted(labels, key=lambda label: (position[label[:2]], label[2:]))))
-    return tuple(found)
+        boundaries.append(tuple(sorted(labels, key=lambda label: (position[label[:2]], label[2:]))))
+    return tuple(boundaries)

@@ -1,9 +1,9 @@
-"""Units of a pipeline: the modules that are given to stages whole.
+"""Units of a pipeline: the modules that a stage holds as a whole.
 
-Members of the outermost repeated lists, every other module with parameters that holds no such list, and dropouts. A module
-that is never called itself (a layer that is a ModuleDict), or only calls its parts one after the other (Sequential), is opened:
-its parts are units in its place. So is one that a plan names parts of. The code between units (masks, positions, residual sums)
-belongs to no stage and runs on all of them.
+Units are the members of the outermost repeated lists, every other module with parameters that contains no such list, and
+dropouts. A module that is never called itself (a layer that is a ModuleDict), or that only calls its children in order
+(Sequential), is opened: its children are units instead. So is a module of which a plan names submodules. The code between
+units (masks, positions, residual sums) belongs to no stage and runs on all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Units:
 
     Attributes:
         names: in the order of registration.
-        free: names of parameters that lie in no unit; code between units reads them.
+        free: names of parameters outside of units; code between units reads them.
     """
 
     names: tuple[str, ...]
@@ -37,13 +37,13 @@ class Units:
 
 
 def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
-    """The units of `model`, and the parameters outside of them; `opened`: modules that are none, their parts may be."""
+    """The units of `model`, and the parameters outside of them. `opened`: modules whose children are units instead."""
     containers = set(_containers(model))
     names: list[str] = []
     free: list[str] = []
 
     def walk(name: str, module: nn.Module, member: bool = False) -> None:
-        """`member`: of a list, and as it is, whatever lists it holds itself."""
+        """`member`: of a repeated list; it is a unit whatever lists it contains."""
         listed = not member and (name in containers or (not name and _repeats(module)))
         holds = not member and (not name or any(c.startswith(f"{name}.") for c in containers))
         loose = not has_forward(module) or (not member and _only_calls(module))
@@ -59,24 +59,24 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
 
 
 def _only_calls(module: nn.Module) -> bool:
-    """Whether all that its forward does is to call its parts, so that they may be called by others as well."""
+    """Whether its forward only calls its children."""
     return "forward" not in module.__dict__ and type(module).forward is nn.Sequential.forward
 
 
 def called_in_parts(units: Iterable[str], calls: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Those of `units` of which others call parts, beside them or in their place.
+    """The units whose submodules are called from outside of the unit.
 
     Args:
-        calls: (module that calls, module that is called).
+        calls: (calling module, called module).
     """
-    known, found = frozenset(units), set[str]()
+    names, result = frozenset(units), set[str]()
     for caller, called in calls:
         parts = called.split(".")
         for end in range(1, len(parts)):
             unit = ".".join(parts[:end])
-            if unit in known and not f"{caller}.".startswith(f"{unit}."):
-                found.add(unit)
-    return frozenset(found)
+            if unit in names and not f"{caller}.".startswith(f"{unit}."):
+                result.add(unit)
+    return frozenset(result)
 
 
 def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -89,13 +89,13 @@ def _containers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """A list, or dict, of at least two modules of one class, or of kin (layers of several kinds), all with parameters."""
+    """Whether it is a list or dict of at least two modules with parameters, of one class or with a common base class."""
     children = list(module.children())
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(children) < 2:
         return False
-    kin = set.intersection(*(set(type(child).__mro__) for child in children)) - set(nn.Module.__mro__)
-    alike = len({type(child) for child in children}) == 1
-    return (alike or (not isinstance(module, nn.Sequential) and bool(kin))) and all(
+    bases = set.intersection(*(set(type(child).__mro__) for child in children)) - set(nn.Module.__mro__)
+    one_class = len({type(child) for child in children}) == 1
+    return (one_class or (not isinstance(module, nn.Sequential) and bool(bases))) and all(
         next(child.parameters(), None) is not None for child in children
     )
 
@@ -105,18 +105,17 @@ def _join(prefix: str, key: str) -> str:
 
 
 def batch_norm_module(model: nn.Module) -> str | None:
-    """The first module that normalises by the statistics of the rows that it is given; None where there is none."""
-    found = (name for name, m in model.named_modules() if by_the_batch(m))
-    return next(found, None)
+    """The first module that normalises with batch statistics; None if there is none."""
+    return next((name for name, module in model.named_modules() if by_the_batch(module)), None)
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which units each stage holds.
+    """The units of each stage.
 
     Attributes:
-        stages: per stage the units that it may run, in the order of registration.
-        everywhere: units that every stage holds and runs: named by `shared`, or without parameters and named by no stage.
+        stages: for each stage the units that it may run, in the order of registration.
+        everywhere: units that every stage holds and runs: named in `shared`, or without parameters and named in no stage.
         free: parameters outside of units, which every stage holds too.
     """
 
@@ -135,10 +134,10 @@ class Ownership:
 
 
 def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
-    """What `rule` says of the units of `model`.
+    """The ownership that a plan's pipeline rule describes.
 
     Raises:
-        PlanError: a pattern matches nothing, a unit with parameters is named by no stage, or a stage has none.
+        PlanError: a pattern matches nothing, a unit with parameters is named in no stage, or a stage has none.
     """
     units = find_units(model, _named_in_parts(model, rule))
     names = [*units.names, *units.free]
@@ -149,23 +148,23 @@ def ownership(model: nn.Module, rule: PipelineRule) -> Ownership:
     for index, patterns in enumerate(rule.stages):
         for place, pattern in enumerate(patterns):
             _check_pattern(f"pipeline.stages[{index}][{place}]", pattern, units.names)
-        own = [u for u in units.names if u not in shared and any(_matches(p, u) for p in patterns)]
-        if not any(next(model.get_submodule(unit).parameters(), None) is not None for unit in own):
+        named = [u for u in units.names if u not in shared and any(_matches(p, u) for p in patterns)]
+        if not any(next(model.get_submodule(unit).parameters(), None) is not None for unit in named):
             text = f"a stage needs a module with parameters; the modules are {listing(units.names)}"
             raise PlanError(f"pipeline.stages[{index}]", list(patterns), text)
-        stages.append(tuple(own))
+        stages.append(tuple(named))
     placed = {unit for stage in stages for unit in stage} | set(shared)
     for unit in units.names:
         if unit not in placed and next(model.get_submodule(unit).parameters(), None) is not None:
-            text = f"module {unit!r} has parameters and is in no stage; name it in one of them, or in shared"
+            text = f"module {unit!r} has parameters and is in no stage; name it in a stage, or in shared"
             raise PlanError("pipeline.stages", [list(stage) for stage in rule.stages], text)
     left = [unit for unit in units.names if unit not in placed]
     return Ownership(tuple(stages), (*shared, *left), units.free)
 
 
 def _named_in_parts(model: nn.Module, rule: PipelineRule) -> frozenset[str]:
-    """Modules that would be units, and of which `rule` names parts instead."""
-    patterns = [pattern for own in (*rule.stages, rule.shared) for pattern in own]
+    """Modules that would be units, but whose submodules `rule` names instead."""
+    patterns = [pattern for field in (*rule.stages, rule.shared) for pattern in field]
     opened: set[str] = set()
     while True:
         units = find_units(model, opened)

@@ -175,7 +175,7 @@ class ModelSurvey:
             raise CannotBeCut(self._cannot[0])
         if single not in self._foreseen:
             try:
-                self._foreseen[single] = self._lookout.look(example, single)
+                self._foreseen[single] = self._lookout.check(example, single)
             except CannotBeCut as error:
                 self._cannot.append(str(error))
                 raise
