@@ -114,7 +114,7 @@ def test_layers_that_are_called_again_are_told_to_be_called_once() -> None:
         return sorted(made.stage.values())
 
     for stages in ([["layers.0"], ["layers.1"]], [["layers"], ["layers.0"]]):
-        with pytest.raises(PlanError, match=r"all rows put together \(torch.cat\)"):
+        with pytest.raises(PlanError, match=r"all rows \(torch.cat\)"):
             divided(False, stages)
     assert divided(True, [["layers.0"], ["layers.1"]]) == [0, 1]
     # where both hold them, calls are shared out

@@ -52,7 +52,7 @@ def test_reasons_are_told_apart() -> None:
     assert "sums or means over rows" in why(judged(WHOLE["contrast"]), judged_batch(0))
     assert "returns no loss for the example batch" in why(Chain(), {"ids": chain_batch()["ids"]})
     assert not why(Chain(), chain_batch())
-    assert "no rows that microbatches could share" in why(Chain(), chain_batch(rows=1))
+    assert "has too few rows to split" in why(Chain(), chain_batch(rows=1))
 
 
 def test_neither_model_nor_batch_need_values() -> None:
