@@ -22,7 +22,8 @@ from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read.node_peers import meet
 from meshwright_checkpoint.read.shared_read import memory_of
-from meshwright_checkpoint.read.store import Store, Wanted, read, read_whole
+from meshwright_checkpoint.read.store import read, read_whole
+from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_checkpoint.shards.local_shards import Held, held
 from meshwright_checkpoint.state import rng
 from meshwright_checkpoint.state.collect import MODEL, Named, check_model, named, optimizer_given
@@ -79,7 +80,7 @@ def load(
     patterns = None if only is None else ((only,) if isinstance(only, str) else tuple(only))
     inner = unwrapped(model)
     given = {"only": patterns, "strict": bool(strict), "cast": bool(cast), "random": bool(random)}
-    stores: list[Checkpoint | Pretrained] = []
+    stores: list[Store] = []
     with ExitStack() as opened:
 
         def begin() -> dict[str, Any]:
@@ -155,7 +156,7 @@ def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Checkpoint | Pretrained:
+def _open(path: str | os.PathLike[str], model: nn.Module, backend: str) -> Store:
     """What is to be loaded, open."""
     place = any_place_of(path, backend)
     if isinstance(place, ForeignPlace):

@@ -19,7 +19,8 @@ from meshwright_checkpoint.rank_messages import Ranks
 from meshwright_checkpoint.read import shared_read
 from meshwright_checkpoint.read.node_peers import Neighbours, meet
 from meshwright_checkpoint.read.shared_read import Filling, memory_of
-from meshwright_checkpoint.read.store import Fragment, Source, Wanted, read
+from meshwright_checkpoint.read.store import read
+from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_dtensor.sharding.boxes import Box, slice_of, whole_box
 
 SHAPES: dict[str, tuple[int, ...]] = {

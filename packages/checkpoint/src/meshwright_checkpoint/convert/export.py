@@ -21,7 +21,8 @@ from meshwright_checkpoint.hf.pretrained import INDEX, SINGLE
 from meshwright_checkpoint.io.direct_write import Writer
 from meshwright_checkpoint.plugin import DEFAULT
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.read.store import Source, Wanted, read
+from meshwright_checkpoint.read.store import read
+from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.saving.saving import save
 from meshwright_checkpoint.shards.write_shares import Piece
 from meshwright_checkpoint.state.collect import MODEL

@@ -17,7 +17,8 @@ from meshwright_checkpoint.format.checksum import BLOCK, block_sums
 from meshwright_checkpoint.format.dtypes import dtype_name
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.format.safetensors_file import Body, lay_out
-from meshwright_checkpoint.read.store import Source, Wanted, read
+from meshwright_checkpoint.read.store import read
+from meshwright_checkpoint.read.wanted import Source, Wanted
 from meshwright_checkpoint.shards.write_shares import Catalogued, share
 from meshwright_checkpoint.state.collect import MODEL, OPTIMIZER
 from meshwright_checkpoint.storage.backend import Place

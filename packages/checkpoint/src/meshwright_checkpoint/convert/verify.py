@@ -14,7 +14,8 @@ from meshwright_checkpoint._torch import bytes_of_tensor
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.checksum import BLOCK, DIGITS, block_sums
 from meshwright_checkpoint.read.shared_read import CHUNK
-from meshwright_checkpoint.read.store import Fragment, Source, Wanted, read, threads_of
+from meshwright_checkpoint.read.store import read, threads_of
+from meshwright_checkpoint.read.wanted import Fragment, Source, Wanted
 from meshwright_checkpoint.storage.checkpoint import Checkpoint
 from meshwright_dtensor.sharding.boxes import Box, box_shape, whole_box
 

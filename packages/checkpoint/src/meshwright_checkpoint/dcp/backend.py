@@ -28,7 +28,7 @@ from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.json_values import decode, encode
 from meshwright_checkpoint.format.manifest import Group, Manifest, ModelInfo, OptimizerInfo
 from meshwright_checkpoint.rank_messages import Ranks
-from meshwright_checkpoint.read.store import ReadFile, Source
+from meshwright_checkpoint.read.wanted import ReadFile, Source
 from meshwright_checkpoint.saving.background import merged_optimizer
 from meshwright_checkpoint.state.collect import (
     EXTRA,
@@ -247,7 +247,7 @@ class DcpCheckpoint(Checkpoint):
         return found.get("extra", found) if set(found) <= {"extra"} else found
 
     def file(self, name: str) -> ReadFile:
-        """See `reading.Store`."""
+        """See `Store`."""
         return self._dcp.file(name)
 
     def close(self) -> None:

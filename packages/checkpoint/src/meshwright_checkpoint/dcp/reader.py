@@ -17,7 +17,7 @@ import torch
 from meshwright_checkpoint.dcp.safe_unpickle import Record, inert
 from meshwright_checkpoint.errors import CheckpointError, CorruptError
 from meshwright_checkpoint.format.manifest import NAME
-from meshwright_checkpoint.read.store import Fragment, ReadFile, Source
+from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.storage.filesystem import Reader
 from meshwright_dtensor.sharding.boxes import Box
 
@@ -70,11 +70,11 @@ class Shifted:
         self.file, self.start, self.nbytes, self.where = file, start, nbytes, file.where
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """See `reading.ReadFile`."""
+        """See `ReadFile`."""
         self.file.read_into(buffer, self.start + offset)
 
     def close(self) -> None:
-        """See `reading.ReadFile`."""
+        """See `ReadFile`."""
 
 
 class DcpFiles:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright_checkpoint.read.store import Fragment, Source
+from meshwright_checkpoint.read.wanted import Fragment, Source
 from meshwright_checkpoint.shards.coverage import check_cover
 
 Shapes = Mapping[str, tuple[int, ...]]

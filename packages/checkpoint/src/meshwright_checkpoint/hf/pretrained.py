@@ -13,7 +13,7 @@ from meshwright_checkpoint.format.dtypes import BY_NAME
 from meshwright_checkpoint.format.manifest import NAME
 from meshwright_checkpoint.format.safetensors_file import Entry, header_length, read_header
 from meshwright_checkpoint.hf.key_mapping import fused, renamed
-from meshwright_checkpoint.read.store import Fragment, ReadFile, Source
+from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.state.collect import MODEL, named
 from meshwright_checkpoint.storage.filesystem import Reader
 from meshwright_dtensor.model.stage_info import stages_of
@@ -89,7 +89,7 @@ class Pretrained:
         return found
 
     def file(self, name: str) -> ReadFile:
-        """See `reading.Store`."""
+        """See `Store`."""
         if name not in self._files:
             self._files[name] = Reader(self._path / name, follow=True)  # a cache of downloads holds links
         return self._files[name]

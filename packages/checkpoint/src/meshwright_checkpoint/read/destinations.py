@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.read.plan import Stored, ends, within
+from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.sharding.boxes import (
     Box,
     box_shape,
@@ -20,9 +20,6 @@ from meshwright_dtensor.sharding.boxes import (
     slice_of,
     whole_box,
 )
-
-if TYPE_CHECKING:
-    from meshwright_checkpoint.read.store import Store, Wanted
 
 
 @dataclass(frozen=True)

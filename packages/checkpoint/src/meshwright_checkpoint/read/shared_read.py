@@ -11,7 +11,6 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,10 +32,8 @@ from meshwright_checkpoint.read.node_peers import (
     Neighbours,
 )
 from meshwright_checkpoint.read.plan import Portion, Runs, Stored, portions, runs
+from meshwright_checkpoint.read.wanted import Store, Wanted
 from meshwright_dtensor.errors import MeshwrightError
-
-if TYPE_CHECKING:
-    from meshwright_checkpoint.read.store import Store, Wanted
 
 CHUNK = 8 * BLOCK
 """Most bytes read at a time: what threads of two ranks have read, and not yet copied, stays in a processor's cache."""

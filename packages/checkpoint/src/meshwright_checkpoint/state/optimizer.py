@@ -13,7 +13,7 @@ from meshwright_checkpoint._torch import replicated
 from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.json_values import decode
 from meshwright_checkpoint.format.manifest import OptimizerInfo
-from meshwright_checkpoint.read.store import Wanted
+from meshwright_checkpoint.read.wanted import Wanted
 from meshwright_checkpoint.shards.local_shards import held
 from meshwright_checkpoint.state.collect import OPTIMIZER, Named, parameter_names
 from meshwright_checkpoint.storage.checkpoint import Checkpoint

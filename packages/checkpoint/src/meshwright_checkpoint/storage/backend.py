@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright_checkpoint.format.manifest import Manifest
 from meshwright_checkpoint.plugin import DEFAULT
-from meshwright_checkpoint.read.store import ReadFile
+from meshwright_checkpoint.read.wanted import ReadFile, Store
 from meshwright_checkpoint.storage.filesystem import LocalPlace
 from meshwright_dtensor.errors import UsageError
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshwright_checkpoint.rank_messages import Ranks
-    from meshwright_checkpoint.storage.checkpoint import Checkpoint
 
 
 class WriteFile(Protocol):
@@ -109,7 +108,7 @@ class ForeignPlace(ABC):
     name: str
 
     @abstractmethod
-    def opened(self, model: nn.Module) -> Checkpoint:
+    def opened(self, model: nn.Module) -> Store:
         """The checkpoint, open, with the names of `model`. Raises CheckpointError where there is none."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from meshwright_checkpoint.errors import CorruptError
 from meshwright_checkpoint.format.checksum import block_sums
 from meshwright_checkpoint.format.dtypes import BY_NAME
 from meshwright_checkpoint.format.manifest import Manifest
-from meshwright_checkpoint.read.store import Fragment, ReadFile, Source
+from meshwright_checkpoint.read.wanted import Fragment, ReadFile, Source
 from meshwright_checkpoint.storage.backend import Place
 
 
@@ -46,7 +46,7 @@ class Checkpoint:
         )
 
     def file(self, name: str) -> ReadFile:
-        """See `reading.Store`. Raises CorruptError where size or header are not those that were written."""
+        """See `Store`. Raises CorruptError where size or header are not those that were written."""
         if name not in self._files:
             said = next(file for file in self.manifest.files if file.name == name)
             opened = self._place.open(name)
