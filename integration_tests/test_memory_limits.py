@@ -260,7 +260,7 @@ def test_what_stays_of_gradients_of_experts(rank_pool: RankPool, monkeypatch: py
 
     def seen(self: Data, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
         found = cost(self, request, degree, link)
-        said.append(found.lasting * request.sizes.gradient_bytes)
+        said.append(found.persistent_gradients * request.sizes.gradient_bytes)
         return found
 
     monkeypatch.setattr(Data, "cost", seen)

@@ -208,7 +208,7 @@ def test_what_is_said_to_stay_is_what_stays(rank_pool: RankPool, precision: str 
     request = SearchRequest(
         2, 2, sizes=ModelSizes(gradient_bytes=whole, units=(unit,)), step=StepContext(accelerated=False)
     )
-    said = Data().cost(request, 2, Link("wire", 1e-5, 1e9)).lasting
+    said = Data().cost(request, 2, Link("wire", 1e-5, 1e9)).persistent_gradients
     assert said * whole == pytest.approx(sum(4 * size.numel for size in unit[0 if large else 1 :]))
     for found in rank_pool.run(2, staying, plan):
         assert 4 * found == pytest.approx(said * whole)

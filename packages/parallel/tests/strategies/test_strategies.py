@@ -94,9 +94,12 @@ def test_bucket_memory_stays_on_a_cpu_only() -> None:
     request = SearchRequest(
         2, 2, sizes=ModelSizes(gradient_bytes=22 * 2**20, units=(block, block, block, rest))
     )
-    assert Data().cost(request, 2, LINK).lasting == 0.0
+    assert Data().cost(request, 2, LINK).persistent_gradients == 0.0
     on_cpu = Data().cost(replace(request, step=replace(request.step, accelerated=False)), 2, LINK)
-    assert (on_cpu.lasting, on_cpu.bucket) == (pytest.approx((3 * 2 + 4) / 22), BUCKET_BYTES)
+    assert (on_cpu.persistent_gradients, on_cpu.bucket_bytes) == (
+        pytest.approx((3 * 2 + 4) / 22),
+        BUCKET_BYTES,
+    )
     costs = [
         Zero().cost(
             replace(
@@ -109,7 +112,7 @@ def test_bucket_memory_stays_on_a_cpu_only() -> None:
         )
         for stage in (1, 2, 3)
     ]
-    assert not any(cost.lasting or cost.bucket for cost in costs)
+    assert not any(cost.persistent_gradients or cost.bucket_bytes for cost in costs)
     assert costs[0] == costs[1]  # both free whole gradients as they are reduce-scattered
 
 

@@ -273,7 +273,7 @@ def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
         found = Pipeline().cost(
             replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
         )
-        assert found.between * whole.whole == pytest.approx(tail.seconds * how.shape.microbatches)
+        assert found.full_batch_share * whole.whole == pytest.approx(tail.seconds * how.shape.microbatches)
         assert max(found.stages) * whole.whole == pytest.approx(
             min(seconds for seconds, need in every if need <= most - relief)
         )

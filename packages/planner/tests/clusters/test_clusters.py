@@ -181,12 +181,14 @@ def test_what_was_measured_stands_in_place_of_the_model() -> None:
 
 
 def test_who_waits_leaves_its_core_to_the_others() -> None:
-    assert DGX_H100.running(8).company(4) == ()
-    assert CROWDED.running(2).company(2) == (1 / 1.2, 1.0)
-    assert replace(CROWDED, crowding=((1, 1.0), (2, 1.0))).running(2).company(2) == ()  # a core each
-    assert CROWDED.running(4).company(4) == pytest.approx((1 / 2.4, 0.5, 0.75, 1.0))
-    assert CROWDED.running(4).company(2) == pytest.approx((0.5, 1.0))  # two ranks each
-    assert CROWDED.running(2 * CROWDED.devices_per_node).company(2) == ()  # a machine each
+    assert DGX_H100.running(8).shared_core_factors(4) == ()
+    assert CROWDED.running(2).shared_core_factors(2) == (1 / 1.2, 1.0)
+    assert (
+        replace(CROWDED, crowding=((1, 1.0), (2, 1.0))).running(2).shared_core_factors(2) == ()
+    )  # a core each
+    assert CROWDED.running(4).shared_core_factors(4) == pytest.approx((1 / 2.4, 0.5, 0.75, 1.0))
+    assert CROWDED.running(4).shared_core_factors(2) == pytest.approx((0.5, 1.0))  # two ranks each
+    assert CROWDED.running(2 * CROWDED.devices_per_node).shared_core_factors(2) == ()  # a machine each
 
 
 def planned(

@@ -177,7 +177,9 @@ def test_gradients_whose_memory_stays_are_always_there(monkeypatch: pytest.Monke
 
             def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
                 seen.append(request)
-                return replace(super().cost(request, degree, link), lasting=staying, bucket=bucket)
+                return replace(
+                    super().cost(request, degree, link), persistent_gradients=staying, bucket_bytes=bucket
+                )
 
         Summed.__qualname__, Summed.__module__ = "Summed", planner_models.__name__
         monkeypatch.setattr(planner_models, "Summed", Summed, raising=False)

@@ -245,7 +245,7 @@ class Cluster:
         """Whether devices are accelerators: those have attention in one kernel, and optimizers that step on all at once."""
         return self.fused_attention
 
-    def company(self, parts: int) -> tuple[float, ...]:
+    def shared_core_factors(self, parts: int) -> tuple[float, ...]:
         """How many times as long a rank computes while 1, 2, ..., all of `parts` equal parts of the ranks do, against all.
 
         Ranks that wait leave the cores that they share to the others. () where ranks have a device of their own, and where

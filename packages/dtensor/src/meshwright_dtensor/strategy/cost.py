@@ -1,4 +1,4 @@
-"""What a strategy answers when it is asked what a degree costs; `strategy` has these names too."""
+"""What a strategy answers when the planner asks for the cost of a degree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright_dtensor.cluster.links import CollectiveKind
 Phase = Literal["forward", "backward"]
 
 TIED = "gradients that several ranks hold"
-"""Why of the messages in which ranks that hold different modules sum gradients of what they both have."""
+"""The reason of the messages in which pipeline stages sum the gradients of tied parameters."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class CollectiveUse:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which a rank holds most, but for the optimizer's step.
+    """The moment of most memory on a rank outside of the optimizer step.
 
     Args:
-        gradients: the part of its gradients that is there.
-        beside: bytes of what is alive beside parameters, gradients, states and what autograd keeps.
-        at_once: microbatches whose losses are computed as one.
+        gradients: fraction of its gradients that exist then.
+        transient_bytes: bytes alive then in addition to parameters, gradients, optimizer states and saved tensors.
+        loss_microbatches: microbatches whose losses are computed together.
     """
 
     gradients: float
     transient_bytes: float
-    at_once: int = 1
+    loss_microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Stall:
     """Communication inside of the forward and the backward of a microbatch.
 
     Args:
-        exposed, overlapped: its seconds, of one.
-        microbatches: in how many of them it is: the first, or all.
+        exposed, overlapped: seconds in one microbatch.
+        microbatches: in how many microbatches it happens: 1 is the first one only.
     """
 
     exposed: float = 0.0
@@ -57,32 +57,32 @@ class Stall:
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """What a degree of a strategy costs per step, beside what the searched placements cost.
+    """What a degree of a strategy costs per step, in addition to the placements that the planner searches.
 
     Args:
-        exposed_seconds: time added to the step.
-        overlapped_seconds: communication time hidden behind compute (not added to the step).
+        exposed_seconds: communication time added to the step.
+        overlapped_seconds: communication time that overlaps with compute (not added to the step).
         parameters, gradients, optimizer, activations: factors on one rank's memory of that kind (1.0: unchanged).
-        collectives: what is communicated.
-        fields: fields of the plan that say which way was costed, such as {"context": {...}}.
-        compute: factor on the time that one rank computes, waiting for others included.
+        collectives: the communication.
+        fields: fields of the plan that describe the option that was costed, such as {"context": {...}}.
+        compute: factor on one rank's compute time, waiting included.
         idle: the part of that factor that is waiting.
-        stages: per stage, what a microbatch takes on it as part of the time that the whole model computes, with what running it
-            in stages takes; for strategies that divide a model.
-        forwards: per stage, the part of its time that is the forward pass; () for a third of each.
-        holds: names of the parameters that the fullest rank holds, None for all.
-        peak: when the fullest rank holds most; None where that is when the whole model would.
-        recompute: module -> policy by which it runs again, for PipelineQuery.bytes_to_free; empty where nothing relieves enough.
-        notes: what users should know of what was costed, a line each; they stand in the plan.
-        lasting: the part of one rank's gradients whose memory stays from step to step.
-        bucket: bytes of gradients that are there as soon as the first of them is; 0 where each comes by itself.
-        stall: what of it lies inside of forwards and backwards: where ranks hold different modules, the others wait for it.
-        between: what the last stage does once between all forwards and all backwards, as part of the time that the whole model
-            computes; `stages` are without it.
-        late: seconds that ranks wait for each by which every one of them takes longer with a microbatch, gradients of weights
-            aside: with the first microbatch alone, and with all of them.
-        early: the part of a backward pass that is done before its gradients of weights are left for later.
-        operations: of what the rank with most work computes, the part that is the model's own operations.
+        stages: for a strategy that cuts the model into stages, per stage the time of one microbatch as a fraction of the whole
+            model's, overhead of the pipeline included.
+        forwards: per stage, the fraction of its time that is the forward pass; () for a third of each.
+        held_parameters: names of the parameters on the fullest rank, None for all.
+        peak: the fullest rank's moment of most memory; None if it is that of the whole model.
+        recompute: module -> recompute policy, answers `PipelineQuery.bytes_to_free`; empty if no choice frees enough.
+        notes: remarks for the user on the option that was costed, a line each; they are written in the plan.
+        persistent_gradients: fraction of one rank's gradients whose memory is kept from step to step.
+        bucket_bytes: bytes of a gradient bucket, which is allocated with its first gradient; 0 without buckets.
+        stall: the part of the communication that is inside of forwards and backwards, so that other stages wait for it.
+        full_batch_share: time of what the last stage runs once between all forwards and all backwards, as a fraction of the
+            whole model's time; not part of `stages`.
+        straggler_delay: seconds of waiting per second by which a microbatch takes longer on every rank (gradients of weights
+            not counted): if only the first microbatch does, and if all do.
+        input_gradient_share: fraction of a backward pass that runs before its weight gradients are postponed.
+        model_share: fraction of the busiest rank's compute that is operations of the model itself.
     """
 
     exposed_seconds: float = 0.0
@@ -97,14 +97,14 @@ class StrategyCost:
     idle: float = 0.0
     stages: tuple[float, ...] = ()
     forwards: tuple[float, ...] = ()
-    holds: frozenset[str] | None = None
+    held_parameters: frozenset[str] | None = None
     peak: Peak | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    lasting: float = 0.0
-    bucket: int = 0
+    persistent_gradients: float = 0.0
+    bucket_bytes: int = 0
     stall: Stall = Stall()
-    late: tuple[float, float] = (0.0, 0.0)
-    early: float = 1.0
-    between: float = 0.0
-    operations: float = 1.0
+    straggler_delay: tuple[float, float] = (0.0, 0.0)
+    input_gradient_share: float = 1.0
+    full_batch_share: float = 0.0
+    model_share: float = 1.0

@@ -52,7 +52,7 @@ def parameter_states(
         if degree == 1:
             found[axis] = "I"
         elif strategy.gathers:
-            found[axis] = strategy.state_beside(fqn, shape, plan, degree, dict(found))
+            found[axis] = strategy.parameter_state_given(fqn, shape, plan, degree, dict(found))
         else:
             found[axis] = strategy.parameter_state(fqn, shape, plan, degree)
     return tuple(found[axis] for axis in plan.degrees)

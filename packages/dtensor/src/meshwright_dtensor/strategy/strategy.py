@@ -1,7 +1,7 @@
-"""The interface of a parallelism: what a strategy tells the planner, and what it does to a model.
+"""The interface of a parallelism along one mesh axis.
 
-A strategy owns one mesh axis. The planner asks it which degrees are legal and what they cost; `parallelize` asks it
-how batch tensors and parameters lie on its axis and lets it attach its engine. This module needs no torch.
+The planner asks a strategy which degrees are legal and what they cost. `parallelize` asks it for the placements of batch
+tensors and parameters on its axis, and lets it attach its engine. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ GradientKind = Literal["complete", "deferred"]
 
 
 class Division(ABC):
-    """A model of which this rank holds some modules only: what is left to do once their parameters are placed."""
+    """A model cut into stages, of which this rank holds some: the work left once their parameters are placed."""
 
     @abstractmethod
     def install(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device, plain: bool) -> None:
-        """Take over the calls of `model`, last of all.
+        """Take over the calls of `model`; the last step of `parallelize`.
 
         Args:
-            mesh: of the other axes, on which the parameters lie; None where they are ordinary ones.
-            plain: that mesh is one rank, and nothing is lost by computing with ordinary tensors.
+            mesh: the mesh of the other axes, on which the parameters are placed; None for ordinary parameters.
+            plain: that mesh is one rank, so ordinary tensors will do.
         """
 
 
@@ -46,31 +46,31 @@ class Strategy(ABC):
         name: name in plans and plugin records, e.g. "tensor".
         axis: the mesh axis it owns, e.g. "tp".
         order: position of its axis in the mesh; small is outermost (data 10, tensor 40).
-        placement_search: the planner's search decides the placements on this axis.
-        locates: calls of every module are named in the communication log, not only those that the plan speaks of.
-        gradient: "complete" - a replicated parameter's gradient is complete when autograd delivers it (state I);
-            "deferred" - autograd delivers each rank's part (state X) and the one engine of `parallelize` sums later.
-        gathers: parameters that are stored in shards on this axis are computed with whole: the engine gathers them.
+        placement_search: the planner searches the placements on this axis.
+        logs_all_modules: the communication log names the module of every call, not only of those in the plan.
+        gradient: "complete" - autograd delivers the complete gradient of a replicated parameter (state I); "deferred" -
+            autograd delivers this rank's part (state X), and the engine of `parallelize` reduces it later.
+        gathers: parameters are stored in shards on this axis and unsharded for compute by the engine.
         optional: an axis of degree 1 is left out of plans.
-        divides: ranks hold different modules (`divide`); the other axes are a mesh of their own, inside of what a rank holds.
+        divides: ranks hold different modules (`divide`); the other axes are a mesh inside of each stage.
     """
 
     name: ClassVar[str]
     axis: ClassVar[str]
     order: ClassVar[int] = 50
     placement_search: ClassVar[bool] = False
-    locates: ClassVar[bool] = False
+    logs_all_modules: ClassVar[bool] = False
     gradient: ClassVar[GradientKind] = "complete"
     gathers: ClassVar[bool] = False
     optional: ClassVar[bool] = False
     divides: ClassVar[bool] = False
 
     def survey(self, model: nn.Module) -> Survey | None:
-        """What the strategy looks for in a model, once per search; values of parameters are not there to be read."""
+        """Inspect a model, once per search. Parameters have no values then."""
         return None
 
     def refusal(self, request: SearchRequest, degree: int) -> str | None:
-        """Why a degree that the user pinned is not among `degrees`; None where the general answer will do."""
+        """Why a degree that the user pinned is not among `degrees`; None for the general message."""
         return None
 
     @abstractmethod
@@ -78,23 +78,22 @@ class Strategy(ABC):
         """Legal degrees of the axis for this request, ascending, 1 (off) included."""
 
     def batch_factor(self, degree: int) -> int:
-        """By how much a degree divides the local batch that the other axes see."""
+        """The factor by which a degree divides the batch rows of the other axes."""
         return 1
 
     def placements(self, survey: Survey, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
-        """Parameter name of the survey -> mesh axis -> state as text: on its own axis, and on others where it must say so."""
+        """Parameter name of the survey -> mesh axis -> state as text, for its own axis and others that it decides."""
         return {}
 
     def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
-        """Choices beside the degree that are worth costing: options, by keyword of `plan`, that `cost` knows.
+        """Further choices at a degree that are worth costing: options, by keyword of `plan`, that `cost` reads.
 
-        What the user fixed is in `request.options` and is kept. Cheap: needs no process group, and of `request` only
-        sizes, options and survey.
+        What the user fixed is in `request.options` and is kept. Needs no process group.
         """
         return ({},)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """Time, memory factors and collectives of one step at `degree`, over `link`; sizes as `PipelineQuery.bytes_to_free`."""
+        """Time, memory factors and collectives of one step at `degree`, over `link`."""
         return StrategyCost()
 
     def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:
@@ -104,13 +103,11 @@ class Strategy(ABC):
     def batch_state(
         self, name: str, shape: Sequence[int], size: BatchSize, degree: int, plan: ParallelPlan | None = None
     ) -> State:
-        """As `input_state`, for strategies that look at more than rows: at the sequence, or at what the plan says.
-
-        This is what is called; by default it asks `input_state`.
+        """As `input_state`, for strategies that need the sequence or the plan. By default it calls `input_state`.
 
         Args:
-            size: rows (as axes further out leave them) and tokens of the whole batch.
-            plan: the plan that is applied, None while one is searched for.
+            size: rows (as outer axes leave them) and tokens of the whole batch.
+            plan: the plan that is applied, None during the search.
 
         Raises:
             UsageError: the batch cannot be divided as the plan says.
@@ -120,7 +117,7 @@ class Strategy(ABC):
     def parameter_state(self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int) -> State:
         """The state in which parameter `fqn` of global `shape` is stored on this axis.
 
-        By default the first rule of `plan.parameters` whose pattern matches `fqn` decides; what no rule places is
+        By default the first rule of `plan.parameters` whose pattern matches `fqn` decides. Without a rule it is
         replicated, with the gradient kind of the strategy.
         """
         placed = planned_state(plan, fqn, self.axis)
@@ -128,31 +125,31 @@ class Strategy(ABC):
             return "X"
         return placed
 
-    def state_beside(
+    def parameter_state_given(
         self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int, others: Mapping[str, State]
     ) -> State:
-        """As `parameter_state`, knowing the states on the `others` axes; asked of strategies that gather."""
+        """As `parameter_state`, given the states on the `others` axes; only for strategies with `gathers`."""
         return self.parameter_state(fqn, shape, plan, degree)
 
     def check(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Refuse a plan that `divide` could not carry out, before any memory is taken; asked of strategies that divide.
+        """Refuse a plan that `divide` cannot carry out, before memory is allocated; only for strategies with `divides`.
 
         Raises:
-            PlanError: what does not fit.
+            PlanError: the plan does not fit the model.
         """
         return None
 
     def divide(self, model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh) -> Division:
-        """Take out of `model` what this rank does not hold; asked of strategies that divide.
+        """Remove from `model` the parameters of other stages; only for strategies with `divides`.
 
         Args:
             model: the whole model, of ordinary parameters.
             mesh: all axes.
         """
-        raise NotImplementedError(f"strategy {self.name!r} says that it divides models, and has no divide()")
+        raise NotImplementedError(f"strategy {self.name!r} has divides=True but no divide() method")
 
     def attach(self, model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        """Install the strategy's engine on a model whose parameters are already placed on `mesh`."""
+        """Install the strategy's engine on a model whose parameters are placed on `mesh`."""
         return None
 
 
@@ -162,7 +159,7 @@ def planned_state(plan: ParallelPlan, fqn: str, axis: str) -> State:
 
 
 def rows_state(shape: Sequence[int], batch_size: int | None, degree: int) -> State:
-    """How the rows of a batch are shared: S(0) where dim 0 is the batch and the degree divides it, else "I"."""
+    """S(0) if dim 0 is the batch and the degree divides it, else "I"."""
     rows = shape[0] if len(shape) else None
     return 0 if rows is not None and rows == batch_size and rows % degree == 0 else "I"
 

@@ -93,7 +93,7 @@ def parallelize(
     link(model, mesh)
     install_true_order(model)
     install_recompute(model, inner, device)
-    install_targets(model, inner, everywhere=any(strategy.locates for strategy in strategies))
+    install_targets(model, inner, everywhere=any(strategy.logs_all_modules for strategy in strategies))
     install_module_to(model)
     install_inputs(model, placed)
     refuse_assignment(model)

@@ -51,7 +51,7 @@ class Context(Strategy):
     axis: ClassVar[str] = "cp"
     order: ClassVar[int] = 20
     gradient: ClassVar[GradientKind] = "deferred"
-    locates: ClassVar[bool] = True
+    logs_all_modules: ClassVar[bool] = True
 
     def degrees(self, request: SearchRequest) -> Iterable[int]:
         """Divisors of the world size that divide the sequence; without a pin, only those that leave each rank many tokens."""

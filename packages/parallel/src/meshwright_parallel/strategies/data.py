@@ -71,8 +71,8 @@ class Data(Strategy):
             exposed_seconds=exposed,
             overlapped_seconds=max(0.0, total - exposed),
             collectives=(use,),
-            lasting=min(1.0, reused / request.sizes.gradient_bytes),
-            bucket=BUCKET_BYTES,
+            persistent_gradients=min(1.0, reused / request.sizes.gradient_bytes),
+            bucket_bytes=BUCKET_BYTES,
         )
 
     def input_state(self, name: str, shape: Sequence[int], batch_size: int | None, degree: int) -> State:

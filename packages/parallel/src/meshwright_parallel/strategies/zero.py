@@ -67,7 +67,7 @@ class Zero(Strategy):
         """S(0) where dim 0 is the batch and the degree divides it, else replicated."""
         return rows_state(shape, batch_size, degree)
 
-    def state_beside(
+    def parameter_state_given(
         self, fqn: str, shape: Sequence[int], plan: ParallelPlan, degree: int, others: Mapping[str, State]
     ) -> State:
         """The plan's placement; else the first dim that the degree divides and no other axis shards.
@@ -312,7 +312,7 @@ def _uses(
 
 
 def _state(shape: Sequence[int], taken: Collection[int], degree: int) -> State:
-    """How a parameter is stored: see `Zero.state_beside`."""
+    """How a parameter is stored: see `Zero.parameter_state_given`."""
     free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] >= degree]
     even = [dim for dim in free if shape[dim] % degree == 0]
     if even:

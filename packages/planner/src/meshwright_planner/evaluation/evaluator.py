@@ -98,7 +98,9 @@ class Search:
                     step=StepContext(degrees=dict(degrees)),
                     exhaustive=thorough,
                     pipeline=PipelineQuery(
-                        shared_cores=self.setting.cluster.company(degrees[axis]) if strategy.divides else (),
+                        shared_cores=self.setting.cluster.shared_core_factors(degrees[axis])
+                        if strategy.divides
+                        else (),
                         scalar_flows=frozenset() if tape is None else tape.numbers,
                         calls=None if tape is None else tape.calls,
                         example=(self.setting.batch.args, self.setting.batch.kwargs)

@@ -103,7 +103,7 @@ def cost(
     outer = next((a for a, s in setting.strategies.items() if s.divides and degrees[a] > 1), None)
     divided, again = StrategyCost(), placed.recompute
     if outer is not None:  # what it leaves to one rank is what all others see
-        company = setting.cluster.company(degrees[outer])
+        company = setting.cluster.shared_core_factors(degrees[outer])
         asked = replace(
             common,
             survey=basis.surveys.get(outer),
@@ -132,14 +132,14 @@ def cost(
             common,
             sizes=replace(
                 common.sizes,
-                units=placed.summed(degrees, (SHARED,), divided.holds) if shards > 1 else (),
+                units=placed.summed(degrees, (SHARED,), divided.held_parameters) if shards > 1 else (),
                 attention=tuple(
                     replace(u, count=math.ceil(u.count * own_part)) for u in common.sizes.attention
                 ),
             ),
             step=replace(common.step, stages=max(1, len(divided.stages) // degrees[outer])),
         )
-    holds = divided.holds
+    holds = divided.held_parameters
     own = {
         axis: placed.own(survey.parameters if holds is None else survey.parameters & holds)
         for axis, survey in basis.surveys.items()
@@ -204,12 +204,12 @@ def cost(
         fields.update(found.fields)
         said += found.notes
         stepped = math.ceil(stepped * found.optimizer)
-        lasting, bucket = max(lasting, found.lasting), max(bucket, found.bucket)
+        lasting, bucket = max(lasting, found.persistent_gradients), max(bucket, found.bucket_bytes)
         for part in ("parameters", "gradients", "optimizer", "activations"):
             memory[part] = math.ceil(memory[part] * getattr(found, part))
         uses += ((axes, use) for use in found.collectives)
     busy = divided.compute - divided.idle
-    inside = placement.communication_seconds * divided.operations
+    inside = placement.communication_seconds * divided.model_share
     for axis, own_share in zip(searched, problem.shares(placed.placement)):
         exposed[axis] = exposed.get(axis, 0.0) + inside * own_share * busy
     for axis, use, seconds in rows_meet(basis, placed, times, degrees):
@@ -233,7 +233,7 @@ def cost(
         )
     else:
         meshed = any(degree > 1 for axis, degree in degrees.items() if axis != outer)
-        torchs = 0.0 if meshed else placed.replay.more_without_mesh * divided.peak.at_once
+        torchs = 0.0 if meshed else placed.replay.more_without_mesh * divided.peak.loss_microbatches
         beside = divided.peak.transient_bytes + torchs
         memory = at_peak(
             memory, (Moment(1.0, divided.peak.gradients, beside), placed.update), stepped=stepped
@@ -248,10 +248,10 @@ def cost(
         # collectives inside of stages take cores too: where others wait they are faster, as compute is
         bubble_seconds=(placement.compute_seconds + inside) * divided.idle + waiting,
         stages=_stages(placement, divided),
-        between=divided.between,
+        between=divided.full_batch_share,
         exposed=exposed,
         hidden=hidden,
-        optimizer_seconds=_updated(setting, stepped, placed.trained(divided.holds)),
+        optimizer_seconds=_updated(setting, stepped, placed.trained(divided.held_parameters)),
         memory=memory,
         limit=setting.limit,
         allowed=setting.allowed,
@@ -268,7 +268,7 @@ def cost(
 def _waiting(stall: Stall, divided: StrategyCost, interference: float) -> float:
     """Seconds that ranks which hold other modules wait for what a strategy communicates inside of forwards and backwards."""
     longer = stall.exposed + stall.overlapped * interference
-    return longer * stall.microbatches * divided.late[stall.microbatches > 1]
+    return longer * stall.microbatches * divided.straggler_delay[stall.microbatches > 1]
 
 
 def _behind(found: StrategyCost, link: Link, degree: int) -> float:

@@ -220,6 +220,6 @@ def inside_of(request: SearchRequest, cost: StrategyCost, up: Callable[[float], 
         step=replace(
             request.step,
             forward_seconds=request.step.forward_seconds * busy,
-            backward_seconds=request.step.backward_seconds * busy * cost.early,
+            backward_seconds=request.step.backward_seconds * busy * cost.input_gradient_share,
         ),
     )

@@ -367,7 +367,7 @@ def _explored(
         explorer.widen(every, some)
     keys = list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))
     # where ranks share cores, the first way looked at says little of the others, and such worlds are small
-    all_of_them = complete and bool(search.setting.cluster.company(2))
+    all_of_them = complete and bool(search.setting.cluster.shared_core_factors(2))
     for key in keys if all_of_them else keys[:REFINED]:
         explorer.refine(key)
     explorer.ease()

@@ -204,5 +204,5 @@ def _least_update(cluster: Cluster, nbytes: float, states: int) -> float:
 
 def _busiest(cluster: Cluster, stages: int) -> float:
     """The part of a model's work that the step of a pipeline lasts at least: a stage's, if all are equal and nobody waits."""
-    company = cluster.company(stages) if stages > 1 else ()
+    company = cluster.shared_core_factors(stages) if stages > 1 else ()
     return 1.0 / max([stages, *((n + 1) / pace for n, pace in enumerate(company))])

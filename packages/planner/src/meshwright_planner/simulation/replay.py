@@ -221,7 +221,7 @@ def _unknown(plan: ParallelPlan, cluster: Cluster) -> Iterator[str]:
         yield f"predicted by the cost model {priced!r}; in a simulation collectives are timed by the cluster's links"
     if stages == 1:
         return
-    if cluster.running(plan.world_size).company(stages):
+    if cluster.running(plan.world_size).shared_core_factors(stages):
         yield (
             "ranks share cores here. The simulation lets every rank compute as slowly as when all compute, even while others "
             "wait, so it takes longer than predicted"
