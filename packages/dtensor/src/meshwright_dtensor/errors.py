@@ -13,7 +13,7 @@ class MeshwrightError(Exception):
 
 
 class UsageError(MeshwrightError):
-    """The caller asked for something that cannot be: a wrong name, value or combination."""
+    """The caller gave a wrong name, value or combination."""
 
     exit_code = 2
 
@@ -21,8 +21,8 @@ class UsageError(MeshwrightError):
 class PlanError(UsageError):
     """A plan is malformed, or does not fit the run it is used in.
 
-    Attributes: `field` (path into the plan, such as "degrees.tp"), `value` (what stands there), `rule` (what it
-    must obey), `nearest` (the nearest legal value, or None where none can be named). The message holds all four.
+    Attributes: `field` (path into the plan, such as "degrees.tp"), its `value`, the `rule` that it breaks, and
+    `nearest` (the nearest legal value, or None if there is none to name). The message holds all four.
     """
 
     def __init__(self, field: str, value: object, rule: str, nearest: str | None = None) -> None:
@@ -44,7 +44,7 @@ class PluginError(UsageError):
 class InfeasibleError(MeshwrightError):
     """No plan satisfies the request (memory, degrees or pins). The message names the smallest change that would.
 
-    `listed`: it has a line for each reason, which the command line keeps.
+    `listed`: the message has a line for each reason, and the command line keeps the lines.
     """
 
     exit_code = 3
@@ -61,7 +61,7 @@ class VerificationError(MeshwrightError):
 
 
 class UnsupportedError(MeshwrightError):
-    """The operation is not supported here, and raising is the only answer that is not silently wrong."""
+    """The operation is not supported here; any result would be silently wrong."""
 
 
 class StageError(MeshwrightError):
@@ -71,13 +71,8 @@ class StageError(MeshwrightError):
     """
 
     def __init__(self, stage: int, microbatch: int, action: str, rank: int, reason: str) -> None:
-        self.stage, self.microbatch, self.action, self.rank, self.reason = (
-            stage,
-            microbatch,
-            action,
-            rank,
-            reason,
-        )
+        self.stage, self.microbatch, self.action = stage, microbatch, action
+        self.rank, self.reason = rank, reason
         text = f"stage {stage} failed in the {action} of microbatch {microbatch}, on rank {rank}: {reason}"
         super().__init__(_one_line(text))
 

@@ -209,7 +209,7 @@ def test_a_field_of_a_later_version_is_refused() -> None:
             None,
             "activations[1]",
             ("m", "f", 0),
-            "activations[0] speaks of the same call",
+            "activations[0] is for the same call",
             None,
         ),
     ],

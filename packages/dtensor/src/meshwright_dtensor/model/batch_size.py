@@ -1,4 +1,4 @@
-"""The sizes of a batch, as strategies and planners see it: rows and, where there is one, a sequence.  Torch-free."""
+"""The sizes of a batch: rows, and the length of its sequence if there is one. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What the tensors of one batch have in common.
+    """Rows and sequence length of one batch.
 
     Attributes:
-        rows: size of dim 0 of its first tensor that has dims, None where there is none.
-        tokens: size of dim 1 of its first tensor that holds a sequence: integers of two dims (ids), or numbers of three
-            (embeddings); None where there is none.
+        rows: size of dim 0 of its first tensor with dims, or None.
+        tokens: size of dim 1 of its first tensor with a sequence: 2-dim integers (ids), or 3-dim floats (embeddings); or None.
     """
 
     rows: int | None

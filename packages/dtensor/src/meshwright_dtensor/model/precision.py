@@ -1,8 +1,8 @@
 """Mixed precision: which tensors of a float32 model are computed in another dtype.
 
-Floating parameters are, through compute copies; floating batch tensors are; and those floating buffers that a checkpoint
-holds, as `from_pretrained(dtype=...)` would load them, but for running statistics, which would lose their small steps.
-Other buffers (rotary frequencies, say) keep their dtype.
+These are floating-point parameters (through compute copies), batch tensors, and the buffers that a checkpoint holds, as
+`from_pretrained(dtype=...)` would load them. Running statistics are excluded, since they would lose small updates. Other
+buffers, such as rotary frequencies, keep their dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
-"""By their names in plans."""
+"""Name in plans -> dtype."""
 
 
 def computes_as_stored(plan: ParallelPlan) -> bool:
@@ -30,11 +30,11 @@ def computes_as_stored(plan: ParallelPlan) -> bool:
 
 def cast_buffers(model: nn.Module) -> set[int]:
     """Ids of the buffers that are computed in the precision of the plan."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for module in model.modules():
         if getattr(module, "track_running_stats", False):
             continue
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                found.add(id(buffer))
-    return found
+                ids.add(id(buffer))
+    return ids

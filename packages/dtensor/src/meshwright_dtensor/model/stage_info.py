@@ -1,4 +1,4 @@
-"""What a rank knows of a model that is divided by modules: which parameters others hold, and who speaks for shared ones."""
+"""Pipeline stages of a model as one rank sees them: which ranks hold which parameters, and which rank counts a shared one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REPEATED = "_meshwright_repeated"
 
 @dataclass(frozen=True, eq=False)
 class StageInfo:
-    """How the parameters of a model are divided over the ranks of one mesh axis.
+    """The stages of a model along one mesh axis.
 
     Attributes:
-        group: the ranks along that axis, alike in their places on the others.
-        rank, ranks: this rank's place in it, and how many there are.
-        holders: name of every parameter of the whole model, each alias of tied ones included -> ranks that hold it so.
+        group: this rank's process group along that axis.
+        rank, ranks: this rank's position in it, and its size.
+        holders: name of each parameter of the whole model, tied names included -> ranks that hold it under this name.
         aliases: later name of a tied parameter -> its first name in the whole model.
-        repeated: names of parameters that this rank holds too, but an earlier rank speaks for (norms, checkpoints).
+        repeated: names of parameters on this rank that an earlier rank counts (in norms and checkpoints).
     """
 
     group: dist.ProcessGroup
@@ -40,31 +40,31 @@ class StageInfo:
 
 
 def describe_stages(model: nn.Module, info: StageInfo) -> None:
-    """Note how `model` is divided."""
+    """Record the stages of `model`."""
     model.__dict__[_MODEL] = info
 
 
 def stages_of(model: nn.Module) -> StageInfo | None:
-    """How `model` is divided by modules, None where every rank holds all of it."""
-    found = model.__dict__.get(_MODEL)
-    return found if isinstance(found, StageInfo) else None
+    """The stages of `model`, None if each rank holds all of it."""
+    info = model.__dict__.get(_MODEL)
+    return info if isinstance(info, StageInfo) else None
 
 
 def link_stage(mesh: DeviceMesh, info: StageInfo) -> None:
-    """Note that parameters over `mesh` are those of one stage, and others lie on the ranks of `info.group`."""
+    """Record that parameters on `mesh` belong to one stage; `info.group` holds the others."""
     setattr(mesh, _MESH, info)
 
 
 def stage_link(mesh: DeviceMesh) -> StageInfo | None:
-    """The division that parameters over `mesh` belong to, None where there is none."""
+    """The stages that parameters on `mesh` belong to, or None."""
     return getattr(mesh, _MESH, None)
 
 
 def mark_repeated(parameter: Any) -> None:
-    """Note that another rank speaks for this parameter."""
+    """Record that another rank counts this parameter."""
     parameter.__dict__[_REPEATED] = True
 
 
 def is_repeated(parameter: Any) -> bool:
-    """Whether another rank speaks for this parameter, or for the one that this gradient is of."""
+    """Whether another rank counts this parameter (or the parameter of this gradient)."""
     return bool(parameter.__dict__.get(_REPEATED, False))

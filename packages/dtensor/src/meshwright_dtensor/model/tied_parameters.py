@@ -1,4 +1,4 @@
-"""Tied parameters: one tensor under several names. Torch-free until a model is looked at."""
+"""Tied parameters: one tensor under several names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 
 
 def all_names(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
-    """Every parameter of `model` once, with all of its names, in the order of the first ones."""
-    found: dict[int, tuple[list[str], nn.Parameter]] = {}
+    """Each parameter of `model` once, with all of its names, in the order of the first names."""
+    by_id: dict[int, tuple[list[str], nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), ([], parameter))[0].append(name)
-    return [(tuple(names), parameter) for names, parameter in found.values()]
+        by_id.setdefault(id(parameter), ([], parameter))[0].append(name)
+    return [(tuple(names), parameter) for names, parameter in by_id.values()]
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """First name -> its other names, of every parameter of `model` that has several."""
+    """First name -> other names, of each parameter of `model` with several names."""
     return {names[0]: names[1:] for names, _ in all_names(model) if names[1:]}
 
 
 def with_ties(name: str, tied: Mapping[str, Sequence[str]]) -> str:
-    """The name for people, with those of the same parameter: "'embed.weight' (tied to 'head.weight')"."""
+    """The name for messages, with the other names of its parameter: "'embed.weight' (tied to 'head.weight')"."""
     others = [
         other
         for first, rest in tied.items()

@@ -1,4 +1,4 @@
-"""What differs between two plans, in lines for people."""
+"""The differences between two plans, as lines of text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshwright_dtensor.plan.serialization import identity
 
 
 def diff(old: PlanFields, new: PlanFields) -> list[str]:
-    """What changes from `old` to `new`, a line each; empty exactly where the two are equal."""
+    """The changes from `old` to `new`, a line each; empty exactly if the two are equal."""
     lines: list[str] = []
     _compare("", identity(old), identity(new), lines)
     return lines
 
 
-# lists whose entries have a name of their own: where they moved to does not hide what changed in them
+# lists whose entries are compared by name, so that a change of order does not hide other changes
 _KEYS: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute": lambda rule: json.dumps(rule["pattern"]),
     "parameters": lambda rule: json.dumps(rule["pattern"]),
@@ -46,12 +46,12 @@ def _compare_dicts(path: str, old: dict[Any, Any], new: dict[Any, Any], lines: l
             lines.append(f"{place}: added {_show(new[key])}")
         else:
             _compare(place, old[key], new[key], lines)
-    if path == "degrees":  # elsewhere the order of keys says nothing
+    if path == "degrees":  # elsewhere the order of keys has no meaning
         _compare_order(path, list(old), list(new), lines)
 
 
 def _compare_named(path: str, old: list[Any], new: list[Any], lines: list[str]) -> bool:
-    """Compare by name. False where names repeat, and position has to do."""
+    """Compare by name. False if names repeat, then they are compared by position."""
     name = _KEYS[path]
     before, after = {name(item): item for item in old}, {name(item): item for item in new}
     if len(before) != len(old) or len(after) != len(new):
@@ -68,7 +68,7 @@ def _compare_named(path: str, old: list[Any], new: list[Any], lines: list[str]) 
 
 
 def _compare_order(path: str, old: list[Any], new: list[Any], lines: list[str]) -> None:
-    """Order counts: of mesh axes, and of rules, since the first match wins."""
+    """The order of mesh axes counts, and that of rules, since the first match wins."""
     kept_old, kept_new = [key for key in old if key in new], [key for key in new if key in old]
     if kept_old != kept_new:
         lines.append(f"{path}: order {', '.join(map(str, kept_old))} -> {', '.join(map(str, kept_new))}")

@@ -34,7 +34,7 @@ _SHARD = re.compile(r"S\((0|[1-9][0-9]{0,5})\)")
 
 
 def _illegal(rule: str, nearest: str | None = None) -> PydanticCustomError:
-    # the message is no template of ours to fill: braces in it are escaped by passing it as context
+    # passed as context, so that braces in the message are not filled in
     return PydanticCustomError("plan", "{rule}", {"rule": rule, "nearest": nearest or ""})
 
 
@@ -48,7 +48,7 @@ def within(value: int, least: int) -> int:
 
 
 def text(value: str) -> str:
-    """`value`, if it can be written as UTF-8: JSON can spell halves of characters, which nothing can print."""
+    """`value`, if it can be encoded as UTF-8: JSON can spell lone surrogates, which cannot be printed."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -57,7 +57,7 @@ def text(value: str) -> str:
 
 
 def not_empty(value: str) -> str:
-    """`value`, if there is any text in it."""
+    """`value`, if it is not blank."""
     if not value.strip():
         raise _illegal("it must not be empty")
     return value
@@ -66,7 +66,7 @@ def not_empty(value: str) -> str:
 def axis_name(value: str) -> str:
     """`value`, if it can name a mesh axis."""
     if not value.isidentifier():
-        raise _illegal("a mesh axis is named by a word of letters, digits and underscores", "tp")
+        raise _illegal("a mesh axis is named by an identifier", "tp")
     return value
 
 
@@ -82,7 +82,7 @@ def value_state(text: str) -> str:
     if text in ("I", "X", "P") or _is_shard(text):
         return text
     raise _illegal(
-        "a state is one of I, X, P, S(dim) with dim >= 0, and runs of a dim as in S(0; 64+32+32)",
+        "a state is one of I, X, P, S(dim) with dim >= 0, and intervals of a dim as in S(0; 64+32+32)",
         _nearest_state(text, ("I", "X", "P")),
     )
 
@@ -92,7 +92,7 @@ def parameter_state(text: str) -> str:
     if text == "I" or _is_shard(text):
         return text
     raise _illegal(
-        "a parameter is I (replicated), S(dim) with dim >= 0, or has runs of a dim as in S(0; 64+32+32)",
+        "a parameter is I (replicated), S(dim) with dim >= 0, or has intervals of a dim as in S(0; 64+32+32)",
         _nearest_state(text, ("I",)),
     )
 
@@ -106,7 +106,7 @@ def _is_shard(text: str) -> bool:
         raise _illegal(str(error)) from None
 
 
-def _nearest_state(text: str, letters: tuple[str, ...]) -> str:
+def _nearest_state(text: str, symbols: tuple[str, ...]) -> str:
     """The legal state that a wrong text most likely means."""
     shown = text[:200].strip().lower()
     digits = re.search(r"[0-9]{1,5}", shown)
@@ -114,17 +114,17 @@ def _nearest_state(text: str, letters: tuple[str, ...]) -> str:
         return f"S({int(digits.group())})"
     if shown.startswith(("s", "-")):
         return "S(0)"
-    if shown[:1].upper() in letters:
+    if shown[:1].upper() in symbols:
         return shown[0].upper()
-    if shown.startswith("p") and "P" in letters:
+    if shown.startswith("p") and "P" in symbols:
         return "P"
     return "I"
 
 
 def plan_error(model: type[BaseModel], error: ValidationError) -> PlanError:
-    """pydantic's first finding as a PlanError. Unknown fields come first: they are the usual cause of the others."""
-    found = error.errors(include_url=False)
-    first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
+    """The first pydantic error as a PlanError. Unknown fields come first: they usually cause the others."""
+    errors = error.errors(include_url=False)
+    first = next((item for item in errors if item["type"] == "extra_forbidden"), errors[0])
     # pydantic marks errors in keys with "[key]" and union branches with type names; neither is part of the path
     place = _path(first["loc"])
     value = first.get("input")
@@ -176,11 +176,11 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (_model_in(part) for part in getattr(annotation, "__args__", ()))
-    return next((found for found in inner if found), None)
+    return next((model for model in inner if model), None)
 
 
 class FrozenDict(dict[Any, Any]):
-    """A dict that refuses to change, since the plan that holds it is a value."""
+    """An immutable dict, since the plan that holds it is a value."""
 
     def _refuse(self, *_: object, **__: object) -> Any:
         raise TypeError("a plan is frozen: build a changed copy with plan.replace(...)")

@@ -29,18 +29,18 @@ from meshwright_dtensor.sharding.states import State, parse_state
 
 
 class ParameterRule(Model):
-    """Where the parameters whose name matches `pattern` lie.
+    """The placement of the parameters whose name matches `pattern`.
 
     pattern: a shell-style pattern (fnmatch, case counts) on the parameter's full name, "*.q_proj.weight".
-    placement: mesh axis -> "I" (replicated), "S(d)" (sharded on tensor dim d) or runs of a dim ("S(0; 64+32+32)": the
-        parts of a fused projection, each sharded). Axes left out are "I".
+    placement: mesh axis -> "I" (replicated), "S(d)" (sharded on tensor dim d) or intervals of a dim ("S(0; 64+32+32)":
+        the parts of a fused projection, each sharded). Axes left out are "I".
     """
 
     pattern: Word
     placement: Annotated[dict[Axis, ParameterState], Frozen] = Field(default_factory=FrozenDict)
 
     def matches(self, fqn: str) -> bool:
-        """Whether the rule speaks of this parameter."""
+        """Whether the rule applies to this parameter."""
         return fnmatchcase(fqn, self.pattern)
 
 
@@ -50,8 +50,8 @@ class ActivationRule(Model):
     module: a shell-style pattern on the full name of the module whose forward makes the call ("" is the root).
     function: the function's name as the trace gives it, "linear".
     occurrence: which such call of that module's forward, from 0.
-    inputs: per tensor input, mesh axis -> "I", "X", "P" or "S(d)"; None leaves an input as it comes.
-    outputs: the same for the outputs; None (whole or per output) leaves them as they are derived.
+    inputs: per tensor input, mesh axis -> "I", "X", "P" or "S(d)"; None keeps the input's states.
+    outputs: the same for the outputs; None (for all or for one output) keeps the derived states.
     """
 
     module: Text
@@ -61,17 +61,17 @@ class ActivationRule(Model):
     outputs: tuple[States | None, ...] | None = None
 
     def matches(self, module: str, function: str, occurrence: int) -> bool:
-        """Whether the rule speaks of this call."""
+        """Whether the rule applies to this call."""
         return (
             self.occurrence == occurrence and self.function == function and fnmatchcase(module, self.module)
         )
 
 
 class ZeroRule(Model):
-    """How the ranks along the mesh axis `zero` share one copy of the training state.
+    """How the ranks along the mesh axis `zero` shard one copy of the training state.
 
-    stage: 1 shares optimizer states, 2 gradients too, 3 parameters too (gathered for use, one block at a time). The
-        strategies that meshwright brings share gradients at stage 1 as well, since that costs nothing.
+    stage: 1 shards optimizer states, 2 gradients too, 3 parameters too (unsharded for compute, one block at a time). The
+        first-party strategies shard gradients at stage 1 as well, since that costs nothing.
     """
 
     stage: Literal[1, 2, 3]
@@ -80,8 +80,8 @@ class ZeroRule(Model):
 class PrecisionRule(Model):
     """In which precision a float32 model is computed; parameters and optimizer states stay float32.
 
-    parameters: dtype of the copies that forward and backward compute with, and of floating batch tensors.
-    reduce: dtype in which gradients are added up over ranks.
+    parameters: dtype of the compute copies of parameters, and of floating-point batch tensors.
+    reduce: dtype in which gradients are reduced over ranks.
     """
 
     parameters: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -89,16 +89,16 @@ class PrecisionRule(Model):
 
 
 class ExpertsRule(Model):
-    """A module of experts: tokens are sent to the rank that has their expert, along the axis that shards the parameters.
+    """A module of experts: tokens are sent to the rank of their expert, along the axis that shards the parameters.
 
     module: a shell-style pattern on full module names.
     count: number of experts.
-    kind: "fused" - dim 0 of the parameters is the experts', equally many rows each; "container" - one child each.
-    assignment: what the second argument of the forward is: "index" - numbers of experts, one per slot; "mask" - which
-        expert is chosen, along its last dim.
-    attributes: integer attributes that hold the number of experts, which a rank sets to that of its own: paths in the module.
-    children: of a container, the paths of its experts in their order; each rank owns equally many, in order.
-    inner: parameter path -> state in which ranks of another axis may hold parts of every expert, whose results add up.
+    kind: "fused" - dim 0 of the parameters is the experts, equally many rows each; "container" - one child per expert.
+    assignment: the second argument of the forward: "index" - expert ids, one per slot; "mask" - the chosen experts along
+        its last dim.
+    attributes: paths of integer attributes that hold the number of experts; a rank sets them to its local number.
+    children: of a container, the paths of its experts in order; each rank owns equally many, in order.
+    inner: parameter path -> state in which ranks of another axis may hold parts of each expert, whose results are summed.
     """
 
     module: Word
@@ -110,7 +110,7 @@ class ExpertsRule(Model):
     inner: Annotated[dict[Word, ParameterState], Frozen] = Field(default_factory=FrozenDict)
 
     def matches(self, module: str) -> bool:
-        """Whether the rule speaks of this module."""
+        """Whether the rule applies to this module."""
         return fnmatchcase(module, self.module)
 
 
@@ -119,7 +119,7 @@ class PlannedCollective(Model):
 
     axis: a mesh axis, or several over whose product one collective runs, joined by "+" ("dp+cp").
     nbytes: bytes of the full tensor on that axis, per occurrence; count: occurrences a step.
-    why: what asks for it, for people.
+    why: the reason, as text.
     """
 
     axis: AxisProduct
@@ -132,9 +132,9 @@ class PlannedCollective(Model):
 
 
 class ContextSharing(Model):
-    """How ranks of the axis "cp" share a sequence.
+    """How the sequence is sharded over the axis "cp".
 
-    attention: keys and values are gathered ("all_gather"), travel around the ranks ("ring"), or heads are spread in place
+    attention: keys and values are gathered ("all_gather"), passed around the ranks ("ring"), or heads are sharded instead
     of the sequence inside attention ("all_to_all").
     balance: "none" gives each rank one chunk of the sequence, "zigzag" two, one from each end: equal work under a causal
     mask.
@@ -145,33 +145,33 @@ class ContextSharing(Model):
 
 
 class RecomputeRule(Model):
-    """Modules whose activations are not kept for the backward pass but computed again in it.
+    """Modules whose activations are recomputed in the backward pass instead of saved.
 
-    pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost is taken.
-    policy: "full" computes everything again; "selective" keeps the results of matmuls, convolutions and attention;
-        "alternate" those of attention and of every other matmul or convolution of a module, the first included.
+    pattern: a shell-style pattern on the module's full name; of nested modules that match, the outermost counts.
+    policy: "full" recomputes everything; "selective" saves the results of matmuls, convolutions and attention;
+        "alternate" saves those of attention and of every other matmul or convolution of a module, the first included.
     """
 
     pattern: Word
     policy: Literal["full", "alternate", "selective"] = "full"
 
     def matches(self, module: str) -> bool:
-        """Whether the rule speaks of this module."""
+        """Whether the rule applies to this module."""
         return fnmatchcase(module, self.pattern)
 
 
 class PipelineRule(Model):
-    """How the ranks along the axis "pp" share the modules of a model, and pass microbatches on.
+    """The pipeline stages along the axis "pp", and how microbatches run through them.
 
-    stages: per stage, shell-style patterns on names of modules ("model.layers.[0-3]"); a pattern names what is inside too.
-        Stages are dealt to ranks by the schedule. A module that is called in several stages is named in each of them.
-    microbatches: equal parts that the rows of a batch are cut into.
+    stages: per stage, shell-style patterns on module names ("model.layers.[0-3]"); a pattern includes submodules. The
+        schedule assigns stages to ranks. A module that several stages call is named in each of them.
+    microbatches: equal parts that the rows of a batch are split into.
     schedule: name of a registered schedule.
     shared: patterns on names of modules and parameters that every stage holds; their gradients are summed.
-    outputs: what a call with gradients returns beside the loss: nothing ("loss"), or everything on every rank ("all").
-    loss: what time and memory are predicted for: backwards that begin as the schedule says, since the loss adds up over
-        microbatches ("microbatches"), or behind all forwards, since it is made of the whole batch or outside of the model
-        ("batch"); None where nobody looked. What runs is found out in the first step, whatever stands here.
+    outputs: what a call with gradients returns in addition to the loss: nothing ("loss"), or everything on every rank ("all").
+    loss: the case that time and memory are predicted for. "microbatches": the loss is additive over microbatches, so
+        backwards begin as the schedule says. "batch": the loss needs the whole batch or is computed outside of the model, so
+        all forwards run first. None: unknown. The first step decides which case runs, whatever this field says.
     """
 
     stages: tuple[tuple[Word, ...], ...]
@@ -185,10 +185,10 @@ class PipelineRule(Model):
 class Provenance(Model):
     """Where a plan comes from.
 
-    cost_model: name of the one that its predictions come from, None for the cluster's own figures.
-    request: keyword of `plan` -> value, those that were given; batch: "rows" and "tokens" of the batch it was planned for.
-    measured_seconds: of a step, where the plan was tried on real ranks; predicted ones are in `predicted`.
-    notes: the planner's reasons. created: ISO 8601; it, request and batch do not count for equality.
+    cost_model: name of the cost model of its predictions, None for the cluster's own figures.
+    request: the keywords of `plan` that were given; batch: "rows" and "tokens" of the batch it was planned for.
+    measured_seconds: of a step on real ranks, if the plan was tried; predicted ones are in `predicted`.
+    notes: the planner's reasons. created: ISO 8601; created, request and batch do not count for equality.
     """
 
     planner: Text | None = None
@@ -204,21 +204,19 @@ class Provenance(Model):
 
 
 class PlanFields(Model):
-    """How a model is laid over a mesh of ranks.
+    """The fields of a `ParallelPlan`.
 
     degrees: mesh axis -> degree, outermost axis first; their product is world_size.
     strategies: mesh axis -> name of the strategy that works on it.
-    zero: what the ranks along the axis "zero" share; needed where that axis has more than one rank.
+    zero: ZeRO along the axis "zero"; required if that axis has more than one rank.
     precision: None computes in the dtype of the parameters.
     parameters: the first rule that matches a parameter's name places it; without one it is replicated.
-    activations: target states by call; derivation fills in the rest.
-    context: how attention and sequence are shared on the axis "cp"; None takes the defaults of ContextSharing.
-    recompute: modules whose activations are computed again in the backward pass; the first rule that matches counts.
-    experts: modules whose experts are shared along the axis "ep" and get their tokens sent; without that axis, each data rank
-        runs them on its own tokens. Where none are named, those that a probe finds when the plan is applied.
-    pipeline: stages and schedule along the axis "pp"; needed where that axis has more than one rank.
-
-    Raises PlanError for a wrong field, type or value. `validate_for` checks how the fields fit each other and the run.
+    activations: target states by call; the others are derived.
+    context: how the sequence is sharded on the axis "cp"; None takes the defaults of ContextSharing.
+    recompute: modules whose activations are recomputed in the backward pass; the first rule that matches counts.
+    experts: modules whose experts are sharded along the axis "ep" and get their tokens sent; without that axis, each data
+        rank runs them on its local tokens. If none is named, modules that a probe finds when the plan is applied.
+    pipeline: stages and schedule along the axis "pp"; required if that axis has more than one rank.
     """
 
     version: Literal[1] = 1
@@ -252,7 +250,7 @@ class PlanFields(Model):
         return next((rule for rule in self.parameters if rule.matches(fqn)), None)
 
     def parameter_states(self, fqn: str) -> dict[str, State]:
-        """mesh axis -> state of this parameter, for every axis of the mesh, in its order."""
+        """Mesh axis -> state of this parameter, for each axis in mesh order."""
         rule = self.parameter_rule(fqn)
         placement: Mapping[str, str] = rule.placement if rule else {}
         states: dict[str, State] = {}
@@ -270,5 +268,5 @@ class PlanFields(Model):
         return next((rule for rule in self.activations if rule.matches(module, function, occurrence)), None)
 
     def experts_rule(self, module: str) -> ExpertsRule | None:
-        """What is said of this module of experts: the first rule that matches, or None."""
+        """The rule of this module of experts: the first that matches, or None."""
         return next((rule for rule in self.experts if rule.matches(module)), None)

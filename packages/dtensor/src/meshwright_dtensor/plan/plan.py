@@ -35,17 +35,17 @@ class ParallelPlan(PlanFields):
         return ParallelPlan(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
     def validate_for(self, world_size: int | None = None, axes: Iterable[str] | None = None) -> None:
-        """Raise PlanError unless the plan is sound and fits a run.
+        """Raise PlanError unless the plan is valid and fits a run.
 
-        world_size: ranks of the run; None checks against the plan's own.
-        axes: mesh axes that installed strategies work on; None leaves that unchecked.
+        world_size: ranks of the run; None takes that of the plan.
+        axes: mesh axes of installed strategies; None does not check them.
         """
         # fields first, since model_copy and model_construct do not check them
         ParallelPlan.from_dict(to_data(self))
         check(self, world_size, None if axes is None else tuple(axes))
 
     def to_json(self) -> str:
-        """The plan as JSON text that is pleasant to read and to diff. Ends in a newline."""
+        """The plan as JSON text, stable and readable in a diff. Ends in a newline."""
         return dumps(to_data(self))
 
     @classmethod
@@ -55,7 +55,7 @@ class ParallelPlan(PlanFields):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ParallelPlan:
-        """The plan that `to_json` wrote, or a person edited. Raises PlanError."""
+        """The plan of a JSON text. Raises PlanError."""
         return cls.from_dict(loads(text))
 
     @classmethod
@@ -73,7 +73,7 @@ class ParallelPlan(PlanFields):
             raise PlanError(f"{error.field} of {where}", error.value, error.rule, error.nearest) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all. Raises PlanError where that cannot be done."""
+        """Write the plan to a file, atomically. Raises PlanError if it cannot be written."""
         target = Path(path)
         temporary = None
         try:
@@ -93,11 +93,11 @@ class ParallelPlan(PlanFields):
             ) from error
 
     def diff(self, other: ParallelPlan) -> list[str]:
-        """What changes from this plan to `other`, a line each; empty where they are equal."""
+        """The changes from this plan to `other`, a line each; empty if they are equal."""
         return diff(self, other)
 
     def explain(self, width: int = 110) -> str:
-        """The plan for people: mesh, placements, activations, predicted time and memory, provenance. Plain text."""
+        """The plan as plain text: mesh, placements, activations, predicted time and memory, provenance."""
         return explain(self, width)
 
     def _identity(self) -> str:

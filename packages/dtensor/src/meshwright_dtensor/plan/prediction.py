@@ -1,4 +1,4 @@
-"""What a planner expects of one step."""
+"""The predicted step of a plan: time and memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from meshwright_dtensor.plan.field_types import (
 
 
 class StageTime(Model):
-    """Seconds that ONE microbatch computes on one stage of a pipeline, on one rank; communication is not in it.
+    """Compute seconds of ONE microbatch on one stage of a pipeline, on one rank, without communication.
 
-    What running in stages takes (adding gradients up, the host) is, but for what comes once a step.  Without a pipeline the
-    whole model is the stage, and the batch the microbatch. What runs again counts as backward.
+    The overhead of stages (accumulating gradients, the host) is included, except for what comes once a step. Without a
+    pipeline the model is the stage and the batch the microbatch. Recomputation counts as backward.
     """
 
     forward_seconds: Seconds
@@ -30,15 +30,15 @@ class StageTime(Model):
 
 
 class StepSplit(Model):
-    """Where the seconds of a predicted step go, on one rank.
+    """The parts of a predicted step on one rank.
 
-    optimizer_seconds: the optimizer's step.
-    bubble_seconds: a pipeline's rank waiting for others.
+    optimizer_seconds: the optimizer step.
+    bubble_seconds: waiting for other ranks of the pipeline.
     exposed: mesh axis (or several, joined by "+") -> seconds of communication that add to the step.
-    hidden: the same -> seconds of communication that pass while the rank computes.
-    stages: per stage of a pipeline, what one microbatch takes; one without a pipeline.
-    between_seconds: what the last stage does once, behind all forwards and before all backwards, where the loss does not add up
-        over microbatches.
+    hidden: the same -> seconds of communication that overlap with compute.
+    stages: per pipeline stage, the time of one microbatch; one entry without a pipeline.
+    between_seconds: what the last stage computes once, after all forwards and before all backwards, if the loss is not
+        additive over microbatches.
     """
 
     optimizer_seconds: Seconds = 0.0
@@ -50,16 +50,15 @@ class StepSplit(Model):
 
 
 class Prediction(Model):
-    """What the planner expects of one step.
+    """The predicted step.
 
-    step_seconds is what a step takes; compute_seconds and communication_seconds (what is exposed of it) are its parts, and
-    split says more of them.
-    memory_bytes: bytes per rank by part ("parameters", "gradients", "optimizer", "activations", ...), and "total" for
-    the peak, where that is not the sum of the parts.
-    limit_bytes: what a rank could have at the time of planning: the limit that was asked for, else what its device has.
-    gap: by what part of the step a plan that was not evaluated may be faster, proven; 0 where none can be, None where nothing
-        is known.
-    proof: how that is known, in a line.
+    step_seconds: the whole step; compute_seconds and communication_seconds (exposed) are its parts, split has the details.
+    memory_bytes: bytes per rank by part ("parameters", "gradients", "optimizer", "activations", ...), and "total" for the
+        peak if it is not the sum of the parts.
+    limit_bytes: memory limit of a rank when it was planned: the requested limit, else the memory of its device.
+    gap: proven bound on the fraction of the step by which a plan that was not evaluated may be faster; 0 if none can be
+        faster, None if unknown.
+    proof: how the gap was proven, in one line.
     """
 
     step_seconds: Seconds
@@ -73,6 +72,6 @@ class Prediction(Model):
 
     @property
     def total_bytes(self) -> int:
-        """Peak bytes per rank: "total" where it is given, else the sum of the parts."""
+        """Peak bytes per rank: "total" if given, else the sum of the parts."""
         parts = self.memory_bytes
         return parts["total"] if "total" in parts else sum(parts.values())

@@ -1,4 +1,4 @@
-"""A plan drawn for people."""
+"""A plan as text: placements, activations, stages, collectives, predictions and provenance."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _mesh(plan: PlanFields) -> str:
 
 
 def _table(console: Console, title: str, columns: Iterable[str]) -> Table:
-    """An empty table under a title. The title is printed apart, since a table's own wraps at the table's width."""
+    """An empty table under a title, which is printed before it: a table's own title wraps at the width of the table."""
     console.print(Text(f"\n{title}"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
@@ -122,26 +122,26 @@ def _pipeline(plan: PlanFields, console: Console) -> None:
     title = f"pipeline: {len(rule.stages)} stages, {rule.microbatches} microbatches a step, schedule {rule.schedule}"
     table = _table(console, title, ["stage", "modules"])
     for index, stage in enumerate(rule.stages):
-        table.add_row(Text(str(index)), Text(", ".join(_runs(stage))))
+        table.add_row(Text(str(index)), Text(", ".join(_number_ranges(stage))))
     if rule.shared:
         table.add_row(Text("all"), Text(", ".join(rule.shared)))
     console.print(table)
 
 
-def _runs(names: Iterable[str]) -> list[str]:
-    """Names with neighbours that differ in their last number drawn together: "layers.0-3"."""
-    runs: list[tuple[str, int | None, int]] = []
+def _number_ranges(names: Iterable[str]) -> list[str]:
+    """Names, with consecutive numbers joined: "layers.0-3"."""
+    ranges: list[tuple[str, int | None, int]] = []
     for name in names:
         head, _, last = name.rpartition(".")
         number = int(last) if last.isdecimal() else None
-        if number is not None and runs and runs[-1][0] == head and runs[-1][1] is not None:
-            if runs[-1][2] + 1 == number:
-                runs[-1] = (head, runs[-1][1], number)
+        if number is not None and ranges and ranges[-1][0] == head and ranges[-1][1] is not None:
+            if ranges[-1][2] + 1 == number:
+                ranges[-1] = (head, ranges[-1][1], number)
                 continue
-        runs.append((name if number is None else head, number, number or 0))
+        ranges.append((name if number is None else head, number, number or 0))
     return [
         head if first is None else f"{head}.{first}" if first == last else f"{head}.{first}-{last}"
-        for head, first, last in runs
+        for head, first, last in ranges
     ]
 
 
@@ -207,8 +207,8 @@ def _provenance(plan: PlanFields, console: Console) -> None:
         sizes = " of ".join(f"{number} {what}" for what, number in sorted(origin.batch.items()))
         console.print(Text(f"  planned for a batch of {sizes}"))
     if origin.request:
-        asked = ", ".join(f"{name}={_given(value)}" for name, value in sorted(origin.request.items()))
-        console.print(Text(f"  asked for: {asked}"))
+        request = ", ".join(f"{name}={_given(value)}" for name, value in sorted(origin.request.items()))
+        console.print(Text(f"  asked for: {request}"))
     for note in origin.notes:
         console.print(Text(f"  {note}"))
 
@@ -218,7 +218,7 @@ def _given(value: object) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: "1.50 GiB"."""
+    """Text of a size in bytes: "1.50 GiB"."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -226,7 +226,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: "12.3 ms"."""
+    """Text of a time in seconds: "12.3 ms"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""A plan as JSON text: stable, readable, and safe to read whatever it holds."""
+"""Plans as JSON: stable, readable text, and strict parsing."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.plan.fields import PlanFields
 
 WIDTH = 110
-_ASKED = ("request", "batch")
+_REQUEST_FIELDS = ("request", "batch")
 
 
 def to_data(plan: PlanFields) -> dict[str, Any]:
     """The plan as plain dicts and lists. Mesh axes stand in mesh order, other keys in alphabetical order."""
     data: dict[str, Any] = _plain(plan, tuple(plan.degrees) if isinstance(plan.degrees, Mapping) else ())
-    if not data.get("experts"):  # most plans have none, and say nothing of it
+    if not data.get("experts"):  # left out of the text when empty
         data.pop("experts", None)
     provenance = data.get("provenance")
-    if isinstance(provenance, dict):  # plans that were written by hand were asked for nothing
-        for name in _ASKED:
+    if isinstance(provenance, dict):  # empty for plans that were written by hand
+        for name in _REQUEST_FIELDS:
             if not provenance.get(name):
                 provenance.pop(name, None)
     return data
 
 
 def identity(plan: PlanFields) -> dict[str, Any]:
-    """`to_data` without what does not count for equality: when the plan was made, and what was asked for."""
+    """`to_data` without what does not count for equality: time of creation, request and batch."""
     data = to_data(plan)
     if isinstance(data.get("provenance"), dict):
-        for name in ("created", *_ASKED):
+        for name in ("created", *_REQUEST_FIELDS):
             data["provenance"].pop(name, None)
     return data
 
@@ -51,12 +51,12 @@ def _plain(value: Any, axes: tuple[str, ...]) -> Any:
 
 
 def dumps(data: object) -> str:
-    """JSON text, two spaces a level; whatever fits on a line stands on one, except the plan itself and its lists."""
+    """JSON text with two spaces per level; values that fit on one line are on one line, except the plan and its lists."""
     return _render(data, 0, 0) + "\n"
 
 
 def _render(value: object, level: int, used: int) -> str:
-    """`value` as JSON, `level` levels deep, where `used` columns of its first line are taken."""
+    """`value` as JSON at this nesting level, after `used` columns of its first line."""
     flat = json.dumps(value, ensure_ascii=True, allow_nan=False)
     if not isinstance(value, (dict, list)) or not value:
         return flat
@@ -77,7 +77,7 @@ def _render(value: object, level: int, used: int) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """What the JSON text holds. Raises PlanError for anything else than one JSON value without repeated keys."""
+    """The value of JSON text. Raises PlanError unless it is one JSON value without repeated keys."""
     try:
         if isinstance(text, (bytes, bytearray)):
             text = bytes(text).decode("utf-8-sig")
@@ -102,12 +102,12 @@ def _excerpt(text: object, position: int) -> object:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in data:
             raise PlanError(key, value, "the same key stands twice in one object; keep one")
-        found[key] = value
-    return found
+        data[key] = value
+    return data
 
 
 def _no_constant(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a plan must obey, and the PlanErrors that say so: field, value, rule, nearest legal value."""
+"""Checks of how the fields of a plan fit each other and the run. PlanErrors name field, value, rule and nearest legal value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright_dtensor.utils.names import did_you_mean, listing
 
 
 def check(plan: PlanFields, world_size: int | None, axes: tuple[str, ...] | None) -> None:
-    """How the fields fit each other, and the run. Raises PlanError at the first that does not."""
+    """Raise PlanError for the first field that does not fit the others or the run."""
     _check_axes(plan, axes)
     product = math.prod(plan.degrees.values())
     if product != plan.world_size:
@@ -26,7 +26,7 @@ def check(plan: PlanFields, world_size: int | None, axes: tuple[str, ...] | None
     _check_parameters(plan)
     _check_activations(plan)
     if plan.context is not None and "cp" not in plan.degrees:
-        rule = f"it speaks of the axis 'cp', and the axes of the plan are {listing(plan.degrees)}"
+        rule = f"it needs the axis 'cp', and the axes of the plan are {listing(plan.degrees)}"
         raise PlanError("context", plan.context.attention, f"{rule}; add cp to degrees or remove the field")
     _check_experts(plan)
     _check_pipeline(plan)
@@ -40,14 +40,12 @@ def _check_axes(plan: PlanFields, axes: tuple[str, ...] | None) -> None:
         _known_axis(plan, f"strategies.{axis}", axis)
     for axis, degree in plan.degrees.items():
         if axes is not None and axis not in axes:
-            known = (
-                f"the axes with a strategy are {listing(axes)}"
-                if axes
-                else ("no strategy is installed; pip install meshwright-parallel")
-            )
+            installed = f"the axes with a strategy are {listing(axes)}"
+            if not axes:
+                installed = "no strategy is installed; pip install meshwright-parallel"
             close = did_you_mean(axis, axes)
             raise PlanError(
-                f"degrees.{axis}", degree, f"no installed strategy works on axis {axis!r}; {known}", close
+                f"degrees.{axis}", degree, f"no installed strategy works on axis {axis!r}; {installed}", close
             )
 
 
@@ -76,7 +74,7 @@ def _check_activations(plan: PlanFields) -> None:
         key = (rule.module, rule.function, rule.occurrence)
         first = seen.setdefault(key, index)
         if first != index:
-            text = f"activations[{first}] speaks of the same call, and the first match wins; merge the two"
+            text = f"activations[{first}] is for the same call, and the first match wins; merge the two"
             raise PlanError(f"activations[{index}]", key, text)
         for side, values in (("inputs", rule.inputs), ("outputs", rule.outputs or ())):
             for place, states in enumerate(values):
@@ -107,7 +105,7 @@ def _check_pipeline(plan: PlanFields) -> None:
     if pipeline is None:
         return
     if "pp" not in plan.degrees:
-        rule = f"it speaks of the axis 'pp', and the axes of the plan are {listing(plan.degrees)}"
+        rule = f"it needs the axis 'pp', and the axes of the plan are {listing(plan.degrees)}"
         raise PlanError("pipeline", pipeline.schedule, f"{rule}; add pp to degrees or remove the field")
     count = len(pipeline.stages)
     if count == 0 or count % degree:
@@ -120,7 +118,7 @@ def _check_pipeline(plan: PlanFields) -> None:
 
 
 def _nearest_degrees(degrees: dict[str, int], world_size: int) -> str:
-    """Degrees close to these whose product is world_size: one axis changed where that is enough."""
+    """Degrees close to these whose product is world_size: one axis changed if that is enough."""
     product = math.prod(degrees.values())
     options = []
     for axis, degree in degrees.items():
@@ -130,12 +128,12 @@ def _nearest_degrees(degrees: dict[str, int], world_size: int) -> str:
     if options:
         _, axis, degree = min(options)
         return _show({**degrees, axis: degree})
-    # outer axes take what is left once inner ones, in turn, took the largest divisor that is not above their degree
-    left, found = world_size, {}
+    # inner axes take the largest common divisor in turn, the outermost takes the rest
+    left, divisors = world_size, {}
     for axis, degree in reversed(degrees.items()):
-        found[axis] = math.gcd(left, degree)
-        left //= found[axis]
-    nearest = {axis: found[axis] for axis in degrees}
+        divisors[axis] = math.gcd(left, degree)
+        left //= divisors[axis]
+    nearest = {axis: divisors[axis] for axis in degrees}
     if not nearest:
         return _show({"dp": world_size})
     outer = next(iter(nearest))

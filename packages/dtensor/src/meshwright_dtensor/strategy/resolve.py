@@ -1,4 +1,4 @@
-"""The strategies that a plan names, and the states that they give to parameters: what needs no model."""
+"""The strategies of a plan, and the states that they give to parameters. Needs no model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshwright_dtensor.utils.names import listing
 
 
 def resolve_strategies(plan: ParallelPlan, host: PluginHost, world_size: int) -> tuple[Strategy, ...]:
-    """The strategy of each mesh axis, in mesh order; checks that the plan is sound and fits the run.
+    """The strategy of each mesh axis, in mesh order; checks that the plan is valid and fits the run.
 
     Raises:
-        PlanError: the plan is unsound, or names a strategy of another axis.
+        PlanError: the plan is invalid, or names a strategy of another axis.
         PluginError: a strategy is not installed.
     """
     installed = host.strategies()
     plan.validate_for(world_size, sorted({r.record.axis for r in installed.values()}))
-    found: list[Strategy] = []
+    strategies: list[Strategy] = []
     for axis in plan.degrees:
         owners = [name for name, registered in installed.items() if registered.record.axis == axis]
         name = plan.strategies.get(axis)
@@ -38,21 +38,22 @@ def resolve_strategies(plan: ParallelPlan, host: PluginHost, world_size: int) ->
         if registered.record.axis != axis:
             rule = f"strategy {name!r} works on axis {registered.record.axis!r}"
             raise PlanError(f"strategies.{axis}", name, rule, listing(owners))
-        found.append(registered.load()())
-    return tuple(found)
+        strategies.append(registered.load()())
+    return tuple(strategies)
 
 
 def parameter_states(
     fqn: str, shape: tuple[int, ...], plan: ParallelPlan, strategies: Sequence[Strategy]
 ) -> tuple[State, ...]:
     """State per mesh axis, in mesh order, in which parameter `fqn` of global `shape` is stored."""
-    found: dict[str, State] = {}
-    for strategy in sorted(strategies, key=lambda one: one.gathers):  # these see what the others leave
+    states: dict[str, State] = {}
+    # strategies that gather are last, since their states depend on the others
+    for strategy in sorted(strategies, key=lambda strategy: strategy.gathers):
         axis, degree = strategy.axis, plan.degree(strategy.axis)
         if degree == 1:
-            found[axis] = "I"
+            states[axis] = "I"
         elif strategy.gathers:
-            found[axis] = strategy.parameter_state_given(fqn, shape, plan, degree, dict(found))
+            states[axis] = strategy.parameter_state_given(fqn, shape, plan, degree, dict(states))
         else:
-            found[axis] = strategy.parameter_state(fqn, shape, plan, degree)
-    return tuple(found[axis] for axis in plan.degrees)
+            states[axis] = strategy.parameter_state(fqn, shape, plan, degree)
+    return tuple(states[axis] for axis in plan.degrees)

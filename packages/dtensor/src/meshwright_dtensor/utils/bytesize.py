@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: "40GiB", "24 GB", "80e9".  Torch-free."""
+"""Memory sizes as text: "40GiB", "24 GB", "80e9". Torch-free."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright_dtensor.utils.names import did_you_mean
 UNITS: Mapping[str, int] = MappingProxyType(
     {
         "B": 1,
-        **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)},
-        **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+        **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
+        **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
     }
 )
-"""Unit -> bytes; case does not count, and the B may be left out."""
+"""Unit -> bytes; upper and lower case are the same, and the B may be left out."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 _MOST = 2**63 - 1
@@ -26,11 +26,11 @@ def parse_size(value: object, name: str = "size") -> int:
     """Bytes from a number, or from text such as "80GB", "512 MiB" or "80e9".
 
     Args:
-        value: what was given.
-        name: of what it was given for, in errors.
+        value: bytes or text.
+        name: name of the option, for errors.
 
     Raises:
-        UsageError: it is no size, or not between 1 and 2**63 bytes.
+        UsageError: `value` is no size, or not between 1 and 2**63 bytes.
     """
     example = "give bytes, or text such as '16GB' or '40GiB'"
     shown = f"{name}={value!r}"
@@ -39,26 +39,26 @@ def parse_size(value: object, name: str = "size") -> int:
         if match is None:
             raise UsageError(f"{shown} is no size; {example}")
         number, unit = float(match[1]), match[2]
-        by_lower = {known.lower(): factor for known, factor in UNITS.items()}
+        by_lower = {unit.lower(): factor for unit, factor in UNITS.items()}
         factor = by_lower.get(unit.lower(), by_lower.get(f"{unit.lower()}b"))
         if factor is None:
             close = did_you_mean(unit, UNITS)
             hint = f"did you mean {close!r}?" if close else f"units are {', '.join(UNITS)}"
             raise UsageError(f"{shown}: {unit!r} is no unit of memory; {hint}; {example}")
-        found = number * factor
+        size = number * factor
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UsageError(f"{shown} is no size; {example}")
     else:
-        found = value
-    if not 1 <= found <= _MOST:
+        size = value
+    if not 1 <= size <= _MOST:
         raise UsageError(
             f"{shown} is out of range: it must be at least one byte, and less than 2**63; {example}"
         )
-    return int(found)
+    return int(size)
 
 
 def human_bytes(size: float) -> str:
-    """ "1.5 GiB"."""
+    """Text of a size in bytes: "1.5 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= scale:
             return f"{size / scale:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""How many cores there are to work on."""
+"""CPU cores of this process."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on; where the system does not tell (macOS, Windows), all of the machine's."""
+    """The number of cores that this process may run on; on macOS and Windows, of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A short hash by which a plan recognises the model it was made for."""
+"""A short hash of a model, by which a plan recognises the model that it was made for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Class name and 16 hex digits over class names, parameter names, shapes and dtypes; values do not count."""
+    """Class name and 16 hex digits over class names, parameter names, shapes and dtypes; not over values."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"{name}:{type(module).__qualname__}\n".encode())

@@ -1,4 +1,4 @@
-"""Help with names: suggest the one that was meant."""
+"""Names in messages: suggestions for misspelt names, and lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: object, options: Iterable[str]) -> str | None:
-    """The option closest to `name`, or None where nothing is close."""
+    """The option closest to `name`, or None if none is close."""
     text = str(name)
     options = list(options)
     close = difflib.get_close_matches(text, options, n=1)
@@ -20,18 +20,18 @@ def did_you_mean(name: object, options: Iterable[str]) -> str | None:
 
 
 def suggestion(name: object, options: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for the end of a message, "" where nothing is close."""
+    """ "; did you mean 'x'?" for the end of a message, "" if none is close."""
     close = did_you_mean(name, options)
     return f"; did you mean {close!r}?" if close else ""
 
 
 def listing(names: Iterable[str], limit: int = 12) -> str:
-    """`names` joined by commas, cut after `limit`; "none" where there are none."""
+    """`names` joined by commas, cut after `limit`; "none" if there are none."""
     names = list(names)
     shown = ", ".join(names[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown or "none"
 
 
 def canonical(distribution: str) -> str:
-    """A distribution's name in the form in which two spellings of it are equal (PEP 503)."""
+    """The normalized name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
