@@ -86,8 +86,8 @@ def write_trace(model: nn.Module, path: str | os.PathLike[str]) -> float:
     call = call_of(model)
     if call is None or call.last is None:
         raise UsageError("there is no step to write: give a pipelined model that has been called")
-    told: list[Any] = [None] * dist.get_world_size(call.place.group)
-    dist.all_gather_object(told, call.last.spans, group=call.place.group)
+    told: list[Any] = [None] * dist.get_world_size(call.context.group)
+    dist.all_gather_object(told, call.last.spans, group=call.context.group)
     if call.rank == 0:
         events = [event for rank, spans in enumerate(told) for event in _events(rank, spans)]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -316,7 +316,7 @@ def step(rank: int, size: int, cases: list[tuple[str, bool]], count: int, looks:
         change = (MIXING | BY_ROW)[name]
         single, many = changed(change, inside), pipeline(changed(change, inside), plan(count))
         if not looks:
-            call_of(many).preparing.check_rows = lambda whole: None
+            call_of(many).preparation.check_rows = lambda whole: None
         try:
             got = many(**batch())
         except PlanError as error:
@@ -367,7 +367,7 @@ def written(
         attribute, write = WRITES[name]
         single, many = writing(write, inside), pipeline(writing(write, inside), plan(count))
         if not looks:
-            call_of(many).preparing.check_rows = lambda whole: None
+            call_of(many).preparation.check_rows = lambda whole: None
         try:
             for number in range(2):
                 many(**batch(number))

@@ -73,7 +73,7 @@ def flagged(rank: int, size: int) -> tuple[str, int]:
     model = pipeline(Flagged(), plan(4))
     for step in range(3):
         model(**batch(step), step=step)
-    looks = len(model.__dict__["_meshwright_pipeline"].preparing._looked)
+    looks = len(model.__dict__["_meshwright_pipeline"].preparation._row_checks)
     with pytest.raises(PlanError) as error:
         model(**batch(), how="mixed")
     return str(error.value), looks

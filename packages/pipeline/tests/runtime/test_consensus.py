@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright_dtensor.errors import MeshwrightError, StageError
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import pipeline
-from meshwright_pipeline.runtime.broadcast import Spread
-from meshwright_pipeline.runtime.consensus import Mates
+from meshwright_pipeline.runtime.agreement import Broadcast, StageRanks
 from meshwright_pipeline.runtime.tied_grads import TiedSum
 
 
@@ -97,7 +96,7 @@ def die(rank: int, size: int, victim: int, where: str, folder: str) -> None:
         if where == "tied":
             TiedSum.sum = kill  # type: ignore[method-assign, assignment]
         else:
-            Spread.give = Spread.take = kill  # type: ignore[method-assign, assignment]
+            Broadcast.send = Broadcast.receive = kill  # type: ignore[method-assign, assignment]
     try:
         with torch.set_grad_enabled(where == "tied"):
             many(**chain_batch(1))
@@ -123,8 +122,8 @@ def test_a_rank_that_dies_after_its_actions_is_told_on_every_other(
 
 def agree(rank: int, size: int, adds: bool) -> tuple[str | None, str | None]:
     """What a stage of these ranks is told where the loss adds up on rank 0, and on others only if `adds`."""
-    mates = Mates(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), torch.device("cpu"))
-    return mates.apart("a batch", rank == 0 or adds), mates.apart("a batch", adds)
+    stage = StageRanks(init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), torch.device("cpu"))
+    return stage.refusal("a batch", rank == 0 or adds), stage.refusal("a batch", adds)
 
 
 def test_ranks_of_a_stage_that_see_another_loss_are_told(rank_pool: RankPool) -> None:

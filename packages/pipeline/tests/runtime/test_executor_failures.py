@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import time
@@ -20,9 +21,10 @@ from meshwright_dtensor.errors import StageError
 from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.testing.rank_pool import RankError, RankPool
 from meshwright_pipeline import Action, Shape, pipeline, timetable
-from meshwright_pipeline.runtime.consensus import Agreement
-from meshwright_pipeline.runtime.executor import Running, Runtime
-from meshwright_pipeline.runtime.p2p import Transport
+from meshwright_pipeline.runtime.agreement import Agreement, Vote
+from meshwright_pipeline.runtime.executor import RankStages, StepRun
+from meshwright_pipeline.runtime.p2p import Transport, packets
+from meshwright_pipeline.runtime.p2p_step import Peers
 
 
 def real(output: Tensor) -> bool:
@@ -106,34 +108,34 @@ def test_a_peer_that_dies_between_actions_is_reported(
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "isend", lambda *args, **options: None if training else Lost())
     monkeypatch.setattr(dist, "irecv", lost)
-    schedule, shape = schedule_named("1f1b"), Shape(2, 2, 2)
-    table = timetable(schedule, shape)
+    table = timetable(schedule_named("1f1b"), Shape(2, 2, 2))
     stage: Any = SimpleNamespace(
         is_last=False,
         cut=SimpleNamespace(sent=lambda index: [0]),
         run=lambda args, kwargs, received, *_: ({0: torch.ones(2, requires_grad=True)}, None),
     )
     transport = Transport(None, torch.device("cpu"))  # type: ignore[arg-type]
-    runtime = Runtime({0: stage}, shape, schedule, table, transport, None)
-    running = Running(runtime, [((), {})] * 2, (lambda *_: []) if training else None, None, "ids", training)
-    found = running.run("all" if training else "forward").failure
-    assert found is not None and found.lost and found.action.stage == 1
-    assert found.action == Action("B" if training else "F", 1, 0)
-    assert "connection closed by peer" in str(found.error)
+    stages = RankStages({0: stage}, Peers(transport, table), None)
+    run = StepRun(stages, [((), {})] * 2, (lambda *_: []) if training else None, None, "ids")
+    failure = run.run().failure
+    assert failure is not None and failure.lost and failure.action.stage == 1
+    assert failure.action == Action("B" if training else "F", 1, 0)
+    assert "connection closed by peer" in str(failure.error)
 
 
-def arrives(told: Tensor) -> None:
-    told.copy_(torch.tensor([0.0, 1.0, 2.0, 0.0]))
+def arrives(buffer: Tensor) -> None:
+    ((_, packet),) = packets(pickle.dumps(Vote((1.0, 2.0), None, 0)), 0, torch.device("cpu"))
+    buffer.copy_(packet)
 
 
 def test_what_all_agree_on_stands_where_one_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has told the sum; who died before it came is for the next step to find."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-    monkeypatch.setattr(dist, "irecv", lambda told, **options: arrives(told))
+    monkeypatch.setattr(dist, "irecv", lambda buffer, **options: arrives(buffer))
     monkeypatch.setattr(dist, "isend", lambda *args, **options: Lost())
-    agreement = Agreement(None, torch.device("cpu"))  # type: ignore[arg-type]
-    assert agreement.settle((1.0, 0.0), None, lambda rank: Action("F", 0, 0)) == (3.0, 4.0)
+    agreement = Agreement(None, torch.device("cpu"), lambda rank: Action("F", 0, 0))  # type: ignore[arg-type]
+    assert agreement.settle(Vote((1.0, 0.0), None, 0)) == (3.0, 4.0)
 
 
 def change(rank: int, size: int) -> str:
@@ -157,7 +159,7 @@ def change(rank: int, size: int) -> str:
 def test_a_shape_that_changes_is_told_on_every_rank(rank_pool: RankPool) -> None:
     for text in rank_pool.run(4, change, timeout=150):
         assert "stage 1 failed in the forward of microbatch 2, on rank 1" in text
-        assert "has changed from [2, 6, 8] torch.float32 to [2, 5, 8] torch.float32" in text
+        assert "have changed from [2, 6, 8] torch.float32 to [2, 5, 8] torch.float32" in text
 
 
 def fail(rank: int, size: int, kind: str) -> str:

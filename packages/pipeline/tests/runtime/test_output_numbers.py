@@ -151,7 +151,7 @@ def test_numbers_anywhere_are_those_of_one_device(rank_pool: RankPool, schedule:
 def wrong(rank: int, size: int, name: str) -> float:
     """How far off a plain mean over microbatches is."""
     many = pipeline(judged(ADDING[name]), judged_plan("1f1b"))
-    call_of(many).preparing.adding = lambda prepared, whole: loss_additivity.Additivity(
+    call_of(many).preparation.additivity = lambda prepared, whole: loss_additivity.Additivity(
         loss_additivity.Leaf(power=0), ()
     )
     return far(loss_of(many(**judged_batch(0))), loss_of(judged(ADDING[name])(**judged_batch(0))))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright_pipeline.runtime.split_backward import Halves
+from meshwright_pipeline.runtime.split_backward import SplitBackward
 
 
 class Layer(nn.Module):
@@ -58,11 +58,11 @@ def run(
     early: list[str] = []
     named = [*p.named_parameters(), *layers.named_parameters()]
     if split:
-        halves = Halves(outputs, [x])
-        halves.first(gradients)
+        halves = SplitBackward(outputs, [x])
+        halves.input_gradients(gradients)
         early = [name for name, one in named if one.grad is not None]
         assert x.grad is not None
-        halves.second()
+        halves.weight_gradients()
     else:
         torch.autograd.backward(outputs, gradients)
     return {name: one.grad for name, one in named}, x.grad, early
@@ -87,8 +87,8 @@ def test_both_halves_are_the_whole(build: Callable[..., list[Tensor]], early: in
 
 def test_without_inputs_all_is_left_to_the_second_half() -> None:
     weight = torch.ones(3, requires_grad=True)
-    halves = Halves([(weight * 2).sum()], [])
-    halves.first(None)
+    halves = SplitBackward([(weight * 2).sum()], [])
+    halves.input_gradients(None)
     assert weight.grad is None
-    halves.second()
+    halves.weight_gradients()
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((3,), 2.0))

@@ -45,7 +45,7 @@ def count(rank: int, size: int, early: bool, inside: bool, told: bool = True) ->
     torch.manual_seed(0)
     many = pipeline(Scheduled(early, inside), plan(1))
     if not told:
-        call_of(many)._tell_kept = lambda work: None
+        call_of(many)._write_state = lambda *values: None
     worst = 0.0
     for number in range(4):
         with torch.set_grad_enabled(number != 2):
@@ -105,7 +105,7 @@ def make(rank: int, size: int) -> tuple[float, tuple[tuple[str, str], ...]]:
     for number in range(3):
         one(**batch(number))
         many(**batch(number))
-    (known,) = call_of(many).preparing._known.values()
+    (known,) = call_of(many).preparation._prepared.values()
     return float((one.mean - many.mean).abs().max() / one.mean.abs().max()), known.profile.kept.buffers
 
 

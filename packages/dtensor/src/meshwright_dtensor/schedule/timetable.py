@@ -22,6 +22,7 @@ class Timetable:
     """A checked schedule.
 
     Attributes:
+        schedule, shape: the schedule, and the pipeline that it runs.
         ranks: per rank, its actions in order.
         alive: per rank, the largest number of microbatches, over all of its stages, that it holds
             activations of at once.
@@ -29,10 +30,16 @@ class Timetable:
         order: every action with its rank, after the actions that it depends on.
     """
 
+    schedule: Schedule
+    shape: Shape
     ranks: tuple[tuple[Action, ...], ...]
     alive: tuple[int, ...]
     ends: dict[Action, float]
     order: tuple[tuple[int, Action], ...]
+
+    def owner(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        return self.schedule.owner(stage, self.shape)
 
     @property
     def length(self) -> float:
@@ -114,7 +121,7 @@ def timetable(schedule: Schedule, shape: Shape) -> Timetable:
         clock[rank] = ends[action] = start + DURATION[action.kind]
         held[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
         most[rank] = max(most[rank], held[rank])
-    return Timetable(actions.ranks, tuple(most), ends, order)
+    return Timetable(schedule, shape, actions.ranks, tuple(most), ends, order)
 
 
 def _split(ranks: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Give a rank its stages: empty what others hold, and take over the calls of the model."""
+"""Divides a model into stages on this rank: frees the memory of other stages, and takes over the calls of the model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshwright_dtensor.schedule.timetable import Timetable, timetable
 from meshwright_dtensor.strategy import Division
 from meshwright_pipeline._torch import hooks_of, take_over
 from meshwright_pipeline.install.optimizer_guard import watch_steps
-from meshwright_pipeline.install.placeholders import leave
+from meshwright_pipeline.install.placeholders import replace_unit
 from meshwright_pipeline.partition.units import Ownership, ownership
+from meshwright_pipeline.runtime.agreement import RankContext
 from meshwright_pipeline.runtime.call import PipelinedCall
-from meshwright_pipeline.runtime.schedule_warning import Surprise
-from meshwright_pipeline.runtime.step_end import Place
+from meshwright_pipeline.runtime.schedule_warning import ScheduleWarning
 from meshwright_pipeline.runtime.tied_grads import TiedSum, ties
 from meshwright_pipeline.trace.meta_model import skeleton
 
@@ -32,15 +32,15 @@ _ATTRIBUTE = "_meshwright_pipeline"
 
 
 class StageDivision(Division):
-    """What one rank of a pipeline holds of a model.
+    """The stages of a model on one rank of a pipeline.
 
     Args:
-        model: the whole model; this empties what other ranks hold.
+        model: the whole model; the memory of other stages is freed.
         rule: stages and schedule.
         group: the ranks of the axis.
         dtype: what a float32 model is computed in.
-        split: split backwards are run in two halves; what is recomputed would be so for each.
-        predicted: what the plan predicts.
+        split: run split backwards in two halves; with recomputation each half would recompute.
+        predicted: the prediction of the plan.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class StageDivision(Division):
         self.table = checked_timetable(self.schedule, self.shape)
         holders = _holders(model, self.owned, self.schedule, self.shape)
         self.ties = ties(model, holders)
-        self.known = {part: frozenset(hooks_of(part)) for part in model.modules()}
+        self.hooks_before = {module: frozenset(hooks_of(module)) for module in model.modules()}
         everything = frozenset(model.state_dict())
         self.skeleton = skeleton(model, self.owned.units, dtype)
         here = {unit for stage in self.schedule.own(rank, self.shape) for unit in self.owned.stages[stage]}
         for unit in self.owned.units:
             if unit not in here:
-                leave(model, unit, rank, holders)
+                replace_unit(model, unit, rank, holders)
         self.elsewhere = everything - frozenset(model.state_dict())
         self._describe(model, holders, rank)
 
@@ -87,32 +87,30 @@ class StageDivision(Division):
 
     def install(self, model: nn.Module, mesh: DeviceMesh | None, device: torch.device, plain: bool) -> None:
         """See Division."""
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        speaks = mesh is None or all(place == 0 for place in mesh.get_coordinate() or ())
+        world = dist.group.WORLD
+        assert world is not None
+        reports_loss = mesh is None or not any(mesh.get_coordinate() or ())
         call = PipelinedCall(
             model,
             self.skeleton,
             self.owned,
-            self.schedule,
             self.table,
-            self.shape,
             TiedSum(self.ties, self.group),
-            Place(self.group, everyone, mesh, plain, device, speaks, self.dtype),
+            RankContext(self.group, world, mesh, plain, device, reports_loss, self.dtype),
             self.rule.outputs == "all",
-            Surprise(self.rule, self.table, self.shape, self.predicted, quiet=dist.get_rank() != 0),
+            ScheduleWarning(self.rule, self.table, self.predicted, quiet=dist.get_rank() != 0),
             self.split,
         )
-        call.hooks_are_ours(self.known)
+        call.claim_hooks(self.hooks_before)
         model.__dict__[_ATTRIBUTE] = call
-        model.register_load_state_dict_pre_hook(_Ignoring(self.elsewhere))
+        model.register_load_state_dict_pre_hook(_IgnoreKeys(self.elsewhere))
         watch_steps(model.parameters(), self.group, device)
         take_over(model, call)
 
 
 @dataclass(frozen=True)
-class _Ignoring:
-    """Lets a state dict of the whole model load: what other ranks hold is left to them."""
+class _IgnoreKeys:
+    """Lets a state dict of the whole model load: keys of other stages are ignored."""
 
     names: frozenset[str]
 
@@ -122,7 +120,7 @@ class _Ignoring:
 
 
 def checked_timetable(schedule: Schedule, shape: Shape) -> Timetable:
-    """The timetable of a plan.
+    """The timetable of a schedule.
 
     Raises:
         PlanError: the schedule cannot run this pipeline.
@@ -134,22 +132,21 @@ def checked_timetable(schedule: Schedule, shape: Shape) -> Timetable:
 
 
 def call_of(model: nn.Module) -> PipelinedCall | None:
-    """What runs the steps of a pipelined model, None of any other."""
-    found = model.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, PipelinedCall) else None
+    """The PipelinedCall of a pipelined model; None of any other."""
+    call = model.__dict__.get(_ATTRIBUTE)
+    return call if isinstance(call, PipelinedCall) else None
 
 
 def _holders(
     model: nn.Module, owned: Ownership, schedule: Schedule, shape: Shape
 ) -> dict[str, tuple[int, ...]]:
-    """Parameter name, every alias included -> ranks that hold it under that name."""
-    everyone = tuple(range(shape.ranks))
-    found: dict[str, tuple[int, ...]] = {}
+    """Parameter name, aliases included -> ranks that hold it under that name."""
+    holders: dict[str, tuple[int, ...]] = {}
     owners = {
         unit: tuple(sorted({schedule.owner(stage, shape) for stage in owned.allowed(unit)}))
         for unit in owned.units
     }
     for name, _ in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in owners if name == unit or name.startswith(f"{unit}.")), None)
-        found[name] = everyone if unit is None else owners[unit]
-    return found
+        holders[name] = tuple(range(shape.ranks)) if unit is None else owners[unit]
+    return holders

@@ -1,6 +1,6 @@
-"""Optimizers on a stage whose steps call the loss: as often on every rank, or an error on all of them.
+"""Guards optimizer steps that call a closure: equally often on every rank, or an error on all of them.
 
-How often a step calls its closure may depend on gradients, of which a rank of a pipeline sees those of its own stages only.
+How often a step calls its closure may depend on gradients, and a rank sees only those of its own stages.
 """
 
 from __future__ import annotations
@@ -17,36 +17,35 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright_dtensor.errors import UnsupportedError
+from meshwright_pipeline.runtime.agreement import extremes
 
 _STAGED = "_meshwright_staged"
 
 
-class Staged:
+class StageMark:
     """Marks a parameter of a stage.
 
     Args:
-        group: the ranks of the pipeline's axis.
-        device: where its messages are.
+        group: the ranks of the pipeline axis.
+        device: where their messages are.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self.device = weakref.ref(group), device  # parameters outlive models
+        self._group, self.device = weakref.ref(group), device  # parameters may outlive their model
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (bool, (True,))
 
     def agree(self, kind: type, calls: bool) -> None:
-        """Tell the other ranks whether the closure is called now, or the step ends (collective).
+        """Check that all ranks call the closure now, or all end the step (collective).
 
         Raises:
             UnsupportedError: ranks differ; on every rank.
         """
         group = self._group()
-        if group is None:  # it has been ended, and the model with it
+        if group is None:  # destroyed, and the model with it
             return
-        told = torch.tensor([calls, not calls], dtype=torch.int64, device=self.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-        if told.all():
+        if extremes([int(calls)], group, self.device) == [(0, 1)]:
             raise UnsupportedError(
                 f"{kind.__name__}.step(closure) on parameters of a pipelined model: ranks call the closure differently often, "
                 f"since each sees the gradients of its own stages only. {_FIX}"
@@ -59,68 +58,68 @@ _FIX = (
 )
 
 
-class _Asked:
-    """A closure of whose calls the other ranks are told."""
+class _CheckedClosure:
+    """A closure whose calls are checked against those of the other ranks."""
 
-    def __init__(self, closure: Callable[..., Any], staged: Staged, kind: type) -> None:
-        self.closure, self.staged, self.kind = closure, staged, kind
+    def __init__(self, closure: Callable[..., Any], mark: StageMark, kind: type) -> None:
+        self.closure, self.mark, self.kind = closure, mark, kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.staged.agree(self.kind, True)
+        self.mark.agree(self.kind, True)
         return self.closure(*args, **kwargs)
 
 
 def watch_steps(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
-    """From now on, a step of an optimizer that cannot step these parameters of a stage is refused."""
-    mark = Staged(group, device)
+    """Refuse steps of optimizers that cannot step these parameters of a stage."""
+    mark = StageMark(group, device)
     for parameter in parameters:
         parameter.__dict__[_STAGED] = mark
-    _attend()
+    _register_hooks()
 
 
 @cache
-def _attend() -> None:
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+def _register_hooks() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     kind = type(optimizer)
     needs = _needs_closure(kind)
     if not needs and len(args) < 2 and not kwargs:
         return None
-    staged = _staged(optimizer)
-    if staged is None:
+    mark = _stage_mark(optimizer)
+    if mark is None:
         return None
     if needs:
         raise UnsupportedError(
-            f"{kind.__name__}.step(closure) on parameters of a pipelined model: it calls the closure as often as the gradients "
-            "that it sees say, and a rank of a pipeline sees those of its own stages only, so that ranks would call the model "
-            f"differently often and wait for each other for ever. {_FIX}"
+            f"{kind.__name__}.step(closure) on parameters of a pipelined model: how often it calls the closure depends on the "
+            "gradients, and each rank sees the gradients of its own stages only. Ranks would call the model differently often "
+            f"and wait for each other for ever. {_FIX}"
         )
     step: Any = inspect.unwrap(kind.step)
     if step.__module__.startswith("torch.optim."):
-        return None  # those of torch call it once
-    given = inspect.signature(step).bind_partial(*args, **kwargs)
-    closure = given.arguments.get("closure")
+        return None  # torch's own optimizers call it once
+    bound = inspect.signature(step).bind_partial(*args, **kwargs)
+    closure = bound.arguments.get("closure")
     if not callable(closure):
         return None
-    given.arguments["closure"] = _Asked(closure, staged, kind)
-    return given.args, given.kwargs
+    bound.arguments["closure"] = _CheckedClosure(closure, mark, kind)
+    return bound.args, bound.kwargs
 
 
-def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for given in (*args, *kwargs.values()):
-        if isinstance(given, _Asked):
-            given.staged.agree(given.kind, False)
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, _CheckedClosure):
+            value.mark.agree(value.kind, False)
 
 
-def _staged(optimizer: torch.optim.Optimizer) -> Staged | None:
-    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return next((parameter.__dict__[_STAGED] for parameter in every if _STAGED in parameter.__dict__), None)
+def _stage_mark(optimizer: torch.optim.Optimizer) -> StageMark | None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((p.__dict__[_STAGED] for p in parameters if _STAGED in p.__dict__), None)
 
 
 def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether a step cannot be taken without a function that computes the loss."""
+    """Whether a step needs a closure that computes the loss."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty

@@ -1,6 +1,6 @@
-"""What a rank has of the modules that other ranks hold: shapes that may be asked for, and errors that say where the rest is.
+"""Placeholders for the modules and parameters of other stages: they have shapes, and errors that say where the values are.
 
-Torch's own errors would speak of the meta device, or of a shape. What works on meta tensors goes on working.
+Torch's own errors would speak of the meta device or of a shape. Whatever works on meta tensors still works.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from meshwright_pipeline.trace.forward_hooks import signature_of
 from meshwright_pipeline.trace.meta_model import move_to_meta
 
 
-class Elsewhere(torch.Tensor):
-    """A meta tensor in the place of a parameter or buffer that other ranks hold, or what was made of such."""
+class Placeholder(torch.Tensor):
+    """A meta tensor in place of a parameter or buffer of another stage, or computed from one."""
 
     _what: str
 
     @staticmethod
-    def of(meta: torch.Tensor, what: str) -> Elsewhere:
-        """`meta` under this description."""
-        found = meta.as_subclass(Elsewhere)
-        found._what = what
-        return found
+    def of(meta: torch.Tensor, what: str) -> Placeholder:
+        """`meta` with this description."""
+        placeholder = meta.as_subclass(Placeholder)
+        placeholder._what = what
+        return placeholder
 
     @classmethod
     def __torch_function__(
@@ -39,14 +39,14 @@ class Elsewhere(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """As on the meta device; what fails there says where the value is.
+        """Run on the meta device. An error there says where the value is.
 
         Raises:
             UnsupportedError: the value is needed.
         """
         if any(not issubclass(cls, kind) for kind in types):
-            return NotImplemented  # values over a mesh have a way of their own
-        first = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Elsewhere)), None)
+            return NotImplemented  # tensors over a mesh have their own dispatcher
+        first = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder)), None)
         what = "a value of another stage" if first is None else first._what
         try:
             with stock_call():
@@ -57,50 +57,49 @@ class Elsewhere(torch.Tensor):
                 "rank whose named_parameters() have it, or save the whole model (save, export) and read it there"
             ) from error
         if type(result) is torch.Tensor and result.is_meta:
-            return Elsewhere.of(result, what)
+            return Placeholder.of(result, what)
         return result
 
 
-def leave(model: nn.Module, unit: str, rank: int, holders: Mapping[str, tuple[int, ...]]) -> None:
-    """Take out of `model` what this rank does not hold of a unit, parameters and buffers; a call of it is then an error.
+def replace_unit(model: nn.Module, unit: str, rank: int, holders: Mapping[str, tuple[int, ...]]) -> None:
+    """Replace the parameters and buffers of a unit of another stage by placeholders. Calling the unit is then an error.
 
     Args:
         rank: of the axis.
         holders: name of a parameter -> ranks of the axis that hold it.
     """
     module = model.get_submodule(unit)
-    where = next((ranks for name, ranks in holders.items() if name.startswith(f"{unit}.")), ())
-    here = f"rank {rank} of the pipeline does not hold, rank {listing(map(str, where))} does"
+    ranks = next((ranks for name, ranks in holders.items() if name.startswith(f"{unit}.")), ())
+    where = f"rank {rank} of the pipeline does not hold, rank {listing(map(str, ranks))} does"
 
-    def left(name: str, meta: torch.Tensor) -> torch.Tensor:
-        return Elsewhere.of(meta, f"{unit}.{name} is what {here}")
+    def placeholder(name: str, meta: torch.Tensor) -> torch.Tensor:
+        return Placeholder.of(meta, f"{unit}.{name} is what {where}")
 
-    holding = {path: part for path, part in module.named_modules() if _holds(part) or part is module}
-    move_to_meta(module, left)
-    if not where:
+    guarded = {path: part for path, part in module.named_modules() if _has_parameters(part) or part is module}
+    move_to_meta(module, placeholder)
+    if not ranks:
         return
-    for path, part in holding.items():
+    for path, part in guarded.items():
         name = f"{unit}.{path}" if path else unit
-        part.__dict__["forward"] = _refusing(name, here, part.forward)
+        part.__dict__["forward"] = _refusing(name, where, part.forward)
 
 
-def _holds(part: nn.Module) -> bool:
-    return any(True for _ in part.parameters(recurse=False))
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
-def _refusing(name: str, here: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(name: str, where: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        # a call for shapes alone: wrappers that users put around a forward also run on meta tensors
         if all(tensor.is_meta for tensor in tensors_of((args, kwargs))):
-            return forward(
-                *args, **kwargs
-            )  # it is asked for shapes: code that users put around a forward is not copied
+            return forward(*args, **kwargs)
         raise UnsupportedError(
-            f"module {name!r} was called outside of the call of its model, and it is what {here}: a pipelined model runs in "
-            "model(...) alone, where every rank runs its own stages. Let forward of the model do what is wanted (behind an "
+            f"module {name!r} was called outside of the call of its model, and it is what {where}: a pipelined model runs only in "
+            "model(...), where every rank runs its own stages. Let forward of the model do what is wanted (selected by an "
             "argument, say), or plan without pp"
         )
 
-    known = signature_of(forward)
-    if known is not None:  # models look at the parameters of forward
-        refuse.__signature__ = known  # type: ignore[attr-defined]
+    signature = signature_of(forward)
+    if signature is not None:  # models inspect the parameters of forward
+        refuse.__signature__ = signature  # type: ignore[attr-defined]
     return refuse

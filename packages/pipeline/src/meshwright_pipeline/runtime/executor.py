@@ -1,7 +1,7 @@
-"""Runs one step of a schedule on this rank: forwards and backwards, and between them the post.
+"""Runs the actions of one step on this rank: forwards, backwards and the messages between them.
 
-A rank whose stage fails computes no more, but goes through the rest of its actions as far as messages go, so that its
-neighbours, and theirs, come to the end of the step. There all ranks learn what happened.
+A rank whose stage fails computes no more, but still sends and receives what the other ranks wait for. So every
+rank comes to the end of the step, where all learn about the failure.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
-from meshwright_dtensor.schedule.timetable import Timetable
+from meshwright_dtensor.schedule.schedule import Action
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline.runtime.p2p import Crossing, Transport, Wire
-from meshwright_pipeline.runtime.p2p_step import Failure, Letter, Mail
-from meshwright_pipeline.runtime.split_backward import Halves
+from meshwright_pipeline.partition.boundaries import Cut
+from meshwright_pipeline.runtime.p2p import Specs, TensorSpec
+from meshwright_pipeline.runtime.p2p_step import Failure, Peers, StepMessages
+from meshwright_pipeline.runtime.split_backward import SplitBackward
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss_denominators import BatchDenominatorMode, Denominators
 from meshwright_pipeline.trace.microbatch import Call
 from meshwright_pipeline.trace.profile import Label
 
 Tensor = torch.Tensor
-Ends = Callable[[int, Any], list[Tensor]]
+StartBackward = Callable[[int, Any], list[Tensor]]
 """(microbatch, result of the model) -> the tensors that its backward pass starts from; each requires a gradient."""
-_AHEAD = 4
-"""Actions that are looked at for the next message to receive."""
+_PREFETCH = 4
+"""Following actions among which the next message to receive is looked for."""
 
 
 @dataclass(frozen=True)
@@ -45,256 +45,238 @@ class Span:
 
 
 @dataclass
-class _Held:
-    """What a microbatch holds on a stage between its forward and its backward: local tensors that autograd starts from."""
+class _Saved:
+    """Local tensors that a microbatch keeps on a stage from its forward to its backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    halves: Halves | None = None
+    split: SplitBackward | None = None
 
 
 @dataclass
-class Step:
-    """What came of a step on this rank.
+class StepOutcome:
+    """The outcome of a step on this rank.
 
     Attributes:
-        behind: microbatch -> this rank's parts of what code behind the last unit takes, on a rank of the last stage where
-            forwards end there. `wire`: how they lie.
-        failure: what went wrong here first.
-        spans: what ran when.
-        most_alive: the largest number of microbatches, over all stages of the rank, that were held at once.
+        unit_outputs: microbatch -> this rank's parts of the unit outputs that the code after the last unit takes; on
+            the rank of the last stage, where forwards end there. `specs`: their descriptions.
+        failure: the first error on this rank.
+        spans: when each action ran.
+        most_alive: the largest number of microbatches, over all stages of the rank, that were saved at once.
     """
 
-    behind: dict[int, list[Tensor]] = field(default_factory=dict)
-    wire: Wire = ()
+    unit_outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    specs: Specs = ()
     failure: Failure | None = None
     spans: list[Span] = field(default_factory=list)
     most_alive: int = 0
 
 
-class Runtime:
-    """The stages of one rank for batches of one signature.
+@dataclass(frozen=True)
+class RankStages:
+    """The stages of one rank, for batches of one signature.
 
     Args:
-        stages: index -> stage, those that this rank holds; none on a rank that only keeps messages in step.
-        shape: ranks, stages and microbatches.
-        schedule, table: say who holds which stage, and what every rank does in which order.
-        transport: messages along the axis.
-        mesh: the mesh of a stage, None where values are ordinary tensors.
-        split: whether the two halves of a split backward are run apart; else the first does all.
-
-    Attributes:
-        wires: cut -> how what this rank sends over it lies, once it has been sent.
-        letters, heard: what was written, and read and understood, in steps before.
+        stages: index -> stage; none on a rank that only exchanges messages.
+        peers: the other ends of their cuts.
+        mesh: the mesh of a stage; None where values are ordinary tensors.
+        split: run the two halves of a split backward separately; else the first half does all.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        shape: Shape,
-        schedule: Schedule,
-        table: Timetable,
-        transport: Transport,
-        mesh: DeviceMesh | None,
-        split: bool = True,
-    ) -> None:
-        self.split = split
-        self.stages, self.shape, self.schedule = stages, shape, schedule
-        self.transport, self.mesh, self.table = transport, mesh, table
-        self.places = {action: place for own in table.ranks for place, action in enumerate(own)}
-        self.wires: dict[int, Wire] = {}
-        self.letters: dict[tuple[int, bool], bytes] = {}
-        self.heard: dict[int, tuple[bytes, Letter]] = {}
-
-    def peer(self, stage: int) -> int | None:
-        """The other rank that holds a stage, None where it is this one."""
-        owner = self.schedule.owner(stage, self.shape)
-        return None if owner == self.transport.rank else owner
+    stages: Mapping[int, Stage]
+    peers: Peers
+    mesh: DeviceMesh | None
+    split: bool = True
 
 
-class Running:
+class StepRun:
     """One step while it runs.
 
     Args:
-        runtime: the stages.
+        stages: the stages of this rank.
         calls: the microbatches.
-        ends: where backward passes start; None: at what code behind the last unit takes, where forwards then end.
-        numbers: of the whole batch, see counting.
+        start_backward: where backward passes start. None: forwards end after the last unit, and backwards run later
+            (`run_backward`), from gradients of the unit outputs.
+        numbers: loss denominators of the whole batch.
         batch: what this rank was given, in words.
-        backward: whether backward passes follow at once.
-        failure: what has gone wrong already: nothing is computed, and messages are kept in step.
+        failure: an error before the step: nothing is computed, and only messages are exchanged.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        stages: RankStages,
         calls: Sequence[Call],
-        ends: Ends | None,
+        start_backward: StartBackward | None,
         numbers: Denominators | None = None,
         batch: str | None = None,
-        backward: bool = True,
         failure: Failure | None = None,
     ) -> None:
-        self.runtime, self.calls, self.ends, self.numbers = runtime, calls, ends, numbers
-        self.step = Step(failure=failure)
-        self.held: dict[tuple[int, int], _Held] = {}
-        # not a method of this: what a step holds must go when it ends, and not when cycles are looked for
-        self.fail = partial(_fail, self.step, self.held)
-        self.mail = Mail(runtime, batch, backward, self.fail)
+        self.stages, self.calls, self.start_backward, self.numbers = stages, calls, start_backward, numbers
+        self.outcome = StepOutcome(failure=failure)
+        self.saved: dict[tuple[int, int], _Saved] = {}
+        # not a bound method: a reference cycle would keep activations until the garbage collector runs
+        self.fail = partial(_fail, self.outcome, self.saved)
+        self.messages = StepMessages(stages.peers, batch, start_backward is not None, self.fail)
         self.gradients: dict[int, Sequence[Tensor | None]] | None = None
-        self.cut_off = False  # something did not come, since another rank has failed
+        self.input_missing = False  # inputs of an action did not come, since another rank has failed
         self.began = time.perf_counter()
 
-    def run(self, part: Literal["all", "forward"]) -> Step:
-        """Run the step, or its forwards only; a rank that fails does what others wait for in any case."""
-        self._go(
+    def run(self) -> StepOutcome:
+        """Run the actions, or the forwards alone where backwards run later.
+
+        A rank that has failed also runs the backwards whose gradients other ranks wait for.
+        """
+        self._run(
             lambda action: (
                 action.kind == "F"
-                or part == "all"
-                or (self.step.failure is not None and self.mail.awaited(action))
+                or self.start_backward is not None
+                or (self.outcome.failure is not None and self.messages.awaited(action))
             )
         )
-        return self.step
+        return self.outcome
 
-    def run_back(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> Step:
-        """Run the backward passes of a step whose forwards have been run.
+    def run_backward(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> StepOutcome:
+        """Run the backwards of a step whose forwards have been run.
 
         Args:
-            gradients: microbatch -> gradients of what `ends` gave, on the rank of the last stage.
+            gradients: microbatch -> gradients of the unit outputs, on the rank of the last stage.
         """
         self.gradients = dict(gradients)
-        self.mail.return_all()
-        self._go(lambda action: action.kind != "F")
-        return self.step
+        self.messages.begin_backward()
+        self._run(lambda action: action.kind != "F")
+        return self.outcome
 
-    def _go(self, wanted: Callable[[Action], bool]) -> None:
-        actions = self.runtime.table.ranks[self.runtime.transport.rank]
+    def _run(self, wanted: Callable[[Action], bool]) -> None:
+        actions = self.stages.peers.actions
         for place, action in enumerate(actions):
             if wanted(action):
-                following = actions[place + 1 : place + 1 + _AHEAD]
-                self._do(action, [coming for coming in following if wanted(coming)])
-        self.mail.settle()
+                following = actions[place + 1 : place + 1 + _PREFETCH]
+                self._run_action(action, [later for later in following if wanted(later)])
+        self.messages.flush()
 
-    def _do(self, action: Action, following: Sequence[Action]) -> None:
-        """Run one action; what the next of those that follow waits for is on its way meanwhile."""
+    def _run_action(self, action: Action, following: Sequence[Action]) -> None:
+        """Run one action; inputs of those that follow are received meanwhile."""
         start = time.perf_counter()
-        given = self.mail.arrive(action)
+        inputs = self.messages.inputs_of(action)
         ready = time.perf_counter()
-        self.mail.look_ahead(following)
-        made: list[Tensor] | None = None
-        self.cut_off = self.cut_off or given is None
-        if given is not None and not self.cut_off and self.step.failure is None:
+        self.messages.prefetch(following)
+        outputs: list[Tensor] | None = None
+        self.input_missing = self.input_missing or inputs is None
+        if inputs is not None and not self.input_missing and self.outcome.failure is None:
             try:
-                made = self._compute(action, given)
-            except (
-                Exception
-            ) as error:  # whatever a stage raises, its neighbours must come to the end of the step
+                outputs = self._compute(action, inputs)
+            except Exception as error:  # of any kind: the other ranks must come to the end of the step
                 self.fail(Failure(action, error))
-        self.mail.pass_on(action, made)
+        self.messages.send_outputs(action, outputs)
         end = time.perf_counter()
-        self.step.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
+        self.outcome.spans.append(Span(action, ready - self.began, end - self.began, ready - start))
 
     # ---- compute
-    def _compute(self, action: Action, given: list[Tensor]) -> list[Tensor]:
+    def _compute(self, action: Action, inputs: list[Tensor]) -> list[Tensor]:
         if action.kind == "F":
-            return self._forward(action, given)
-        return self._weights(action) if action.kind == "W" else self._backward(action, given)
+            return self._forward(action, inputs)
+        return self._weight_gradients(action) if action.kind == "W" else self._backward(action, inputs)
 
-    def _forward(self, action: Action, given: list[Tensor]) -> list[Tensor]:
-        runtime = self.runtime
-        stage = runtime.stages[action.stage]
-        inputs: list[Tensor] = []
-        received: dict[Label, Tensor] = {}
-        if action.stage:
-            wire = self.mail.wires[action.stage - 1]
-            for label, one, local in zip(stage.cut.received(action.stage), wire, given, strict=True):
-                leaf = local.detach()
-                if one.differentiable and torch.is_grad_enabled():
-                    inputs.append(leaf.requires_grad_())
-                received[label] = one.value(arrived(leaf) if leaf.requires_grad else leaf, runtime.mesh)
-        stop = self.ends is None and stage.is_last
+    def _forward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
+        stage, index, microbatch = self.stages.stages[action.stage], action.stage, action.microbatch
+        values, leaves = self._inputs(index, stage.cut, received)
+        stop = self.start_backward is None and stage.is_last
         glue = BatchDenominatorMode(self.numbers) if self.numbers is not None and stage.is_last else None
-        values, result = stage.run(*self.calls[action.microbatch], received, action.microbatch, stop, glue)
+        results, result = stage.run(*self.calls[microbatch], values, microbatch, stop, glue)
         outputs: list[Tensor] = []
-        made: list[Tensor] = []
-        if stage.is_last and self.ends is not None:
-            outputs = self.ends(action.microbatch, result)
+        if stage.is_last and self.start_backward is not None:
+            starts = self.start_backward(microbatch, result)
         else:
-            labels = stage.cut.final if stop else stage.cut.sent(action.stage)
-            sent = [values[label] for label in labels]
-            self._check_wire(action.stage, tuple(Crossing.of(value) for value in sent))
-            made = [value.to_local() if isinstance(value, GlobalTensor) else value for value in sent]
-            outputs = [local for local in made if local.requires_grad]
-        if stop:
-            self.step.behind[action.microbatch] = [local.detach() for local in made]
-            self.step.wire, made = self.runtime.wires[action.stage], []
+            sent = [results[label] for label in (stage.cut.final if stop else stage.cut.sent(index))]
+            self._check_specs(index, tuple(TensorSpec.of(value) for value in sent))
+            outputs = [value.to_local() if isinstance(value, GlobalTensor) else value for value in sent]
+            starts = [local for local in outputs if local.requires_grad]
         if torch.is_grad_enabled():
-            self.held[action.stage, action.microbatch] = _Held(inputs, outputs)
-            self.step.most_alive = max(self.step.most_alive, len(self.held))
-        return [local.detach() for local in made]
+            self.saved[index, microbatch] = _Saved(leaves, starts)
+            self.outcome.most_alive = max(self.outcome.most_alive, len(self.saved))
+        detached = [local.detach() for local in outputs]
+        if not stop:
+            return detached
+        self.outcome.unit_outputs[microbatch], self.outcome.specs = detached, self.stages.peers.specs[index]
+        return []
 
-    def _check_wire(self, cut: int, wire: Wire) -> None:
-        known = self.runtime.wires.setdefault(cut, wire)
-        if known != wire:
+    def _inputs(
+        self, index: int, cut: Cut, received: list[Tensor]
+    ) -> tuple[dict[Label, Tensor], list[Tensor]]:
+        """The values of what was received, by label, and the leaves among them that get a gradient."""
+        values: dict[Label, Tensor] = {}
+        leaves: list[Tensor] = []
+        if not index:
+            return values, leaves
+        specs = self.messages.specs[index - 1]
+        for label, spec, local in zip(cut.received(index), specs, received, strict=True):
+            leaf = local.detach()
+            if spec.differentiable and torch.is_grad_enabled():
+                leaves.append(leaf.requires_grad_())
+            values[label] = spec.value(writable(leaf) if leaf.requires_grad else leaf, self.stages.mesh)
+        return values, leaves
+
+    def _check_specs(self, cut: int, specs: Specs) -> None:
+        before = self.stages.peers.specs.setdefault(cut, specs)
+        if before != specs:
             raise UnsupportedError(
-                f"what crosses the cut behind stage {cut} has changed from {_shown(known)} to {_shown(wire)}; for every "
-                "microbatch of the same shapes it must be the same"
+                f"the tensors that cross the cut after stage {cut} have changed from {_shown(before)} to {_shown(specs)}; every "
+                "microbatch of the same shapes must send the same"
             )
 
-    def _backward(self, action: Action, given: list[Tensor]) -> list[Tensor]:
+    def _backward(self, action: Action, received: list[Tensor]) -> list[Tensor]:
         key = (action.stage, action.microbatch)
-        held = self.held.pop(key) if action.kind == "B" else self.held[key]
-        last, gradients = action.stage == self.runtime.shape.stages - 1, None
+        saved = self.saved.pop(key) if action.kind == "B" else self.saved[key]
+        last, gradients = action.stage == self.stages.peers.shape.stages - 1, None
         if not last:
-            gradients = [_shaped(g, o) for g, o in zip(given, held.outputs, strict=True)]
+            gradients = [
+                gradient if gradient.shape == output.shape else gradient.view(output.shape)
+                for gradient, output in zip(received, saved.outputs, strict=True)
+            ]
         elif self.gradients is not None:
-            # taken out: nothing keeps them longer than they are needed
-            pairs = list(zip(held.outputs, self.gradients.pop(action.microbatch), strict=True))
-            held.outputs = [output for output, gradient in pairs if gradient is not None]
+            # popped, so that a gradient is freed as soon as it has been used
+            pairs = list(zip(saved.outputs, self.gradients.pop(action.microbatch), strict=True))
+            saved.outputs = [output for output, gradient in pairs if gradient is not None]
             gradients = [gradient for _, gradient in pairs if gradient is not None]
-        if held.outputs and held.outputs[0].requires_grad:  # a loss may have none
-            if action.kind == "I" and self.runtime.split:
-                held.halves = Halves(held.outputs, held.inputs)
-                held.halves.first(gradients)
+        if saved.outputs and saved.outputs[0].requires_grad:  # a loss may have no gradient
+            if action.kind == "I" and self.stages.split:
+                saved.split = SplitBackward(saved.outputs, saved.inputs)
+                saved.split.input_gradients(gradients)
             else:
-                torch.autograd.backward(held.outputs, gradients)
-        return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in held.inputs]
+                torch.autograd.backward(saved.outputs, gradients)
+        return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in saved.inputs]
 
-    def _weights(self, action: Action) -> list[Tensor]:
-        halves = self.held.pop((action.stage, action.microbatch)).halves
-        if halves is not None:
-            halves.second()
+    def _weight_gradients(self, action: Action) -> list[Tensor]:
+        split = self.saved.pop((action.stage, action.microbatch)).split
+        if split is not None:
+            split.weight_gradients()
         return []
 
 
-def _fail(step: Step, held: dict[tuple[int, int], _Held], failure: Failure) -> None:
-    """Compute no more, since this has gone wrong."""
-    if step.failure is None:
-        step.failure = failure
-        held.clear()
+def _fail(outcome: StepOutcome, saved: dict[tuple[int, int], _Saved], failure: Failure) -> None:
+    """Record the first failure, and compute no more."""
+    if outcome.failure is None:
+        outcome.failure = failure
+        saved.clear()
 
 
-class _Arrived(torch.autograd.Function):
-    """Identity behind a leaf, which a model may change in place."""
+class _Writable(torch.autograd.Function):
+    """Identity after a leaf, whose result a model may write to in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.data  # a detached one would count as a view of the leaf
+        return leaf.data  # a detached tensor would count as a view of the leaf
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient
 
 
-def arrived(leaf: Tensor) -> Tensor:
-    """What `leaf` is, for a model that may change it in place."""
-    value: Tensor = _Arrived.apply(leaf)
+def writable(leaf: Tensor) -> Tensor:
+    """The value of `leaf`, for a model that may write to it in place."""
+    value: Tensor = _Writable.apply(leaf)
     return value
 
 
-def _shaped(gradient: Tensor, output: Tensor) -> Tensor:
-    return gradient if gradient.shape == output.shape else gradient.view(output.shape)
-
-
-def _shown(wire: Wire) -> str:
-    return ", ".join(f"{list(one.local_shape)} {one.dtype}" for one in wire)
+def _shown(specs: Specs) -> str:
+    return ", ".join(f"{list(spec.local_shape)} {spec.dtype}" for spec in specs)

@@ -1,8 +1,9 @@
-"""Gradients of a step that runs inside the call: kept apart until `loss.backward()` hands them over.
+"""Gradients of a step that runs inside the call: kept until `loss.backward()` passes them to the parameters.
 
-While the schedule runs, computations take stand-ins of the parameters, at which autograd accumulates the gradients of all
-microbatches. The loss that is returned is connected to the parameters themselves by one function, whose backward gives
-them these gradients, scaled by what it is given: hooks, bucketed sums, scalers and accumulation see an ordinary pass.
+While the schedule runs, computations use stand-ins of the parameters, at which autograd accumulates the gradients of
+all microbatches. The returned loss is connected to the parameters themselves by one autograd function. Its backward
+gives them these gradients, scaled by the gradient of the loss. So hooks, bucketed reductions, gradient scalers and
+accumulation see an ordinary backward pass.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ Tensor = torch.Tensor
 
 
 class Sink:
-    """Where the gradient of one parameter is added up during a step.
+    """Accumulates the gradient of one parameter during a step.
 
     Attributes:
         parameter: the parameter.
         leaf: the tensor at which autograd accumulates its gradient outside of a step.
-        anchor: makes autograd come by where the memory of the parameter is no leaf.
-        added: what has been added to the gradient from there, in the dtype that the parameter is stored in.
+        anchor: makes autograd visit a use of the parameter whose memory is no leaf.
+        added: the sum of the gradients of such uses, in the dtype that the parameter is stored in.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.leaf = leaf_of(parameter)
         self.anchor = torch.zeros((), device=self.leaf.device, requires_grad=True)
-        self._own: Tensor | None = None
+        self._stand_in: nn.Parameter | None = None
         self.added: Tensor | None = None
 
     @property
     def stand_in(self) -> nn.Parameter:
         """A leaf over the memory of the parameter."""
         leaf = leaf_of(self.parameter)
-        if self._own is None or leaf is not self.leaf or self._own.data_ptr() != leaf.data_ptr():
-            self.leaf, self._own = leaf, nn.Parameter(leaf.detach())
-        return self._own  # type: ignore[return-value]
+        if self._stand_in is None or leaf is not self.leaf or self._stand_in.data_ptr() != leaf.data_ptr():
+            self.leaf, self._stand_in = leaf, nn.Parameter(leaf.detach())
+        return self._stand_in
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which gradients of microbatches, and of copies on other ranks, are added up."""
+        """The dtype in which gradients of microbatches, and of copies on other ranks, are summed."""
         return stored_dtype(self.parameter)
 
     def add(self, gradient: Tensor) -> None:
@@ -60,16 +61,16 @@ class Sink:
             self.added += gradient
 
     def take(self) -> Tensor | None:
-        """The gradient of the step; it is kept no longer."""
+        """The gradient of the step, which is then forgotten."""
         total, self.added = self.added, None
-        if self._own is not None and self._own.grad is not None:
-            total = self._own.grad if total is None else total + self._own.grad
-            self._own.grad = None
+        if self._stand_in is not None and self._stand_in.grad is not None:
+            total = self._stand_in.grad if total is None else total + self._stand_in.grad
+            self._stand_in.grad = None
         return total
 
 
 class _StageCopy(ComputeCopy):
-    """What a parameter over a mesh is computed with during a step: the stand-in, or what its own copy gathers."""
+    """The compute copy of a mesh parameter during a step: the stand-in, or the unsharded copy of ZeRO (`inner`)."""
 
     __slots__ = ("inner", "sink")
 
@@ -79,16 +80,16 @@ class _StageCopy(ComputeCopy):
 
     @property
     def computing(self) -> bool:
-        """As its own copy says."""
+        """See ComputeCopy."""
         return self.inner is not None and self.inner.computing
 
     def take(self) -> Tensor:
         """See ComputeCopy."""
         if self.inner is None:
             return self.sink.stand_in
-        # not through a leaf: that would keep memory which is gathered for one use only
-        taken = self.inner.take().detach()
-        return _Into.apply(taken, self.sink.anchor, self.sink)  # type: ignore[no-any-return]
+        # not through a leaf, which would keep the unsharded memory beyond its one use
+        unsharded = self.inner.take().detach()
+        return _ToSink.apply(unsharded, self.sink.anchor, self.sink)  # type: ignore[no-any-return]
 
     def leaf(self) -> Tensor:
         """See ComputeCopy."""
@@ -104,7 +105,7 @@ class _StageCopy(ComputeCopy):
             self.inner.follow(requires_grad)
 
 
-class _Into(torch.autograd.Function):
+class _ToSink(torch.autograd.Function):
     """Identity whose gradient goes to a sink."""
 
     @staticmethod
@@ -119,175 +120,128 @@ class _Into(torch.autograd.Function):
 
 
 class Sinks:
-    """The sinks of all trainable parameters of a model that this rank holds.
+    """The sinks of all trainable parameters of this rank.
 
     Args:
-        model: the model; its parameters may be ordinary ones or lie over a mesh.
-        plain: compute with ordinary tensors although parameters lie over a mesh (of one rank).
+        model: the model; its parameters may be ordinary ones or mesh parameters.
+        plain: compute with ordinary tensors although parameters are on a mesh (of one rank).
     """
 
     def __init__(self, model: nn.Module, plain: bool) -> None:
         self.model, self.plain = model, plain
         self._sinks: dict[int, Sink] = {}
 
-    def trainable(self) -> list[tuple[str, Sink]]:
-        """(name, sink) of every parameter that requires a gradient now."""
-        found = []
+    def trainable(self) -> dict[str, Sink]:
+        """Name -> sink of every parameter that requires a gradient now."""
+        sinks = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 sink = self._sinks.get(id(parameter))
                 if sink is None:
                     sink = self._sinks[id(parameter)] = Sink(parameter)
                 sink.leaf = leaf_of(parameter)
-                found.append((name, sink))
-        return found
+                sinks[name] = sink
+        return sinks
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, computations take stand-ins, and gradients go to the sinks."""
-        sinks = {id(sink.parameter): sink for _, sink in self.trainable()}
+        """Inside, computations use the stand-ins, and gradients go to the sinks."""
+        sinks = {id(sink.parameter): sink for sink in self.trainable().values()}
         swaps: list[tuple[nn.Module, str, Tensor]] = []
-        copies: list[tuple[MeshParameter, ComputeCopy | None]] = []
-        seen: set[int] = set()
+        copies: dict[int, tuple[MeshParameter, ComputeCopy | None]] = {}
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 sink = sinks.get(id(parameter))
                 if isinstance(parameter, MeshParameter) and not self.plain:
-                    if sink is not None and id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        copies.append((parameter, parameter._copy))
+                    if sink is not None:
+                        copies[id(parameter)] = (parameter, parameter._copy)
                 elif sink is not None:
                     swaps.append((module, name, sink.stand_in))
                 elif isinstance(parameter, MeshParameter):
                     swaps.append((module, name, nn.Parameter(leaf_of(parameter), requires_grad=False)))
-        for meshed, inner in copies:
-            meshed.compute_with(_StageCopy(sinks[id(meshed)], meshed, inner))
+        for mesh_parameter, inner in copies.values():
+            mesh_parameter.compute_with(_StageCopy(sinks[id(mesh_parameter)], mesh_parameter, inner))
         try:
             with parameters_swapped(swaps):
                 yield
         finally:
-            for meshed, inner in copies:
-                meshed.compute_with(inner)
-
-    def take(self) -> list[tuple[str, Sink, Tensor | None]]:
-        """(name, sink, gradient of the step) of every trainable parameter."""
-        return [(name, sink, sink.take()) for name, sink in self.trainable()]
+            for mesh_parameter, inner in copies.values():
+                mesh_parameter.compute_with(inner)
 
     def forget(self) -> None:
-        """Give up the gradients of a step that has failed."""
+        """Drop the gradients of a step that has failed."""
         for sink in self._sinks.values():
             sink.take()
 
 
-def _once() -> None:
-    """Refuse a backward pass that is to be differentiated in its turn: autograd's mode is on in no other.
+def _refuse_create_graph() -> None:
+    """Refuse a backward pass that is to be differentiated: gradients are enabled only in such a one.
 
     Raises:
         UnsupportedError: it is one.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "a backward pass with create_graph=True through a pipelined model: that of its stages has no derivative, so that what "
-            "is made of these gradients (a gradient penalty, a Hessian) would train nothing; leave create_graph out, or plan "
-            "without pp"
+            "a backward pass with create_graph=True through a pipelined model: the backward passes of its stages have no "
+            "derivative, so a loss of these gradients (a gradient penalty, a Hessian) would train nothing; leave create_graph "
+            "out, or plan without pp"
         )
 
 
-class _HandOver(torch.autograd.Function):
-    """The loss, connected to the parameters whose gradients are known already."""
+class _Connected(torch.autograd.Function):
+    """Results of a step, connected to the leaves that get gradients when the results are differentiated."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        loss: Tensor,
-        held: list[Tensor | None],
-        after: Callable[[], None],
-        anchor: Tensor,
-        *leaves: Tensor,
-    ) -> Tensor:
-        ctx.held, ctx.after, ctx.spent = held, after, False
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _once()
-        held = list(ctx.held)
-        if ctx.spent:
-            raise UsageError(
-                "backward() through the loss of a pipelined step a second time; its gradients have been handed over: call the "
-                "model again"
-            )
-        ctx.spent = True
-        ctx.held.clear()  # they are scaled in place
-        ctx.after()
-        return (None, None, None, None, *(None if g is None else g.mul_(gradient.to(g.dtype)) for g in held))
-
-
-def connected(
-    loss: Tensor, gradients: Sequence[tuple[Sink, Tensor | None]], after: Callable[[], None]
-) -> Tensor:
-    """`loss` with a backward that hands over `gradients`; `after` is called when that begins.
-
-    The gradients are taken over, and scaled in place.
-    """
-    with torch.enable_grad():
-        leaves = [sink.leaf for sink, _ in gradients]
-        held = [gradient for _, gradient in gradients]
-        # a stage whose parameters are all frozen has a loss with a gradient too, as on one device
-        anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        return _HandOver.apply(loss.detach(), held, after, anchor, *leaves)  # type: ignore[no-any-return]
-
-
-class _Return(torch.autograd.Function):
-    """What a model returned, connected to its parameters: gradients of it start the backward passes of the stages."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        outputs: list[Tensor],
+        results: list[Tensor],
         differentiable: list[bool],
-        back: Callable[[list[Tensor | None]], list[Tensor | None]],
+        backward: Callable[[list[Tensor | None]], Sequence[Tensor | None]],
         after: Callable[[], None],
         anchor: Tensor,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.back, ctx.after = back, after
+        ctx.backward_of_step, ctx.after = backward, after
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x, d in zip(outputs, differentiable, strict=True) if not d))
-        return tuple(outputs)
+        ctx.mark_non_differentiable(*(x for x, d in zip(results, differentiable, strict=True) if not d))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _once()
-        back, ctx.back = ctx.back, None
-        if back is None:
+        _refuse_create_graph()
+        backward, ctx.backward_of_step = ctx.backward_of_step, None
+        if backward is None:
             raise UsageError(
-                "backward() through what a pipelined model returned a second time; what its stages kept is gone: add the losses "
-                "up and call backward() once, or call the model again"
+                "backward() a second time through the results of one pipelined step; its activations and gradients have been "
+                "used: add the losses up and call backward() once, or call the model again"
             )
-        found = back(list(gradients))
+        leaf_gradients = backward(list(gradients))
         ctx.after()
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, None, *leaf_gradients)
 
 
-def returned(
-    outputs: Sequence[Tensor],
+def connected(
+    results: Sequence[Tensor],
     differentiable: Sequence[bool],
     leaves: Sequence[Tensor],
-    back: Callable[[list[Tensor | None]], list[Tensor | None]],
+    backward: Callable[[list[Tensor | None]], Sequence[Tensor | None]],
     after: Callable[[], None],
 ) -> tuple[Tensor, ...]:
-    """`outputs`, of which a backward pass calls `back` with their gradients, and hands over what that returns to `leaves`.
+    """`results`, connected to `leaves`.
 
-    `after` is called before that.
+    Args:
+        differentiable: which results have a gradient.
+        backward: called once, with the gradients of the results; returns those of the leaves.
+        after: called after it.
     """
     with torch.enable_grad():
-        anchor = torch.zeros((), device=outputs[0].device, requires_grad=True)
-        return _Return.apply(list(outputs), list(differentiable), back, after, anchor, *leaves)  # type: ignore[no-any-return]
+        # results have a gradient also where all parameters of the stage are frozen, as on one device
+        anchor = torch.zeros((), device=results[0].device, requires_grad=True)
+        return _Connected.apply(list(results), list(differentiable), backward, after, anchor, *leaves)  # type: ignore[no-any-return]
 
 
-class _LossOnly(torch.autograd.Function):
-    """Identity; raises where a loss made of it is differentiated."""
+class _NotDifferentiable(torch.autograd.Function):
+    """Identity; raises in its backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
@@ -296,13 +250,13 @@ class _LossOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
         raise UsageError(
-            "the model has computed its loss, so that the backward passes of this step have run, and another one was computed "
-            "from what else it returned; compute all of the loss outside (call the model without labels) or all of it inside"
+            "the model has computed its loss, so the backward passes of this step have run, and another loss was computed from "
+            "its other outputs; compute all of the loss outside (call the model without labels) or all of it inside"
         )
 
 
-def loss_only(value: Tensor) -> Tensor:
-    """`value`, of which no gradient may be asked."""
+def not_differentiable(value: Tensor) -> Tensor:
+    """`value`; differentiating it is an error, since the backward passes have run."""
     with torch.enable_grad():
         anchor = torch.zeros((), device=value.device, requires_grad=True)
-        return _LossOnly.apply(value, anchor)  # type: ignore[no-any-return]
+        return _NotDifferentiable.apply(value, anchor)  # type: ignore[no-any-return]

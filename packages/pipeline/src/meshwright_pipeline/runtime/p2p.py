@@ -1,11 +1,12 @@
-"""Messages between stages: the local parts of what crosses a cut, and of its gradients.
+"""Point-to-point messages along the pipeline axis: byte messages, and the tensors that cross a cut.
 
-The first message of a step over a cut says how everything lies; those that follow are bare tensors in buffers of known shape.
+In each step the first message over a cut is a header that describes the tensors. The tensors follow without
+any description, in buffers of known shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +21,20 @@ from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, wrap
 
 Tensor = torch.Tensor
-_ANNOUNCED = 1 << 30
-_HEAD = 1024
-"""Bytes of the message that begins an announcement: its length, and as much of it as has room."""
+_HEADERS = 1 << 30
+_PACKET = 1024
+"""Bytes of the first packet of a byte message: its length, and as much of it as fits."""
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """How one value lies: its local shape and dtype; over a mesh, its states and global shape; whether it has a gradient."""
+class TensorSpec:
+    """Describes one tensor that crosses a cut.
+
+    Attributes:
+        local_shape, dtype: of this rank's part.
+        states, shape: the placement over the mesh of the stage, None for an ordinary tensor; the global shape.
+        differentiable: whether a gradient comes back.
+    """
 
     local_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,36 +43,104 @@ class Crossing:
     differentiable: bool
 
     @staticmethod
-    def of(value: Tensor) -> Crossing:
-        """That of a value."""
+    def of(value: Tensor) -> TensorSpec:
+        """The description of `value`."""
         if isinstance(value, GlobalTensor):
             layout, local = value.global_layout, value.to_local()
-            return Crossing(
+            return TensorSpec(
                 tuple(local.shape), local.dtype, layout.states, tuple(layout.shape), local.requires_grad
             )
-        return Crossing(tuple(value.shape), value.dtype, None, tuple(value.shape), value.requires_grad)
+        return TensorSpec(tuple(value.shape), value.dtype, None, tuple(value.shape), value.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A buffer for the local part, or for its gradient."""
+        """A buffer for this rank's part, or for its gradient."""
         return torch.empty(self.local_shape, dtype=self.dtype, device=device)
 
     def value(self, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
-        """The value of which `local` is this rank's part."""
+        """The tensor that has `local` as this rank's part."""
         if self.states is None or mesh is None:
             return local
         context = MeshContext.of(mesh)
         return wrap(local, layout_of(context, self.states, self.shape, self.dtype))
 
 
-Wire = tuple[Crossing, ...]
+Specs = tuple[TensorSpec, ...]
 
 
-class Broken(Exception):
-    """The stage at the other end has failed before it could say what it sends."""
+class NothingComes(Exception):
+    """The stage at the other end failed before it could describe its tensors."""
 
 
+# ---- byte messages
+def packets(content: bytes, tag: int, device: torch.device) -> list[tuple[int, Tensor]]:
+    """(tag, tensor) to send for a byte message: one of 1 KB, and a second one where the content is longer."""
+    first = _PACKET - 8
+    head = bytearray(len(content).to_bytes(8, "little") + content[:first]).ljust(_PACKET, b"\0")
+    parts = [head, bytearray(content[first:])] if len(content) > first else [head]
+    return [(tag + i, torch.frombuffer(part, dtype=torch.uint8).to(device)) for i, part in enumerate(parts)]
+
+
+@dataclass
+class PendingBytes:
+    """A byte message whose first packet is being received."""
+
+    group: dist.ProcessGroup
+    peer: int
+    tag: int
+    head: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> bytes:
+        """The content, once all of it is here."""
+        if self.work is not None:
+            self.work.wait()
+        content = _bytes_of(self.head)
+        length = int.from_bytes(content[:8], "little")
+        if length > _PACKET - 8:
+            rest = torch.empty(length - _PACKET + 8, dtype=torch.uint8, device=self.head.device)
+            dist.recv(rest, group=self.group, group_src=self.peer, tag=self.tag + 1)
+            content += _bytes_of(rest)
+        return content[8 : 8 + length]
+
+
+def receive_bytes(group: dist.ProcessGroup, peer: int, tag: int, device: torch.device) -> PendingBytes:
+    """Start to receive a byte message."""
+    head = torch.empty(_PACKET, dtype=torch.uint8, device=device)
+    return PendingBytes(group, peer, tag, head, dist.irecv(head, group=group, group_src=peer, tag=tag))
+
+
+def send_to_each(
+    tensors: Sequence[tuple[int, Tensor]], ranks: Iterable[int], group: dist.ProcessGroup
+) -> dict[int, RuntimeError]:
+    """Send the same tensors, each with its tag, to several ranks.
+
+    Returns: the ranks that did not receive them, and why.
+    """
+    works: list[tuple[int, dist.Work | None]] = []
+    lost: dict[int, RuntimeError] = {}
+    for rank in ranks:
+        try:
+            for tag, tensor in tensors:
+                works.append((rank, dist.isend(tensor, group=group, group_dst=rank, tag=tag)))
+        except RuntimeError as error:
+            lost[rank] = error
+    for rank, work in works:
+        if work is None or rank in lost:
+            continue
+        try:
+            work.wait()
+        except RuntimeError as error:
+            lost[rank] = error
+    return lost
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+# ---- messages of actions
 class Transport:
-    """Messages along the axis of the pipeline.
+    """Messages of the actions of a step, along the pipeline axis.
 
     Args:
         group: the ranks of the axis.
@@ -77,92 +152,79 @@ class Transport:
         self.rank = dist.get_rank(group)
         self._sent: list[Sent] = []
 
-    def announce(self, letter: bytes | None, peer: int, cut: int, place: int) -> None:
-        """Say how what follows in this step lies; None: nothing will come. `place` as in `send`."""
-        content = letter or b""
-        head = bytearray(len(content).to_bytes(8, "little") + content[: _HEAD - 8]).ljust(_HEAD, b"\0")
-        tag = _ANNOUNCED + 2 * cut
-        self._post(torch.frombuffer(head, dtype=torch.uint8).to(self.device), peer, tag, place)
-        if len(content) > _HEAD - 8:
-            rest = bytearray(content[_HEAD - 8 :])
-            self._post(torch.frombuffer(rest, dtype=torch.uint8).to(self.device), peer, tag + 1, place)
+    def send_header(self, content: bytes | None, peer: int, cut: int, place: int) -> None:
+        """Send the header of a cut; None: nothing will come over it. `place`: see `send`."""
+        for tag, packet in packets(content or b"", _HEADERS + 2 * cut, self.device):
+            self._isend(packet, peer, tag, place)
 
-    def hear(self, peer: int, cut: int) -> bytes:
-        """What the peer announces.
+    def receive_header(self, peer: int, cut: int) -> bytes:
+        """The header of a cut.
 
         Raises:
-            Broken: nothing will come.
+            NothingComes: nothing will come over it.
         """
-        tag = _ANNOUNCED + 2 * cut
-        head = self._bytes(_HEAD, peer, tag)
-        length = int.from_bytes(head[:8], "little")
-        if not length:
-            raise Broken
-        rest = self._bytes(length - _HEAD + 8, peer, tag + 1) if length > _HEAD - 8 else b""
-        return (head[8:] + rest)[:length]
-
-    def _bytes(self, count: int, peer: int, tag: int) -> bytes:
-        content = torch.empty(count, dtype=torch.uint8, device=self.device)
-        dist.recv(content, group=self.group, group_src=peer, tag=tag)
-        return content.cpu().numpy().tobytes()
+        content = receive_bytes(self.group, peer, _HEADERS + 2 * cut, self.device).wait()
+        if not content:
+            raise NothingComes
+        return content
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, phase: Any, place: int) -> None:
         """Send tensors, which must not be written to any more.
 
         Args:
-            place: of the action that takes them, in the order of the peer's actions.
+            place: index, among the peer's actions, of the action that takes them.
         """
         for number, tensor in enumerate(tensors):
             contiguous = tensor.detach().contiguous()
             nbytes = contiguous.numel() * contiguous.element_size()
             record("send_recv", "pp", nbytes, phase, function="pipeline")
-            self._post(contiguous, peer, tag + number, place)
+            self._isend(contiguous, peer, tag + number, place)
 
-    def receive(self, wire: Wire, peer: int, tag: int) -> Arriving:
-        """Start to receive what lies as `wire` says."""
-        buffers = [one.empty(self.device) for one in wire]
+    def receive(self, specs: Specs, peer: int, tag: int) -> PendingTensors:
+        """Start to receive tensors of these descriptions."""
+        buffers = [spec.empty(self.device) for spec in specs]
         works = [
-            dist.irecv(buffer, group=self.group, group_src=peer, tag=tag + place)
-            for place, buffer in enumerate(buffers)
+            dist.irecv(buffer, group=self.group, group_src=peer, tag=tag + number)
+            for number, buffer in enumerate(buffers)
         ]
-        return Arriving(buffers, works)
+        return PendingTensors(buffers, works)
 
-    def taken(self, peer: int, place: int) -> None:
-        """The peer has come to this place: what was sent for actions up to there has arrived, and is kept no longer.
+    def release_sent(self, peer: int, place: int) -> None:
+        """Free what was sent for the peer's actions up to `place`: the peer has run them, so it has arrived.
 
-        Works of gloo do not know by themselves that they have ended.
+        Works of gloo have to be waited for; they do not notice by themselves that they have ended.
         """
         for sent in self._sent:
             if sent.peer == peer and sent.place <= place and sent.work is not None:
                 sent.work.wait()
         self._sent = [sent for sent in self._sent if sent.peer != peer or sent.place > place]
 
-    def settle(self, gone: Collection[int]) -> tuple[Sent, RuntimeError] | None:
-        """Wait until everything that was sent has left, but for what peers that are `gone` do not take.
+    def flush(self, lost_ranks: Collection[int]) -> tuple[Sent, RuntimeError] | None:
+        """Wait until all messages have left, except those to `lost_ranks`.
 
         Returns: the first message that could not leave, and why; None where all have.
         """
-        sent, self._sent = self._sent, []
-        lost: tuple[Sent, RuntimeError] | None = None
-        dead = set(gone)
-        for one in sent:
-            if one.work is None or one.peer in dead:
+        pending, self._sent = self._sent, []
+        first: tuple[Sent, RuntimeError] | None = None
+        dead = set(lost_ranks)
+        for sent in pending:
+            if sent.work is None or sent.peer in dead:
                 continue
             try:
-                one.work.wait()
-            except RuntimeError as error:  # the others still wait for what was sent to them
-                dead.add(one.peer)
-                lost = lost or (one, error)
-        return lost
+                sent.work.wait()
+            except RuntimeError as error:  # the other ranks still wait for their messages
+                dead.add(sent.peer)
+                first = first or (sent, error)
+        return first
 
-    def _post(self, tensor: Tensor, peer: int, tag: int, place: int) -> None:
+    def _isend(self, tensor: Tensor, peer: int, tag: int, place: int) -> None:
         work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
         self._sent.append(Sent(peer, place, work, tensor))
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A message on its way to an action of a peer (its place in the peer's order), and the memory that it is sent from."""
+    """A message on its way to an action of a peer (index among the peer's actions), and its memory."""
 
     peer: int
     place: int
@@ -171,14 +233,14 @@ class Sent:
 
 
 @dataclass
-class Arriving:
-    """Tensors on their way."""
+class PendingTensors:
+    """Tensors that are being received."""
 
     buffers: list[Tensor]
     works: Sequence[dist.Work | None]
 
     def wait(self) -> list[Tensor]:
-        """The tensors, arrived."""
+        """The tensors, once they are here."""
         for work in self.works:
             if work is not None:
                 work.wait()

@@ -1,8 +1,9 @@
-"""The post of one step on one rank: what its actions need of other stages, and where what they make has to go.
+"""Point-to-point communication of one pipeline step: inputs of this rank's actions in, their outputs out.
 
-In every step the first message over a cut is a letter, which says how what follows lies, whether gradients come back, and what
-batch its sender was given. Both ends go by the letter, whatever they expected themselves, and a rank that has failed goes on
-sending what the letters promise, or says once that there is nothing to come: nobody hangs, and the end of the step tells everyone.
+In each step the first message over a cut is a header: it describes the tensors, says whether gradients come
+back, and which batch the sender was given. Both ends follow the header, whatever they expected. A rank that
+has failed still sends what its headers promise, or says once that nothing will come. So no rank hangs, and
+the end of the step reports the failure to all.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.schedule.schedule import Action
-from meshwright_pipeline.runtime.p2p import Arriving, Broken, Wire
-
-if TYPE_CHECKING:
-    from meshwright_pipeline.runtime.executor import Runtime
+from meshwright_dtensor.schedule.timetable import Timetable
+from meshwright_pipeline.runtime.p2p import NothingComes, PendingTensors, Specs, Transport
 
 Tensor = torch.Tensor
-_ROOM = 1024
-"""Tags of one message: how many tensors may cross a cut together."""
+_MAX_TENSORS = 1024
+"""Tags reserved for one message: the most tensors that may cross a cut together."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong: the action, and the error; `lost`: it is another rank's, of which nothing came, that of the stage."""
+    """An error in a step.
+
+    Attributes:
+        action: where.
+        error: what.
+        lost: no message came from or went to the rank of this action: the error is that rank's.
+    """
 
     action: Action
     error: Exception
@@ -36,232 +40,266 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Letter:
-    """How what crosses a cut lies in one step.
+class Header:
+    """First message over a cut in a step.
 
     Attributes:
-        wire: of each value.
+        specs: the tensors of one microbatch.
         batch: what the sender was given, in words.
-        backward: whether it waits for gradients.
+        backward: whether the sender waits for gradients.
     """
 
-    wire: Wire
+    specs: Specs
     batch: str
     backward: bool
 
 
-class Mail:
-    """The post of one step.
+class Peers:
+    """The stages next to those of this rank, and what was exchanged with them in earlier steps.
 
     Args:
-        runtime: of this rank.
-        batch: what this rank was given, in words; None where it has failed already.
+        transport: messages along the axis.
+        table: the schedule.
+
+    Attributes:
+        specs: cut -> description of the tensors that this rank sends over it, once sent.
+        sent_headers, received_headers: pickled headers of earlier steps; one that comes again is not pickled again.
+    """
+
+    def __init__(self, transport: Transport, table: Timetable) -> None:
+        self.transport, self.table, self.shape = transport, table, table.shape
+        self.places = {action: place for actions in table.ranks for place, action in enumerate(actions)}
+        self.specs: dict[int, Specs] = {}
+        self.sent_headers: dict[tuple[int, bool], bytes] = {}
+        self.received_headers: dict[int, tuple[bytes, Header]] = {}
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of this rank, in order."""
+        return self.table.ranks[self.transport.rank]
+
+    def peer(self, stage: int) -> int | None:
+        """The rank that holds a stage; None where it is this one."""
+        owner = self.table.owner(stage)
+        return None if owner == self.transport.rank else owner
+
+
+class StepMessages:
+    """The messages of one step.
+
+    Args:
+        peers: the stages next to those of this rank.
+        batch: what this rank was given, in words; None where it has already failed.
         backward: whether this rank runs backward passes in the step.
-        fail: told of failures.
+        fail: called with each failure.
     """
 
     def __init__(
-        self, runtime: Runtime, batch: str | None, backward: bool, fail: Callable[[Failure], None]
+        self, peers: Peers, batch: str | None, backward: bool, fail: Callable[[Failure], None]
     ) -> None:
-        self.runtime, self.batch, self.backward, self.fail = runtime, batch, backward, fail
-        self.wires: dict[int, Wire] = {}  # cut -> how values lie, once that has been said
-        self.returning: set[int] = set()  # cuts over which gradients come back
-        self.broken: set[int] = set()  # cuts over which nothing comes
-        self.gone: set[int] = set()  # ranks
-        # (cut, microbatch, backward) -> what comes from another rank, or lies here for a stage of this rank
-        self._arriving: dict[tuple[int, int, bool], Arriving] = {}
+        self.peers, self.batch, self.backward, self.fail = peers, batch, backward, fail
+        self.specs: dict[int, Specs] = {}  # cut -> description of its tensors, once the header is known
+        self.gradient_cuts: set[int] = set()  # cuts over which gradients come back
+        self.failed_cuts: set[int] = set()  # cuts over which nothing comes
+        self.lost_ranks: set[int] = set()
+        # (cut, microbatch, backward) -> tensors from another rank; tensors for another stage of this rank
+        self._pending: dict[tuple[int, int, bool], PendingTensors] = {}
         self._local: dict[tuple[int, int, bool], list[Tensor]] = {}
 
-    def return_all(self) -> None:
-        """The backward passes of a step follow whose forwards have been run by themselves."""
+    def begin_backward(self) -> None:
+        """From now on backward passes run, of a step whose forwards have been run separately."""
         self.backward = True
-        self.returning |= set(self.wires)
+        self.gradient_cuts |= set(self.specs)
 
-    # ---- to this rank
-    def arrive(self, action: Action) -> list[Tensor] | None:
-        """The local tensors that an action needs from the stage beside it; None where they will not come."""
+    # ---- receiving
+    def inputs_of(self, action: Action) -> list[Tensor] | None:
+        """The local tensors that an action needs from the neighbouring stage; None where they will not come."""
         try:
-            return self._given(action)
-        except Broken:
+            return self._receive(action)
+        except NothingComes:
             return None
         except RuntimeError as error:
-            source = _source(action, self.runtime.shape.stages)
+            source = self._source(action)
             assert source is not None
-            if source[0] not in self.wires:
-                self.broken.add(source[0])
-            self._lose(self._beside(action, ahead=False), error)
+            if source[0] not in self.specs:
+                self.failed_cuts.add(source[0])
+            self._lose(self._counterpart(action, sends=False), error)
             return None
 
-    def look_ahead(self, following: Sequence[Action]) -> None:
-        """Start to receive what the next of these actions waits for."""
-        for coming in following:
+    def prefetch(self, following: Sequence[Action]) -> None:
+        """Start to receive the inputs of the first of these actions that needs any."""
+        for action in following:
             try:
-                if self._prepare(coming):
+                if self._start_receive(action):
                     return
             except RuntimeError as error:
-                self._lose(self._beside(coming, ahead=False), error)
+                self._lose(self._counterpart(action, sends=False), error)
                 return
 
     def awaited(self, action: Action) -> bool:
-        """Whether the stage before waits for what a backward makes."""
-        return action.kind in ("B", "I") and action.stage - 1 in self.returning
+        """Whether the previous stage waits for the gradients that this action makes."""
+        return action.kind in ("B", "I") and action.stage - 1 in self.gradient_cuts
 
-    def _given(self, action: Action) -> list[Tensor]:
-        source = _source(action, self.runtime.shape.stages)
+    def _receive(self, action: Action) -> list[Tensor]:
+        source = self._source(action)
         if source is None:
             return []
         cut, stage = source
-        key, peer = (cut, action.microbatch, action.kind != "F"), self.runtime.peer(stage)
-        if cut in self.broken or peer in self.gone:
-            raise Broken
+        key, peer = (cut, action.microbatch, action.kind != "F"), self.peers.peer(stage)
+        if cut in self.failed_cuts or peer in self.lost_ranks:
+            raise NothingComes
         if peer is None:
-            found = self._local.pop(key, None)
-            if found is None:
-                raise Broken
-            return found
-        if action.kind == "F" and cut not in self.wires:
-            self._open(action, peer, cut)
-        elif action.kind != "F" and cut not in self.returning:
-            raise Broken
-        self._prepare(action)
-        arrived = self._arriving.pop(key).wait()
-        self.runtime.transport.taken(peer, self.runtime.places[self._beside(action, ahead=False)])
-        return arrived
+            tensors = self._local.pop(key, None)
+            if tensors is None:
+                raise NothingComes
+            return tensors
+        if action.kind == "F" and cut not in self.specs:
+            self._receive_header(action, peer, cut)
+        elif action.kind != "F" and cut not in self.gradient_cuts:
+            raise NothingComes
+        self._start_receive(action)
+        received = self._pending.pop(key).wait()
+        self.peers.transport.release_sent(peer, self.peers.places[self._counterpart(action, sends=False)])
+        return received
 
-    def _open(self, action: Action, peer: int, cut: int) -> None:
-        """Read the letter of a cut."""
+    def _receive_header(self, action: Action, peer: int, cut: int) -> None:
         try:
-            content = self.runtime.transport.hear(peer, cut)
-        except Broken:
-            self.broken.add(cut)
+            content = self.peers.transport.receive_header(peer, cut)
+        except NothingComes:
+            self.failed_cuts.add(cut)
             raise
-        known = self.runtime.heard.get(cut)
-        if known is None or known[0] != content:
-            known = self.runtime.heard[cut] = (content, pickle.loads(content))
-        letter = known[1]
-        self.wires[cut] = letter.wire
-        if letter.backward:
-            self.returning.add(cut)
-        if self.batch is None or (letter.batch, letter.backward) == (self.batch, self.backward):
+        cached = self.peers.received_headers.get(cut)
+        if cached is None or cached[0] != content:
+            cached = self.peers.received_headers[cut] = (content, pickle.loads(content))
+        header = cached[1]
+        self.specs[cut] = header.specs
+        if header.backward:
+            self.gradient_cuts.add(cut)
+        if self.batch is None or (header.batch, header.backward) == (self.batch, self.backward):
             return
-        if letter.batch == self.batch:
-            mine, theirs = ("with gradients", "without") if self.backward else ("without gradients", "with")
-            text = f"the model was called {mine} here and {theirs} them there; call it alike on every rank"
+        if header.batch == self.batch:
+            here, there = ("with gradients", "without") if self.backward else ("without gradients", "with")
+            text = f"the model was called {here} here and {there} them there; call it alike on every rank"
         else:
             text = (
-                f"it was given {self.batch}, and the stage before it {letter.batch}; a plain tensor is the whole batch, so give "
+                f"it was given {self.batch}, and the stage before it {header.batch}; a plain tensor is the whole batch, so give "
                 "every rank the same (mw.shard_loader reads each rank's part)"
             )
         self.fail(Failure(action, UsageError(text)))
 
-    def _prepare(self, action: Action) -> bool:
-        """Start to receive what an action needs, as far as it is known how that lies; whether it needs anything."""
-        source = _source(action, self.runtime.shape.stages)
-        if source is None or self.runtime.peer(source[1]) is None:
+    def _start_receive(self, action: Action) -> bool:
+        """Start to receive an action's inputs where their description is known. Returns whether it needs any."""
+        source = self._source(action)
+        peer = None if source is None else self.peers.peer(source[1])
+        if source is None or peer is None:
             return False
-        cut, stage = source
-        backward = action.kind != "F"
-        key, peer = (cut, action.microbatch, backward), self.runtime.peer(stage)
-        wire = self._wire(cut, backward)
-        off = cut in self.broken or (backward and cut not in self.returning)
-        if peer is None or wire is None or key in self._arriving or off or peer in self.gone:
-            return True
-        self._arriving[key] = self.runtime.transport.receive(wire, peer, self._tag(*key))
+        cut, backward = source[0], action.kind != "F"
+        key, specs = (cut, action.microbatch, backward), self._specs(cut, backward)
+        nothing_comes = cut in self.failed_cuts or (backward and cut not in self.gradient_cuts)
+        if (
+            specs is not None
+            and key not in self._pending
+            and not nothing_comes
+            and peer not in self.lost_ranks
+        ):
+            self._pending[key] = self.peers.transport.receive(specs, peer, self._tag(*key))
         return True
 
-    # ---- from this rank
-    def pass_on(self, action: Action, made: list[Tensor] | None) -> None:
-        """Send what an action has made; None: it has failed, and messages are only kept in step."""
+    # ---- sending
+    def send_outputs(self, action: Action, outputs: list[Tensor] | None) -> None:
+        """Send the outputs of an action; None: it has failed, and only what was promised is sent."""
         try:
-            self._pass_on(action, made)
+            self._send(action, outputs)
         except RuntimeError as error:
-            self._lose(self._beside(action, ahead=True), error)
+            self._lose(self._counterpart(action, sends=True), error)
 
-    def settle(self) -> None:
-        """Wait until everything that was sent has left."""
-        lost = self.runtime.transport.settle(self.gone)
+    def flush(self) -> None:
+        """Wait until all messages have left."""
+        lost = self.peers.transport.flush(self.lost_ranks)
         if lost is not None:
             sent, error = lost
-            self._lose(self.runtime.table.ranks[sent.peer][sent.place], error)
+            self._lose(self.peers.table.ranks[sent.peer][sent.place], error)
 
-    def _pass_on(self, action: Action, made: list[Tensor] | None) -> None:
+    def _send(self, action: Action, outputs: list[Tensor] | None) -> None:
         if action.kind == "W":
             return
         backward = action.kind != "F"
         cut = action.stage - 1 if backward else action.stage
-        if not 0 <= cut < self.runtime.shape.stages - 1 or cut in self.broken:
+        if not 0 <= cut < self.peers.shape.stages - 1 or cut in self.failed_cuts:
             return
-        peer = self.runtime.peer(action.stage - 1 if backward else action.stage + 1)
+        peer = self.peers.peer(action.stage - 1 if backward else action.stage + 1)
         key = (cut, action.microbatch, backward)
-        if not backward and cut not in self.wires:
-            self._begin(action, cut, peer, made is not None)
-        if cut in self.broken or (backward and cut not in self.returning):
+        if not backward and cut not in self.specs:
+            self._send_header(action, cut, peer, outputs is not None)
+        if cut in self.failed_cuts or (backward and cut not in self.gradient_cuts):
             return
         if peer is None:
-            if made is not None:
-                self._local[key] = made
+            if outputs is not None:
+                self._local[key] = outputs
             return
-        if peer in self.gone:
+        if peer in self.lost_ranks:
             return
-        if made is None:
-            wire = self._wire(cut, backward)
-            assert wire is not None
-            made = [one.empty(self.runtime.transport.device) for one in wire]
-        place = self.runtime.places[self._beside(action, ahead=True)]
-        self.runtime.transport.send(made, peer, self._tag(*key), "backward" if backward else "forward", place)
+        if outputs is None:
+            specs = self._specs(cut, backward)
+            assert specs is not None
+            outputs = [spec.empty(self.peers.transport.device) for spec in specs]
+        phase, place = (
+            "backward" if backward else "forward",
+            self.peers.places[self._counterpart(action, sends=True)],
+        )
+        self.peers.transport.send(outputs, peer, self._tag(*key), phase, place)
 
-    def _begin(self, action: Action, cut: int, peer: int | None, sound: bool) -> None:
-        """Write the letter of a cut, or that there is nothing to come."""
-        if not sound:
-            self.broken.add(cut)
+    def _send_header(self, action: Action, cut: int, peer: int | None, succeeded: bool) -> None:
+        """Send the header of a cut, or that nothing will come over it."""
+        if not succeeded:
+            self.failed_cuts.add(cut)
         else:
-            self.wires[cut] = self.runtime.wires[cut]
+            self.specs[cut] = self.peers.specs[cut]
             if self.backward:
-                self.returning.add(cut)
-        if peer is None or peer in self.gone:
+                self.gradient_cuts.add(cut)
+        if peer is None or peer in self.lost_ranks:
             return
-        letter = None
-        if sound and self.batch is not None:
-            letter = self.runtime.letters.get((cut, self.backward))
-            if letter is None:
-                letter = pickle.dumps(Letter(self.wires[cut], self.batch, self.backward))
-                self.runtime.letters[cut, self.backward] = letter
-        place = self.runtime.places[self._beside(action, ahead=True)]
-        self.runtime.transport.announce(letter, peer, cut, place)
+        header = None
+        if succeeded and self.batch is not None:
+            header = self.peers.sent_headers.get((cut, self.backward))
+            if header is None:
+                header = pickle.dumps(Header(self.specs[cut], self.batch, self.backward))
+                self.peers.sent_headers[cut, self.backward] = header
+        place = self.peers.places[self._counterpart(action, sends=True)]
+        self.peers.transport.send_header(header, peer, cut, place)
 
     # ----
-    def _wire(self, cut: int, backward: bool) -> Wire | None:
-        wire = self.wires.get(cut)
-        if wire is None or not backward:
-            return wire
-        return tuple(one for one in wire if one.differentiable)
+    def _specs(self, cut: int, backward: bool) -> Specs | None:
+        specs = self.specs.get(cut)
+        if specs is None or not backward:
+            return specs
+        return tuple(spec for spec in specs if spec.differentiable)
 
     def _tag(self, cut: int, microbatch: int, backward: bool) -> int:
-        """A tag of its own for every message of a step."""
-        return ((cut * self.runtime.shape.microbatches + microbatch) * 2 + backward) * _ROOM
+        """A distinct tag for every message of a step."""
+        return ((cut * self.peers.shape.microbatches + microbatch) * 2 + backward) * _MAX_TENSORS
 
-    def _beside(self, action: Action, ahead: bool) -> Action:
-        """What the stage beside does with what an action makes (`ahead`), or made for it."""
+    def _source(self, action: Action) -> tuple[int, int] | None:
+        """(cut, stage) that an action's inputs come over and from; None where it needs none."""
+        if action.kind == "W":
+            return None
         if action.kind == "F":
-            return Action("F", action.stage + (1 if ahead else -1), action.microbatch)
-        stage = action.stage + (-1 if ahead else 1)
+            return (action.stage - 1, action.stage - 1) if action.stage else None
+        return (action.stage, action.stage + 1) if action.stage + 1 < self.peers.shape.stages else None
+
+    def _counterpart(self, action: Action, sends: bool) -> Action:
+        """The action of the neighbouring stage that takes this one's outputs (`sends`), or made its inputs."""
+        if action.kind == "F":
+            return Action("F", action.stage + (1 if sends else -1), action.microbatch)
+        stage = action.stage + (-1 if sends else 1)
         whole = Action("B", stage, action.microbatch)
-        return whole if whole in self.runtime.places else Action("I", stage, action.microbatch)
+        return whole if whole in self.peers.places else Action("I", stage, action.microbatch)
 
     def _lose(self, missing: Action, error: RuntimeError) -> None:
-        """A message did not come or go: the rank at its other end is gone. Nothing more is said to it."""
-        peer = self.runtime.peer(missing.stage)
+        """Record that the rank of action `missing` is gone: a message to or from it was lost. It gets no more messages."""
+        peer = self.peers.peer(missing.stage)
         if peer is None:
             raise error
-        self.gone.add(peer)
+        self.lost_ranks.add(peer)
         text = f"it has died or hangs, since a message to or from it was lost ({str(error).splitlines()[0]})"
         self.fail(Failure(missing, ConnectionError(text), lost=True))
-
-
-def _source(action: Action, stages: int) -> tuple[int, int] | None:
-    """(cut, stage) that an action's input comes over and from; None where it needs none."""
-    if action.kind == "W":
-        return None
-    if action.kind == "F":
-        return (action.stage - 1, action.stage - 1) if action.stage else None
-    return (action.stage, action.stage + 1) if action.stage + 1 < stages else None

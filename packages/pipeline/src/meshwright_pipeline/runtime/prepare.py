@@ -1,4 +1,4 @@
-"""What depends on the shapes of a batch: its profile, the stages cut by it, and their random numbers; kept for the next."""
+"""Everything that depends on the shapes of a batch: its profile, the stages, their random numbers; cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_pipeline._torch import pytree
@@ -26,9 +25,10 @@ from meshwright_pipeline.analysis.loss_additivity import (
 from meshwright_pipeline.analysis.row_mixing import CannotSplit, find_row_mixing
 from meshwright_pipeline.partition.boundaries import Cut, cut
 from meshwright_pipeline.partition.units import DROPOUTS, Ownership
-from meshwright_pipeline.runtime.executor import Runtime
+from meshwright_pipeline.runtime.executor import RankStages
 from meshwright_pipeline.runtime.full_batch_tail import Tail, joints_of
 from meshwright_pipeline.runtime.p2p import Transport
+from meshwright_pipeline.runtime.p2p_step import Peers
 from meshwright_pipeline.runtime.stage import Stage
 from meshwright_pipeline.trace.loss import loss_of
 from meshwright_pipeline.trace.loss_path import LossPathCheck
@@ -45,159 +45,167 @@ class Prepared:
     """What batches of one signature are run with.
 
     Attributes:
-        profile: that of a microbatch; `whole` that of the batch, where it is known.
-        sameness: of how the loss is computed in each step.
-        tail, adding: the code behind the last unit, and how the loss adds up, once that has been asked for.
-        unproven: why it does not; NO_LOSS where there is none.
+        stages: the stages of this rank.
+        profile: of a microbatch; `batch_profile`: of the whole batch, once it has been needed.
+        streams: the random numbers of a step; None where the model draws none.
+        cut: which unit runs on which stage, and what crosses.
+        tail: the code after the last unit, once it has been needed.
+        additivity: how the loss follows from those of microbatches, or why that is not proven, once asked for.
+        sameness: how the loss is computed in each step.
     """
 
-    runtime: Runtime
+    stages: RankStages
     profile: Profile
     streams: RngReplay | None
     profiler: Profiler
-    whole: Profile | None
+    batch_profile: Profile | None
     cut: Cut
     tail: Tail | None = None
-    adding: Additivity | None = None
-    unproven: Reason | None = None
-    asked: bool = False
+    additivity: Additivity | Reason | None = None
     sameness: LossPathCheck = field(default_factory=LossPathCheck)
 
 
-class Preparing:
-    """Prepares batches, and keeps what it has prepared.
+class Preparation:
+    """Prepares batches, and caches what it has prepared by signature.
 
     Args:
-        skeleton: the structure of the model (see skeleton.skeleton).
-        owned: which stage holds what.
-        schedule, table: what runs when.
-        shape: ranks, stages, microbatches.
+        skeleton: the structure of the model on the meta device.
+        owned: which stage holds which units.
+        table: the schedule.
         transport: messages along the axis.
         mesh: the mesh of a stage, None where values are ordinary tensors.
         dtype: what a float32 model is computed in.
-        split: see Runtime.
+        split: see RankStages.
+
+    Attributes:
+        own_hooks: module -> ids of the forward hooks that meshwright has registered.
     """
 
     def __init__(
         self,
         skeleton: nn.Module,
         owned: Ownership,
-        schedule: Schedule,
         table: Timetable,
-        shape: Shape,
         transport: Transport,
         mesh: DeviceMesh | None,
         dtype: torch.dtype,
         split: bool,
     ) -> None:
-        self.skeleton, self.owned = skeleton, owned
-        self.schedule, self.table, self.shape = schedule, table, shape
+        self.skeleton, self.owned, self.table = skeleton, owned, table
         self.transport, self.mesh, self.dtype, self.split = transport, mesh, dtype, split
-        self.ours: Mapping[nn.Module, frozenset[int]] = {}
-        self._known: dict[Any, Prepared] = {}
-        self._looked: dict[Any, CannotSplit | None] = {}
+        self.own_hooks: Mapping[nn.Module, frozenset[int]] = {}
+        self._prepared: dict[Any, Prepared] = {}
+        self._row_checks: dict[Any, CannotSplit | None] = {}
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.table.shape.microbatches
 
     def forget(self) -> None:
-        """Prepare anew from now on: messages may be out of step."""
-        self._known.clear()
+        """Prepare everything again from now on: after a failure, ranks may not know the same headers."""
+        self._prepared.clear()
 
-    def runtime(self, stages: Mapping[int, Stage]) -> Runtime:
-        """The runtime of these stages."""
-        return Runtime(stages, self.shape, self.schedule, self.table, self.transport, self.mesh, self.split)
+    def rank_stages(self, stages: Mapping[int, Stage]) -> RankStages:
+        """These stages with their peers."""
+        return RankStages(stages, Peers(self.transport, self.table), self.mesh, self.split)
 
     def prepared(self, model: nn.Module, call: Call, whole: Call, training: bool) -> Prepared:
         """For a batch `whole`, of which `call` is a microbatch."""
         key = (signature(call), training, tuple(map(_mode, model.modules())))
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= MAX_SIGNATURES:
-                self._known.pop(next(iter(self._known)))
-            found = self._known[key] = self._prepare(model, call, whole)
-        return found
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) >= MAX_SIGNATURES:
+                self._prepared.pop(next(iter(self._prepared)))
+            prepared = self._prepared[key] = self._prepare(model, call, whole)
+        return prepared
 
     def _prepare(self, model: nn.Module, call: Call, whole: Call) -> Prepared:
-        for ours, copied in zip(model.modules(), self.skeleton.modules(), strict=True):
-            copied.training = ours.training
-            if isinstance(ours, DROPOUTS):
-                copied.__dict__["p"] = ours.p
+        for module, meta in zip(model.modules(), self.skeleton.modules(), strict=True):
+            meta.training = module.training
+            if isinstance(module, DROPOUTS):
+                meta.__dict__["p"] = module.p
         self.check_rows(whole)
         profiler = Profiler(self.skeleton, self.owned.units)
-        profile = profiler.run(*self._whole(call))
-        streams, entire = None, None
+        profile = profiler.run(*self._plain(call))
+        streams, batch_profile = None, None
         if profile.draws:
-            if self.shape.microbatches > 1:
-                entire = profiler.run(*self._whole(whole))
-            streams = RngReplay((entire or profile).draws, self.shape.microbatches)
-        made = cut(profile, self.owned)
+            if self.microbatches > 1:
+                batch_profile = profiler.run(*self._plain(whole))
+            streams = RngReplay((batch_profile or profile).draws, self.microbatches)
+        boundaries = cut(profile, self.owned)
         stages = {
-            index: Stage(model, self.owned.units, index, made, profile, self.ours, streams)
-            for index in self.schedule.own(self.transport.rank, self.shape)
+            index: Stage(model, self.owned.units, index, boundaries, profile, self.own_hooks, streams)
+            for index in self.table.schedule.own(self.transport.rank, self.table.shape)
         }
-        return Prepared(self.runtime(stages), profile, streams, profiler, entire, made)
+        return Prepared(self.rank_stages(stages), profile, streams, profiler, batch_profile, boundaries)
 
     def check_rows(self, whole: Call) -> None:
-        """That microbatches change nothing, looked at once for each way to call the model.
+        """Check, once for each way to call the model, that its results are the same in microbatches.
 
         Raises:
-            PlanError: rows are mixed, or a forward writes what it would write for each of them.
+            PlanError: rows of the batch interact, or a forward writes state that depends on its rows.
         """
-        count = self.shape.microbatches
-        if count == 1:
+        if self.microbatches == 1:
             return
         key = (tuple(map(_mode, self.skeleton.modules())), outline(whole))
-        if key not in self._looked:
-            self._looked[key] = find_row_mixing(self.skeleton, self.owned.units, self._whole(whole))
-        found = self._looked[key]
-        if found is not None:
-            raise PlanError("pipeline.microbatches", count, str(found), "1")
+        if key not in self._row_checks:
+            self._row_checks[key] = find_row_mixing(self.skeleton, self.owned.units, self._plain(whole))
+        refusal = self._row_checks[key]
+        if refusal is not None:
+            raise PlanError("pipeline.microbatches", self.microbatches, str(refusal), "1")
 
-    def adding(self, prepared: Prepared, whole: Call) -> Additivity | None:
-        """How the loss of the batch `whole` follows from those of microbatches; None where it has none, or that is not proven."""
-        if not prepared.asked:
-            prepared.asked = True
-            output = prepared.profile.output
-            if loss_of(output) is not None and self.shape.microbatches == 1:
-                prepared.adding = single_microbatch(output)
-            elif loss_of(output) is not None:
-                entire = prepared.whole or prepared.profiler.run(*self._whole(whole))
-                try:
-                    count = self.shape.microbatches
-                    prepared.adding = prove_additive(prepared.profiler, entire, self._whole(whole), count)
-                except NotAdditive as unproven:  # the tail is then asked for, which is made by the profile
-                    prepared.whole, prepared.unproven = entire, unproven.why
-            else:
-                prepared.unproven = NO_LOSS
-        return prepared.adding
+    def additivity(self, prepared: Prepared, whole: Call) -> Additivity | Reason:
+        """How the loss of the batch `whole` follows from those of microbatches, or why that is not proven."""
+        if prepared.additivity is None:
+            prepared.additivity = self._prove_additivity(prepared, whole)
+        return prepared.additivity
+
+    def _prove_additivity(self, prepared: Prepared, whole: Call) -> Additivity | Reason:
+        output = prepared.profile.output
+        if loss_of(output) is None:
+            return NO_LOSS
+        if self.microbatches == 1:
+            return single_microbatch(output)
+        plain = self._plain(whole)
+        batch_profile = prepared.batch_profile or prepared.profiler.run(*plain)
+        try:
+            return prove_additive(prepared.profiler, batch_profile, plain, self.microbatches)
+        except NotAdditive as unproven:
+            prepared.batch_profile = batch_profile  # the tail will need it
+            return unproven.why
 
     def tail(self, model: nn.Module, prepared: Prepared, whole: Call) -> Tail:
-        """What runs the code behind the last unit on the batch `whole`.
+        """The code after the last unit, to run on the batch `whole`.
 
         Raises:
-            UnsupportedError: what it takes is not known of the whole batch.
+            UnsupportedError: its inputs for the whole batch do not follow from those of microbatches.
         """
         if prepared.tail is None:
-            count, made = self.shape.microbatches, prepared.cut
-            if count == 1:
-                prepared.whole = prepared.profile
-            elif prepared.whole is None:
-                prepared.whole = prepared.profiler.run(*self._whole(whole))
-            ways = joints_of(made.final, prepared.profile, prepared.whole, count)
-            behind = len(self.owned.stages)
-            stage = Stage(model, self.owned.units, behind, made, prepared.whole, self.ours, prepared.streams)
-            prepared.tail = Tail(stage, ways, self.mesh)
+            if self.microbatches == 1:
+                prepared.batch_profile = prepared.profile
+            elif prepared.batch_profile is None:
+                prepared.batch_profile = prepared.profiler.run(*self._plain(whole))
+            profile = prepared.batch_profile
+            joints = joints_of(prepared.cut.final, prepared.profile, profile, self.microbatches)
+            index = len(self.owned.stages)
+            stage = Stage(
+                model, self.owned.units, index, prepared.cut, profile, self.own_hooks, prepared.streams
+            )
+            prepared.tail = Tail(stage, joints, self.mesh)
         return prepared.tail
 
-    def _whole(self, call: Call) -> Call:
-        """Global values as ordinary tensors, in the dtype that they are computed in."""
+    def _plain(self, call: Call) -> Call:
+        """`call` with ordinary tensors in place of global ones, in the dtype that they are computed in."""
 
-        def one(tensor: torch.Tensor) -> torch.Tensor:
-            whole = tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
-            return whole.to(self.dtype) if whole.dtype == torch.float32 else whole
+        def plain(tensor: torch.Tensor) -> torch.Tensor:
+            full = tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
+            return full.to(self.dtype) if full.dtype == torch.float32 else full
 
-        changed: Call = pytree.tree_map_only(torch.Tensor, one, call)
+        changed: Call = pytree.tree_map_only(torch.Tensor, plain, call)
         return changed
 
 
 def _mode(module: nn.Module) -> tuple[bool, bool]:
-    """What decides whether a module draws random numbers: its mode, and whether a dropout drops some and not all."""
+    """What decides whether a module draws random numbers: its mode, and whether a dropout drops some elements."""
     return module.training, isinstance(module, DROPOUTS) and 0 < module.p < 1

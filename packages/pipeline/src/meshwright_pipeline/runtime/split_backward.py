@@ -1,9 +1,9 @@
-"""The backward pass of a stage in two halves: gradients of what it received first, those of its weights later.
+"""The backward pass of a stage in two halves: gradients of its inputs first, gradients of its weights later.
 
-Autograd computes of a node only what the gradients that are asked for need. The first half asks for the stage's inputs, and
-takes down what arrives at the nodes of that path where weights come in; the second half goes on from there. A weight
-that more than one such node leads to, or none, is not put off: its gradient belongs to the first half. So nothing is lost,
-whatever the graph looks like, and nothing is counted twice.
+Autograd computes of a node only what the requested gradients need. The first half requests the stage's inputs. It
+records the gradients that arrive at the nodes, on the path to the inputs, where weights come in. The second half
+continues from these nodes. A weight that several such nodes lead to, or none, is not deferred: the first half
+computes its gradient. So no gradient is lost and none is counted twice, whatever the graph.
 """
 
 from __future__ import annotations
@@ -20,45 +20,49 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class _Turn:
-    """A node of the path to the inputs where weights come in.
+class _WeightNode:
+    """A node on the path to the inputs where weights come in.
 
     Attributes:
         node: the node.
-        weights: the leaves that only it leads to.
-        arrived: gradients of its results, once the first half has come by.
+        weights: the leaves that only this node leads to.
+        gradients: gradients of its results, once the first half has passed it.
     """
 
     node: Node
     weights: list[Tensor]
-    arrived: tuple[Tensor | None, ...] = ()
+    gradients: tuple[Tensor | None, ...] = ()
 
-    def take(self, gradients: tuple[Tensor | None, ...]) -> None:
+    def record(self, gradients: tuple[Tensor | None, ...]) -> None:
         """A hook on the node."""
-        self.arrived = gradients
+        self.gradients = gradients
 
 
 @dataclass
-class Halves:
+class SplitBackward:
     """The two halves of one backward pass.
 
     Args:
-        outputs: what is differentiated.
-        inputs: the leaves that the first half is for; without any, all is left to the second half.
+        outputs: tensors to differentiate.
+        inputs: leaves whose gradients the first half computes; without any, the second half does all.
     """
 
     outputs: Sequence[Tensor]
     inputs: Sequence[Tensor]
-    _given: Sequence[Tensor] | None = None
-    _turns: list[_Turn] = field(default_factory=list)
+    _gradients: Sequence[Tensor] | None = None
+    _nodes: list[_WeightNode] = field(default_factory=list)
 
-    def first(self, gradients: Sequence[Tensor] | None) -> None:
-        """Add up gradients of the inputs, and of weights that cannot be put off; `gradients`: of the outputs, None for 1."""
-        self._given = gradients
+    def input_gradients(self, gradients: Sequence[Tensor] | None) -> None:
+        """Accumulate gradients of the inputs, and of weights that cannot be deferred.
+
+        Args:
+            gradients: of the outputs; None for 1.
+        """
+        self._gradients = gradients
         if not self.inputs:
             return
-        self._turns, at_once = _turns(self.outputs, self.inputs)
-        hooks = [turn.node.register_prehook(turn.take) for turn in self._turns]
+        self._nodes, at_once = _weight_nodes(self.outputs, self.inputs)
+        hooks = [weight_node.node.register_prehook(weight_node.record) for weight_node in self._nodes]
         try:
             torch.autograd.backward(
                 self.outputs, gradients, retain_graph=True, inputs=[*self.inputs, *at_once]
@@ -67,62 +71,66 @@ class Halves:
             for hook in hooks:
                 hook.remove()
 
-    def second(self) -> None:
-        """Add up the gradients of all other weights."""
+    def weight_gradients(self) -> None:
+        """Accumulate the gradients of all other weights."""
         if not self.inputs:
-            torch.autograd.backward(self.outputs, self._given)
+            torch.autograd.backward(self.outputs, self._gradients)
             return
-        for turn in self._turns:
-            known = [(place, g) for place, g in enumerate(turn.arrived) if g is not None]
-            if known:
-                edges = [GradientEdge(turn.node, place) for place, _ in known]
-                torch.autograd.backward(edges, [g for _, g in known], inputs=turn.weights)
+        for weight_node in self._nodes:
+            recorded = [(place, g) for place, g in enumerate(weight_node.gradients) if g is not None]
+            if recorded:
+                edges = [GradientEdge(weight_node.node, place) for place, _ in recorded]
+                torch.autograd.backward(edges, [g for _, g in recorded], inputs=weight_node.weights)
 
 
-def _turns(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> tuple[list[_Turn], list[Tensor]]:
-    """The nodes where weights come in, in the order in which the graph is walked, and the leaves that cannot wait."""
+def _weight_nodes(
+    outputs: Iterable[Tensor], inputs: Iterable[Tensor]
+) -> tuple[list[_WeightNode], list[Tensor]]:
+    """The nodes where weights come in, in the order of the graph, and the leaves that cannot be deferred."""
     roots = list(dict.fromkeys(node_of(output) for output in outputs))
     ends = {node_of(leaf) for leaf in inputs}
-    path = _leading_to(roots, ends)
-    leads: dict[Node, list[Node]] = {}  # leaf -> the nodes of the path that lead to it by ways off the path
+    path = _nodes_leading_to(roots, ends)
+    sources: dict[
+        Node, list[Node]
+    ] = {}  # leaf -> the nodes of the path that lead to it by edges off the path
     at_once: dict[Node, None] = {}
     for node in path:
-        for beside in _next(node):
-            if beside not in path and beside not in ends:
-                for leaf in _leaves(beside):
-                    if node not in leads.setdefault(leaf, []):
-                        leads[leaf].append(node)
+        for following in _next(node):
+            if following not in path and following not in ends:
+                for leaf in _leaves(following):
+                    if node not in sources.setdefault(leaf, []):
+                        sources[leaf].append(node)
     for root in roots:
         if root not in path:
             at_once.update(dict.fromkeys(_leaves(root)))
-    found: dict[Node, _Turn] = {}
-    for leaf, nodes in leads.items():
+    weight_nodes: dict[Node, _WeightNode] = {}
+    for leaf, nodes in sources.items():
         if leaf in at_once:
             continue
         if len(nodes) > 1:
             at_once[leaf] = None
             continue
-        turn = found.setdefault(nodes[0], _Turn(nodes[0], []))
-        turn.weights.extend(_variables([leaf]))
-    return list(found.values()), _variables(at_once)
+        weight_node = weight_nodes.setdefault(nodes[0], _WeightNode(nodes[0], []))
+        weight_node.weights.extend(_variables([leaf]))
+    return list(weight_nodes.values()), _variables(at_once)
 
 
-def _leading_to(roots: Iterable[Node], ends: set[Node]) -> dict[Node, None]:
-    """The nodes from which one of `ends` is reached, these left out, each behind those that it leads to."""
+def _nodes_leading_to(roots: Iterable[Node], ends: set[Node]) -> dict[Node, None]:
+    """The nodes from which one of `ends` is reached, without these, each after those that it leads to."""
     leads: dict[Node, bool] = dict.fromkeys(ends, True)
-    found: dict[Node, None] = {}
+    nodes: dict[Node, None] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
-        node, seen = stack.pop()
-        if seen:
+        node, expanded = stack.pop()
+        if expanded:
             leads[node] = any(leads[following] for following in _next(node))
             if leads[node]:
-                found[node] = None
+                nodes[node] = None
         elif node not in leads:
             leads[node] = False
             stack.append((node, True))
             stack.extend((following, False) for following in _next(node) if following not in leads)
-    return {node: None for node in found if node not in ends}
+    return {node: None for node in nodes if node not in ends}
 
 
 def _leaves(start: Node) -> list[Node]:
@@ -142,4 +150,4 @@ def _next(node: Node) -> list[Node]:
 
 
 def _variables(leaves: Iterable[Node]) -> list[Tensor]:
-    return [found for found in map(leaf_variable, leaves) if found is not None]
+    return [variable for variable in map(leaf_variable, leaves) if variable is not None]

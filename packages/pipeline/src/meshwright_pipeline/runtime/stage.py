@@ -1,7 +1,7 @@
 """One stage of a model: the user's own forward, in which the modules of other stages are skipped.
 
-Modules of earlier stages return what was received, or zeros where nothing that follows depends on them. When the first
-module of a later stage is called, the forward is cut short.
+Modules of earlier stages return what was received, or zeros where nothing that follows depends on them. The first call of
+a module of a later stage ends the forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright_pipeline.trace.side_outputs import is_attribute, part_of
 
 
 class _EndOfStage(Exception):
-    """Unwinds a forward whose stage has ended. An Exception, so that hooks that are always called are called."""
+    """Ends a forward at the end of its stage. An Exception, so that torch still calls `always_call` hooks."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Stage:
     """One stage.
 
     Args:
-        model: the model, whose other modules are emptied.
+        model: the model; modules of other stages hold no memory.
         units: names of all units that belong to stages.
-        index: which stage it is.
-        cut: what runs where, and what crosses.
+        index: of the stage.
+        cut: which unit runs on which stage, and what crosses.
         profile: of a microbatch of the same shapes.
-        ours: per module the ids of forward hooks that are meshwright's own.
-        streams: the random numbers of the step, None where the model draws none.
+        own_hooks: module -> ids of the forward hooks that meshwright has registered.
+        streams: the random numbers of the step; None where the model draws none.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class Stage:
     index: int
     cut: Cut
     profile: Profile
-    ours: Mapping[nn.Module, frozenset[int]]
+    own_hooks: Mapping[nn.Module, frozenset[int]]
     streams: RngReplay | None = None
 
     @property
@@ -60,15 +60,15 @@ class Stage:
         return self.index == len(self.cut.last) - 1
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Collection[Place]) -> Denominators:
-        """What inputs alone decide of one microbatch; no module runs, and nothing is drawn."""
+        """The loss denominators of one microbatch that inputs alone decide. No module runs, and nothing is drawn."""
 
         def skip(key: Key, *_: Any) -> Any:
-            return self._skip(key, {})
+            return self.skip(key, {})
 
-        counting = DenominatorCounter(wanted)
-        with torch.random.fork_rng([]), torch.no_grad(), intercepted(self.model, self.units, skip), counting:
+        counter = DenominatorCounter(wanted)
+        with torch.random.fork_rng([]), torch.no_grad(), intercepted(self.model, self.units, skip), counter:
             ordinary_call(self.model, args, kwargs)
-        return Denominators(tuple(counting.counts), counting.sums)
+        return Denominators(tuple(counter.counts), counter.sums)
 
     def run(
         self,
@@ -82,143 +82,171 @@ class Stage:
         """Run the stage on one microbatch.
 
         Args:
-            received: what the stage before has sent.
-            stop: end behind the last unit of the model too.
-            glue: sees what functions code between units calls.
+            received: values from the previous stage.
+            stop: end after the last unit of the model.
+            glue: sees the functions that code between units calls.
 
         Returns:
-            What is to be sent on (of a last stage that stops, `Cut.final`), by label, and the result of the model where this is
-            the last stage.
+            The values to send (of a last stage that stops, `Cut.final`), by label, and the result of the model where this
+            is the last stage.
 
         Raises:
-            UnsupportedError: the model calls its modules in another order than it was profiled with, or changes in place what
-                has to be sent.
+            UnsupportedError: the model calls its modules in another order than in the profile, or writes in place to a
+                value that has to be sent.
         """
-        wanted = frozenset(self.cut.final if stop else self.cut.sent(self.index))
-        ends = self.index >= len(self.cut.last) - 1 and not stop
-        values: dict[Label, torch.Tensor] = {label: received[label] for label in wanted if label in received}
-        versions = {label: _version(value) for label, value in values.items()}
-
-        def handle(key: Key, forward: Callable[..., Any], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
-            where = self.cut.stage.get(key)
-            if where is None:
-                raise UnsupportedError(
-                    f"module {key[0]!r} is called for the {key[1] + 1}. time in one forward, which it was not when the cut was "
-                    "made; a pipeline needs the same calls for every microbatch of the same shapes"
-                )
-            if where > self.index:
-                raise _EndOfStage
-            if where < self.index:
-                return self._skip(key, received)
-            unseen = contextlib.nullcontext() if glue is None else glue.paused()
-            with unseen, self._watched(key, wanted, values), self._drawing(key):
-                output = forward(*a, **k)
-            if ends:
-                mark_unit_output(output)
-            for place, leaf in enumerate(leaves_of(output)):
-                if (*key, "", place) in wanted:
-                    values[(*key, "", place)] = leaf
-            for label in wanted:
-                if label[:2] == key and is_attribute(label[2]):
-                    part, name = part_of(self.model.get_submodule(key[0]), label[2])
-                    values[label] = leaves_of(getattr(part, name))[label[3]]
-            for label in wanted:
-                if label[:2] == key:
-                    versions[label] = _version(values[label])
-            if stop and key == self.cut.last[-1]:
-                raise _EndOfStage
-            return output
-
-        result = None
+        forward = _StageForward(self, received, stop, glue)
+        result, ended = None, False
         if self.streams is not None:
             self.streams.forward(microbatch, self.index)
-        with intercepted(self.model, self.units, handle), glue or contextlib.nullcontext():
+        with (
+            intercepted(self.model, self.units, forward.call_unit),
+            glue or contextlib.nullcontext(),
+        ):
             try:
                 result = ordinary_call(self.model, args, kwargs)
-                ended = ends
+                ended = forward.is_end
             except _EndOfStage:
-                ended = not ends
+                ended = not forward.is_end
             finally:
                 if self.streams is not None:
                     self.streams.forward(None)
-        missing = [label for label in wanted if label not in values]
+        return forward.checked_values(ended), result
+
+    def skip(self, key: Key, received: Mapping[Label, torch.Tensor]) -> Any:
+        """The result of a unit of an earlier stage, without running it; its side outputs are set."""
+        unit, result = self.model.get_submodule(key[0]), self.profile.results[key]
+
+        def values(path: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
+            def value(place: int, zeros: torch.Tensor) -> torch.Tensor:
+                label = (*key, path, place)
+                if label in self.profile.written and label not in received:
+                    return zeros.clone(
+                        memory_format=torch.contiguous_format
+                    )  # code between units writes to it
+                return received.get(label, zeros)
+
+            return value
+
+        for path, output in result.side.items():
+            if is_attribute(path):
+                module, name = part_of(unit, path)
+                if (*key, path) in self.profile.attributes or not hasattr(module, name):
+                    module.__dict__[name] = map_leaves(values(path), output)
+                continue
+            module = unit.get_submodule(path)
+            own = self.own_hooks.get(module, frozenset())
+            user_hooks = {number: hook for number, hook in hooks_of(module).items() if number not in own}
+            call_hooks(module, user_hooks, map_leaves(values(path), output))
+        return map_leaves(values(""), result.output)
+
+
+class _StageForward:
+    """One forward of a stage: intercepts the calls of units and collects the values to send."""
+
+    def __init__(
+        self, stage: Stage, received: Mapping[Label, torch.Tensor], stop: bool, glue: GlueMode | None
+    ) -> None:
+        self.stage, self.received, self.stop, self.glue = stage, received, stop, glue
+        cut = stage.cut
+        self.wanted = frozenset(cut.final if stop else cut.sent(stage.index))
+        self.is_end = stage.index >= len(cut.last) - 1 and not stop  # the model returns its result here
+        self.values = {label: received[label] for label in self.wanted if label in received}
+        self.versions = {label: _version(value) for label, value in self.values.items()}
+
+    def call_unit(
+        self, key: Key, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a unit of this stage, skip one of an earlier stage, or end the forward."""
+        stage = self.stage
+        index = stage.cut.stage.get(key)
+        if index is None:
+            raise UnsupportedError(
+                f"module {key[0]!r} is called for the {key[1] + 1}. time in one forward, more often than when the model was cut "
+                "into stages; a pipeline needs the same calls for every microbatch of the same shapes"
+            )
+        if index > stage.index:
+            raise _EndOfStage
+        if index < stage.index:
+            return stage.skip(key, self.received)
+        glue_paused = contextlib.nullcontext() if self.glue is None else self.glue.paused()
+        with glue_paused, self._collect_inside(key), self._random_numbers(key):
+            output = forward(*args, **kwargs)
+        if self.is_end:
+            mark_unit_output(output)
+        self._collect_outputs(key, "", output)
+        for label in self.wanted:
+            if label[:2] == key:
+                if is_attribute(label[2]):
+                    module, name = part_of(stage.model.get_submodule(key[0]), label[2])
+                    self.values[label] = leaves_of(getattr(module, name))[label[3]]
+                self.versions[label] = _version(self.values[label])
+        if self.stop and key == stage.cut.last[-1]:
+            raise _EndOfStage
+        return output
+
+    def checked_values(self, ended: bool) -> dict[Label, torch.Tensor]:
+        """The values to send, once the forward has ended.
+
+        Raises:
+            UnsupportedError: see Stage.run.
+        """
+        missing = [label for label in self.wanted if label not in self.values]
         if not ended or missing:
-            what = (
+            cause = (
                 f"{missing[0][0]!r} was not called"
                 if missing
                 else "code of the model catches every Exception"
             )
             raise UnsupportedError(
-                f"stage {self.index} did not end where its cut is: {what}; a pipeline needs the same calls for every "
-                "microbatch of the same shapes"
+                f"stage {self.stage.index} did not end at its cut: {cause}; a pipeline needs the same calls for every microbatch "
+                "of the same shapes"
             )
-        for label, version in versions.items():
-            if _version(values[label]) != version:
+        for label, version in self.versions.items():
+            if _version(self.values[label]) != version:
                 raise UnsupportedError(
-                    f"what module {label[0]!r} returned is changed in place behind it, and a later stage needs it as it was; "
-                    "use the out-of-place form, or cut elsewhere"
+                    f"the result of module {label[0]!r} is written to in place after it, and a later stage needs it as it was; use "
+                    "the out-of-place form, or cut elsewhere"
                 )
-        return values, result
+        return self.values
 
-    def _skip(self, key: Key, received: Mapping[Label, torch.Tensor]) -> Any:
-        unit, result = self.model.get_submodule(key[0]), self.profile.results[key]
-
-        def given(path: str) -> Callable[[int, torch.Tensor], torch.Tensor]:
-            def leaf(place: int, zeros: torch.Tensor) -> torch.Tensor:
-                label = (*key, path, place)
-                if label in self.profile.written and label not in received:
-                    return zeros.clone(memory_format=torch.contiguous_format)  # code writes to it
-                return received.get(label, zeros)
-
-            return leaf
-
-        for path, value in result.side.items():
-            if is_attribute(path):
-                part, name = part_of(unit, path)
-                if (*key, path) in self.profile.attributes or not hasattr(part, name):
-                    part.__dict__[name] = map_leaves(given(path), value)
-                continue
-            part = unit.get_submodule(path)
-            own = self.ours.get(part, frozenset())
-            theirs = {number: hook for number, hook in hooks_of(part).items() if number not in own}
-            call_hooks(part, theirs, map_leaves(given(path), value))
-        return map_leaves(given(""), result.output)
+    def _collect_outputs(self, key: Key, path: str, output: Any) -> None:
+        for place, leaf in enumerate(leaves_of(output)):
+            if (*key, path, place) in self.wanted:
+                self.values[(*key, path, place)] = leaf
 
     @contextlib.contextmanager
-    def _drawing(self, key: Key) -> Iterator[None]:
-        """Inside, random operations are those of this call."""
-        if self.streams is None:
-            yield
-            return
-        self.streams.key, before = key, self.streams.key
-        try:
-            yield
-            self.streams.check(key)
-        finally:
-            self.streams.key = before
+    def _collect_inside(self, key: Key) -> Iterator[None]:
+        """Inside, results of modules inside the unit that have to be sent are collected."""
+        unit = self.stage.model.get_submodule(key[0])
+        paths = {path for name, call, path, _ in self.wanted if (name, call) == key}
 
-    @contextlib.contextmanager
-    def _watched(
-        self, key: Key, wanted: frozenset[Label], values: dict[Label, torch.Tensor]
-    ) -> Iterator[None]:
-        """Inside, results of parts of a unit that have to be sent are taken down."""
-        handles = []
-        for path in {
-            path for unit, call, path, _ in wanted if (unit, call) == key and path and not is_attribute(path)
-        }:
-            part = self.model.get_submodule(key[0]).get_submodule(path)
+        def collect(path: str) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda module, args, output: self._collect_outputs(key, path, output)
 
-            def take(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
-                for place, leaf in enumerate(leaves_of(output)):
-                    if (*key, path, place) in wanted:
-                        values[(*key, path, place)] = leaf
-
-            handles.append(part.register_forward_hook(take))
+        handles = [
+            unit.get_submodule(path).register_forward_hook(collect(path))
+            for path in paths
+            if path and not is_attribute(path)
+        ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextlib.contextmanager
+    def _random_numbers(self, key: Key) -> Iterator[None]:
+        """Inside, random operations are those of this call."""
+        streams = self.stage.streams
+        if streams is None:
+            yield
+            return
+        streams.key, before = key, streams.key
+        try:
+            yield
+            streams.check(key)
+        finally:
+            streams.key = before
 
 
 def _version(tensor: torch.Tensor) -> int:

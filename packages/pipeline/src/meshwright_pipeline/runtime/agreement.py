@@ -1,0 +1,374 @@
+"""Agreement between ranks: before a step within a stage, and at its end between all ranks of the run.
+
+At the end of a step all ranks have the loss, or all have the same error. Each rank sends one message to rank 0, which
+answers all of them. A collective would do the same while all ranks live. But only its neighbours in the ring notice at
+once that a rank has died; the others would wait until the timeout of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright_dtensor.errors import StageError
+from meshwright_dtensor.mesh.mesh import group_over
+from meshwright_dtensor.schedule.schedule import NAMES, Action
+from meshwright_dtensor.schedule.timetable import Timetable
+from meshwright_pipeline.runtime.p2p import PendingBytes, packets, receive_bytes, send_to_each
+from meshwright_pipeline.runtime.p2p_step import Failure
+from meshwright_pipeline.trace.loss import plain_or_none
+
+Tensor = torch.Tensor
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_VOTES = (1 << 30) + (1 << 22)
+_BROADCAST = (1 << 30) + (3 << 20)
+_OTHER_BATCH = (
+    "it was given another batch than rank 0 (shapes, dtypes, or values that are no tensors); a plain tensor is the whole batch, "
+    "so give every rank the same (mw.shard_loader reads each rank's part)"
+)
+
+
+class RankLost(Exception):
+    """A rank of the axis did not send or receive its message."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} of pp: {reason}")
+        self.rank, self.reason = rank, reason
+
+
+# ---- within a stage, before a step
+def extremes(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[tuple[int, int]]:
+    """Least and largest of each value over the ranks of a group (collective)."""
+    both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, negated = both.view(2, -1).tolist()
+    return [(-low, high) for low, high in zip(negated, largest, strict=True)]
+
+
+class StageRanks:
+    """The ranks of one stage: before each step they agree, with one small all-reduce, that all can begin.
+
+    A rank that cannot begin would leave the others waiting in its collectives.
+
+    Args:
+        mesh: the mesh of the stage; with None or one rank there is nothing to agree on.
+        device: where tensors of its collectives are.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self.device = device
+        self.group: dist.ProcessGroup | None = None
+        if mesh is not None and mesh.size() > 1:
+            names = mesh.mesh_dim_names
+            assert names is not None  # meshes of plans have names
+            self.group = group_over(mesh, [name for name, n in zip(names, mesh.shape, strict=True) if n > 1])
+
+    def refusal(self, batch: str | None, per_microbatch: bool = False) -> str | None:
+        """Why this step cannot run (collective): "" for a failure of another rank, None where it can.
+
+        Args:
+            batch: what this rank was given and whether gradients are on, in words; None where it cannot begin.
+            per_microbatch: the loss adds up over microbatches, as this rank sees it.
+        """
+        if self.group is None:
+            return None
+        checksum = 0 if batch is None else zlib.crc32(batch.encode())
+        values = [int(batch is None), checksum, int(per_microbatch)]
+        (_, failed), (low, high), modes = extremes(values, self.group, self.device)
+        if failed:
+            return ""
+        if low != high:
+            return (
+                f"ranks of one stage were given different batches, this one {batch}; give every rank the same"
+            )
+        if modes == (0, 1):
+            return (
+                "ranks of one stage do not agree whether the loss adds up over microbatches, this one found that it "
+                f"{'does' if per_microbatch else 'does not'}: one of them may have run out of memory while checking, or computes "
+                "another loss; give every rank the same model and memory, or set pipeline.microbatches to 1"
+            )
+        return None
+
+
+# ---- between all ranks, at the end of a step
+@dataclass(frozen=True)
+class Report:
+    """A failure on a rank of the run.
+
+    Attributes:
+        action, rank: where.
+        reason: why.
+        doubt: 0: seen by the rank itself; 1: the rank waited in vain for another; 2: only that the rank did not come to
+            the end of the step.
+        when: when the action ends in the timetable: the earliest failure is the cause.
+    """
+
+    action: Action
+    rank: int
+    reason: str
+    doubt: int = 0
+    when: float = 0.0
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The message of one rank at the end of a step.
+
+    Attributes:
+        value: summed over the ranks.
+        report: its failure.
+        batch: checksum of what the model was given; must be that of every rank.
+    """
+
+    value: tuple[float, float]
+    report: Report | None
+    batch: int
+
+
+class Agreement:
+    """Agreement between all ranks of a run.
+
+    Args:
+        group: all of them.
+        device: where messages are.
+        last_action: rank -> the action that ends its steps, for a rank of which nothing else is known.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, last_action: Callable[[int], Action]
+    ) -> None:
+        self.group, self.device, self.last_action = group, device, last_action
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def settle(self, vote: Vote) -> Report | tuple[float, float]:
+        """The sum of the values of all ranks, or the failure of one; the same on every rank."""
+        if self.rank == 0:
+            return self._lead(vote)
+        try:
+            self._send(vote, [0])
+            verdict: Report | tuple[float, float] = pickle.loads(self._receive(0).wait())
+        except RuntimeError as error:
+            return vote.report or self._missing(0, error)
+        return verdict
+
+    def _lead(self, vote: Vote) -> Report | tuple[float, float]:
+        votes, reports = {0: vote}, [] if vote.report is None else [vote.report]
+        pending: dict[int, PendingBytes] = {}
+        for rank in range(1, self.size):
+            try:
+                pending[rank] = self._receive(rank)
+            except RuntimeError as error:
+                reports.append(self._missing(rank, error))
+        for rank, message in pending.items():
+            try:
+                votes[rank] = pickle.loads(message.wait())
+            except RuntimeError as error:
+                reports.append(self._missing(rank, error))
+                continue
+            report = votes[rank].report
+            if report is not None:
+                reports.append(report)
+            elif vote.report is None and votes[rank].batch != vote.batch:
+                reports.append(Report(self.last_action(rank), rank, _OTHER_BATCH, 1))
+        sums = [sum(values) for values in zip(*(each.value for each in votes.values()), strict=True)]
+        verdict = min(reports, key=lambda r: (r.doubt, r.when)) if reports else (sums[0], sums[1])
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the next step notices a rank that dies before the answer comes
+            self._send(verdict, [*votes][1:])
+        return verdict
+
+    def _send(self, content: Any, ranks: Sequence[int]) -> None:
+        lost = send_to_each(packets(pickle.dumps(content), _VOTES, self.device), ranks, self.group)
+        for error in lost.values():
+            raise error
+
+    def _receive(self, rank: int) -> PendingBytes:
+        return receive_bytes(self.group, rank, _VOTES, self.device)
+
+    def _missing(self, rank: int, error: RuntimeError) -> Report:
+        reason = f"rank {rank} died, or hangs, before it came to the end of the step ({_first_line(error)})"
+        return Report(self.last_action(rank), rank, reason, 2)
+
+
+# ---- from the last stage
+class Broadcast:
+    """Results from one rank of the axis to all others; one message to each, so that a death is noticed at once.
+
+    Args:
+        group: the ranks of the axis.
+        device: where tensors are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def send(self, header: Any, tensors: Sequence[Tensor]) -> None:
+        """Send `header`, which is pickled, and dense tensors.
+
+        Raises:
+            RankLost: a rank has not received them; all others have.
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        content = packets(pickle.dumps(header), _BROADCAST, self.device)
+        content += [(_BROADCAST + 2 + place, tensor) for place, tensor in enumerate(tensors)]
+        lost = send_to_each(content, others, self.group)
+        for rank, error in lost.items():
+            raise RankLost(rank, _result_lost(error))
+
+    def receive(self, source: int, buffers: Callable[[Any], list[Tensor]]) -> tuple[Any, list[Tensor]]:
+        """(header, tensors).
+
+        Args:
+            buffers: header -> empty tensors for those that follow.
+
+        Raises:
+            RankLost: the source is gone.
+        """
+        try:
+            header = pickle.loads(receive_bytes(self.group, source, _BROADCAST, self.device).wait())
+            tensors = buffers(header)
+            for place, tensor in enumerate(tensors):
+                dist.recv(tensor, group=self.group, group_src=source, tag=_BROADCAST + 2 + place)
+        except RuntimeError as error:
+            raise RankLost(source, _result_lost(error)) from error
+        return header, tensors
+
+
+def _result_lost(error: Exception) -> str:
+    return f"it has died or hangs: the result of the model did not come from it, or not to it ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0][:200]
+
+
+# ---- both, for one rank of a pipeline
+@dataclass(frozen=True)
+class RankContext:
+    """The position of a rank.
+
+    Attributes:
+        group: the ranks of the axis, with the same coordinates on all other axes.
+        world: all ranks of the run.
+        mesh: the mesh of a stage; None where parameters are ordinary tensors.
+        plain: compute with ordinary tensors, since the mesh of a stage has one rank.
+        device: of this rank.
+        reports_loss: all ranks of the last stage know the loss; this one reports it.
+        dtype: what a float32 model is computed in.
+    """
+
+    group: dist.ProcessGroup
+    world: dist.ProcessGroup
+    mesh: DeviceMesh | None
+    plain: bool
+    device: torch.device
+    reports_loss: bool
+    dtype: torch.dtype = torch.float32
+
+
+class StepEnd:
+    """The end of a step on one rank.
+
+    Args:
+        context: the position of this rank.
+        table: the schedule.
+    """
+
+    def __init__(self, context: RankContext, table: Timetable) -> None:
+        self.context, self.table = context, table
+        self.rank = dist.get_rank(context.group)
+        self.agreement = Agreement(context.world, context.device, self._last_action)
+        self.results = Broadcast(context.group, context.device)
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The rank of the axis that holds the last stage."""
+        return self.table.owner(self.table.shape.stages - 1)
+
+    def agree(self, failure: Failure | None, loss: Tensor | None = None, batch: str = "") -> Tensor:
+        """The loss, the same on every rank.
+
+        Args:
+            failure: the failure of this rank.
+            loss: on a rank of the last stage; None where there is none.
+            batch: what this rank was given, in words.
+
+        Raises:
+            StageError: a rank failed; on every rank.
+        """
+        report, value = None, (0.0, 0.0)
+        if failure is not None:
+            stage = failure.action.stage
+            rank = self._rank_of_run(self.table.owner(stage) if failure.lost else self.rank)
+            reason = f"{type(failure.error).__name__}: {failure.error}"
+            when = self.table.ends[failure.action]
+            report = Report(failure.action, rank, reason, int(failure.lost), when)
+        elif loss is not None and self.context.reports_loss:
+            value = float(loss.double()), float(_DTYPES.index(loss.dtype))
+        verdict = self.agreement.settle(Vote(value, report, zlib.crc32(batch.encode())))
+        if isinstance(verdict, Report):
+            action, cause = verdict.action, None if failure is None else failure.error
+            raise StageError(
+                action.stage, action.microbatch, NAMES[action.kind], verdict.rank, verdict.reason
+            ) from cause
+        return torch.tensor(verdict[0], dtype=_DTYPES[int(verdict[1])], device=self.context.device)
+
+    def failure_of(self, lost: RankLost) -> Failure:
+        """The failure for a rank of the axis that was lost after the last action."""
+        return Failure(self.table.ranks[lost.rank][-1], ConnectionError(lost.reason), lost=True)
+
+    def broadcast(
+        self, expected: Sequence[Any], values: Sequence[Any] | None
+    ) -> tuple[list[Any], list[bool]] | None:
+        """The values of the last stage on all ranks of the axis, and which of them have a gradient.
+
+        Args:
+            expected: values of the same structure, from the profile.
+            values: on the rank of the last stage: ordinary tensors, which require a gradient where they have one.
+
+        Returns: None where the last stage has other values than expected.
+
+        Raises:
+            RankLost: a rank of the axis is gone.
+        """
+        if self.rank == self.last_stage_rank:
+            given, header = list(values or ()), None
+            if len(given) == len(expected):
+                expected, header = given, [_sketch(value) for value in given]
+            tensors = [value.detach().contiguous() for value in given if isinstance(value, Tensor)]
+            self.results.send(header, tensors if header is not None else ())
+        else:
+            header, tensors = self.results.receive(self.last_stage_rank, self._buffers)
+        if header is None:
+            return None
+        received = iter(tensors)
+        shared = [
+            plain_or_none(value) if sketch is None else next(received)
+            for value, sketch in zip(expected, header, strict=True)
+        ]
+        return shared, [sketch is not None and sketch[2] for sketch in header]
+
+    def _buffers(self, header: list[Any] | None) -> list[Tensor]:
+        sketches = [sketch for sketch in header or () if sketch is not None]
+        return [torch.empty(shape, dtype=dtype, device=self.context.device) for shape, dtype, _ in sketches]
+
+    def _rank_of_run(self, rank: int) -> int:
+        return dist.get_global_rank(self.context.group, rank)
+
+    def _last_action(self, rank: int) -> Action:
+        """The action that ends a step on a rank of the run: the pipeline axis is the outermost."""
+        return self.table.ranks[rank * self.table.shape.ranks // dist.get_world_size()][-1]
+
+
+def _sketch(value: Any) -> tuple[tuple[int, ...], torch.dtype, bool] | None:
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
