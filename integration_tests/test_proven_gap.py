@@ -86,7 +86,9 @@ def test_exact_is_said_of_every_number_of_microbatches(cluster: str) -> None:
 def test_a_degree_that_only_a_pin_opens_is_named() -> None:
     model = CASES["llama"].model()
     batch = {name: x[:1] for name, x in CASES["llama"].batch().items()}
-    with pytest.raises(UsageError, match=r"pin a degree that is not tried unasked \(cp=2, .*\), or change"):
+    with pytest.raises(
+        UsageError, match=r"pin a degree that is tried only when pinned \(cp=2, .*\), or change"
+    ):
         mw.plan(model, batch, cluster="laptop-cpu", world_size=2, tp=1, degrees={"vp": 1})
     assert mw.plan(model, batch, cluster="laptop-cpu", world_size=2, tp=1, cp=2, degrees={"vp": 1})
     two = mw.plan(model, batch, cluster="laptop-cpu", world_size=2, degrees={"vp": 1})

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "cluster": (["--cluster", "dgx-h10"], ["'dgx-h10'", "did you mean 'dgx-h100'"]),
     "sequence": (
         ["--sequence-parallel", "--tp", "1"],
-        ["sequence_parallel=True needs a tensor axis of a degree above 1, and tp=1 leaves it none"],
+        ["sequence_parallel=True needs a tensor axis with a degree above 1, and tp=1 leaves it none"],
     ),
     "axis": (["--degree", "tpp=2"], ["'tpp'", "did you mean 'tp'"]),
     "degree": (["--tp", "3"], ["tp=3", "world_size 4", "the nearest is tp=2"]),

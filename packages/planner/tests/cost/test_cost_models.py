@@ -224,4 +224,4 @@ def test_no_bound_is_claimed_of_a_subclass_of_ours() -> None:
     host = host_with(CostModelSpec(name="quick", target=target_of(Quick)))
     predicted = planned("quick", host=host).predicted
     assert predicted is not None and predicted.gap is None
-    assert predicted.proof == "not proven: no bound is known of the cost model 'quick'"
+    assert predicted.proof == "not proven: there is no lower bound for the cost model 'quick'"

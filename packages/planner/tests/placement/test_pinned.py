@@ -87,7 +87,9 @@ def test_marks_of_activations_are_named_as_neither_planned_nor_predicted() -> No
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=4, tp=2, dp=2)
     (plan,) = eager().plan(model, batch, request)
     (note,) = [note for note in plan.provenance.notes if "mark_sharding" in note]
-    assert "brought to tp S(2) when it runs" in note and "nor in what is predicted" in note  # there is no cp
+    assert (
+        "it is moved to tp S(2) at run time" in note and "nor the prediction include" in note
+    )  # there is no cp
     assert all(f"layers.{n}.mlp" in note for n in (0, 1)) and "and 2 more" in note
     (alone,) = eager().plan(model, batch, replace(request, tp=1, dp=4))
     (unmarked,) = eager().plan(Transformer(layers=6), batch, request)

@@ -143,7 +143,7 @@ def test_stages_run_again_as_much_as_the_memory_asks_for() -> None:
     assert one.recompute == (RecomputeRule(pattern="layers.[0-2]", policy="selective"),)
     text = str(explain(one))
     assert "recompute selective in part" in text
-    assert "run again: stage 0 2 selective of 3 modules, stage 1 1 selective of 4 modules" in text
+    assert "recomputed: stage 0 2 selective of 3 modules, stage 1 1 selective of 4 modules" in text
     assert not _has(one, "recompute", "selective") and _has(one, "recompute", "layers.[0-2]")
 
 

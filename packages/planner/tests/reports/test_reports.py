@@ -181,7 +181,7 @@ def test_what_a_replay_is_compared_with_is_said(predicted: float, said: bool) ->
     (explained,) = explain(other, cluster=DGX_H100, host=HOST).plans
     assert explained.next_to_buy is not None
     assert "% less than the 11 s of today" in explained.next_to_buy
-    assert ("(replayed too; 10 s are predicted)" in explained.next_to_buy) == said
+    assert ("(also replayed; predicted: 10 s)" in explained.next_to_buy) == said
 
 
 def test_a_report_for_another_cluster_says_what_it_does_not_know() -> None:

@@ -108,7 +108,7 @@ def test_one_rank_is_exact_and_more_say_what_is_left() -> None:
     (one,) = eager().plan(Transformer(), batch, PlanRequest(cluster=LAPTOP_CPU, world_size=1))
     assert one.predicted is not None
     assert one.predicted.gap == 0.0 and one.predicted.proof is not None
-    assert one.predicted.proof.startswith("exact: no configuration")
+    assert one.predicted.proof.startswith("exact: no other configuration")
     data = EagerPlanner(host_of(DataLike)).plan(
         Transformer(), batch, PlanRequest(cluster=LAPTOP_CPU, world_size=4)
     )
@@ -155,11 +155,11 @@ class Along(Strategy):
 @pytest.mark.parametrize(
     ("host", "ranks", "said"),
     [
-        (HOST, 16, "left aside: tp above 8, wider than nvlink: the best"),
+        (HOST, 16, "not tried by default: tp above 8, wider than nvlink: the best"),
         (
             host_of(DataLike, Along, TensorLike),
             64,
-            "left aside: cp above 1, for rows of fewer than 16,384 tokens, tp above 8, wider than nvlink: the best",
+            "not tried by default: cp above 1, for rows of fewer than 16,384 tokens, tp above 8, wider than nvlink: the best",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_what_was_left_aside_is_said_as_such(host: PluginHost, ranks: int, said:
     (pinned,) = EagerPlanner(host).plan(
         Transformer(layers=2), tokens(rows=64, length=4096), replace(request, tp=8, dp=ranks // 8)
     )
-    assert "left aside" not in " ".join(pinned.provenance.notes)
+    assert "not tried by default" not in " ".join(pinned.provenance.notes)
 
 
 def test_every_rank_computes_all_of_a_tiny_model() -> None:
@@ -185,7 +185,7 @@ def test_every_rank_computes_all_of_a_tiny_model() -> None:
     )
     assert small.degree("tp") == 512 and not small.collectives and large.degree("tp") == 8
     said = [note for plan in (small, large) for note in plan.provenance.notes if "tp above 8" in note]
-    assert "tp above 8 but for " in said[0] and "512, wider than" in said[0] and "but for" not in said[1]
+    assert "tp above 8 except " in said[0] and "512, wider than" in said[0] and "except" not in said[1]
 
 
 def test_a_placement_that_stopped_early_widens_the_gap() -> None:
@@ -195,7 +195,7 @@ def test_a_placement_that_stopped_early_widens_the_gap() -> None:
     assert exact.placement.bound is None
     early = replace(exact.placement, bound=0.75 * exact.placement.objective, status="time limit")
     proof = prove(search, [replace(exact, placement=early)], [degrees])
-    assert "1 placement programs not solved to the end" in proof.words
+    assert "1 placement programs were not solved to optimality" in proof.words
     assert proof.least is not None and proof.least <= 0.75 * exact.step_seconds
 
 
@@ -217,7 +217,7 @@ def test_nothing_is_claimed_of_a_cost_model_that_nobody_knows() -> None:
     request = PlanRequest(cluster=LAPTOP_CPU, world_size=2, cost_model="tables")
     (plan,) = EagerPlanner(host).plan(Transformer(), tokens(), request)
     assert plan.predicted is not None and plan.predicted.gap is None
-    assert plan.predicted.proof == "not proven: no bound is known of the cost model 'tables'"
+    assert plan.predicted.proof == "not proven: there is no lower bound for the cost model 'tables'"
     assert "gap: unknown; not proven" in str(explain(plan))
     one = EagerPlanner(host).plan(Transformer(), tokens(), replace(request, world_size=1))[0].predicted
     assert one is not None and one.gap == 0.0  # everything was costed

@@ -165,8 +165,12 @@ def test_an_axis_of_a_plugin_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("model", "tp", "told"),
     [
-        (Mlp(), 3, "nothing that is computed is divided along tp 3: all its ranks do the same, since none of its sizes"),
-        (Transformer(hidden=4096, layers=2, vocab=8192), 7, r"\d+% of products and attention \(layers\.0\.attention.*, and copies"),
+        (Mlp(), 3, "no computation is divided along tp 3: all its ranks do the same work, because none of its sizes"),
+        (
+            Transformer(hidden=4096, layers=2, vocab=8192),
+            7,
+            r"all ranks of tp 7 repeat \d+% of products and attention \(layers\.0\.attention.*, and copies",
+        ),
         (Transformer(layers=2), 2, None),
     ],
 )  # fmt: skip
@@ -175,7 +179,7 @@ def test_work_that_all_ranks_of_an_axis_do_alike_is_named(
 ) -> None:
     batch = torch.randn(2, 64) if isinstance(model, Mlp) else tokens(rows=2)
     notes = best(model, batch, cluster=DGX_H100, world_size=tp, tp=tp).provenance.notes
-    said = [note for note in notes if "cut into" in note or "do the same" in note or "done alike" in note]
+    said = [note for note in notes if "divided by" in note or "do the same" in note or "repeat" in note]
     assert [bool(re.match(told or "", note)) for note in said] == ([] if told is None else [True])
     assert all("give tp another degree" in note for note in said)
 
@@ -188,7 +192,7 @@ def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
     assert plan().sequence_parallel and plan().degree("tp") > 1  # never only data ranks
     assert dict(plan(30).degrees) == {"dp": 2, "tp": 2}  # 4 does not divide 30
     assert not best(Transformer(), tokens(), sequence_parallel=True).sequence_parallel  # one rank
-    needs = "^sequence_parallel=True needs a tensor axis of a degree above 1"
+    needs = "^sequence_parallel=True needs a tensor axis with a degree above 1"
     for options, told in (
         ({"tp": 1}, ", and tp=1 leaves it none: change that, or leave sequence_parallel out"),
         ({"dp": 4}, ", and dp=4 leaves it none: change that, or leave sequence_parallel out"),
@@ -200,7 +204,7 @@ def test_a_sequence_that_is_to_be_split_must_be_divisible() -> None:
     ):
         with pytest.raises(UsageError, match=needs + told):
             plan(**options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no value that flows between repeated blocks of this Mlp"):
+    with pytest.raises(UsageError, match="no tensor between repeated blocks of this Mlp"):
         best(Mlp(), torch.randn(4, 64), world_size=2, tp=2, sequence_parallel=True)
 
 

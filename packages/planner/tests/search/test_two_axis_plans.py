@@ -135,7 +135,7 @@ def test_turns_are_said_with_how_far_off_they_may_be(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(solve, "EXACT", 0)
     (turns,) = plans(model, batch, tp=2)
     (note,) = [n for n in turns.provenance.notes if "in turns" in n]
-    assert "placements on to and tp" in note and "% more than the least" in note
+    assert "placements on to and tp" in note and "% longer than the best" in note
     assert turns.parameters == exact.parameters
 
 

@@ -21,13 +21,12 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
 
     from meshwright_dtensor.errors import UsageError
     from meshwright_dtensor.utils.bytesize import human_bytes
-    from meshwright_planner import explain
     from meshwright_planner.evaluation.candidate import human_seconds
     from meshwright_planner.reports.html.drawings import timeline
-    from meshwright_planner.reports.html.page import COLOURS, MEMORY, PALETTE
+    from meshwright_planner.reports.plan_view import COLOURS, view_of
     from meshwright_planner.reports.upgrades import memory_limit
 
-    (explained,) = explain(plan, host=host).plans
+    view = view_of(plan, host=host)
     if plan.predicted is None:
         raise UsageError(
             "the plan predicts nothing, so there is nothing to draw; make it with `meshwright plan`"
@@ -41,26 +40,22 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
         3 if bars else 2, height_ratios=[1, 1, *([0.4 + 0.32 * len(bars)] if bars else [])]
     )
     figure.suptitle(
-        f"{explained.name}: {human_seconds(plan.predicted.step_seconds)} a step, "
+        f"{view.name}: {human_seconds(plan.predicted.step_seconds)} a step, "
         f"{human_bytes(plan.predicted.total_bytes)} a rank (predicted)",
         x=0.01,
         ha="left",
         fontsize=11,
     )
-    others = [part for part in explained.seconds if part not in COLOURS]
-    colours = {**COLOURS, **{axis: PALETTE[i % len(PALETTE)] for i, axis in enumerate(others)}}
-    step = [(part, s, colours[part], human_seconds(s)) for part, s in explained.seconds.items() if s]
-    by_size = sorted(explained.memory.items(), key=lambda item: -item[1])
-    memory = [
-        (part, n / 2**30, MEMORY[i % len(MEMORY)], human_bytes(n)) for i, (part, n) in enumerate(by_size) if n
-    ]
-    for axes, parts, unit in ((rows[0], step, "seconds of a step"), (rows[1], memory, "GiB of a rank")):
+    for axes, parts, unit, label in (
+        (rows[0], view.step_parts(), 1, "seconds of a step"),
+        (rows[1], view.memory_parts(), 2**30, "GiB of a rank"),
+    ):
         left = 0.0
-        for part, size, colour, text in parts:
-            axes.barh(0, size, left=left, color=colour, label=f"{part} {text}")
-            left += size
+        for part in parts:
+            axes.barh(0, part.size / unit, left=left, color=part.colour, label=f"{part.name} {part.text}")
+            left += part.size / unit
         axes.set_yticks([])
-        axes.set_xlabel(unit, fontsize=8)
+        axes.set_xlabel(label, fontsize=8)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.1), fontsize=7, frameon=False)
         axes.spines[["top", "right", "left"]].set_visible(False)
     if limit := memory_limit(plan, cluster):
@@ -70,7 +65,7 @@ def draw(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost, path: Pa
             for kind in {bar.kind for bar in row}:
                 spans = [(bar.start * whole, bar.width * whole) for bar in row if bar.kind == kind]
                 rows[2].broken_barh(
-                    spans, (rank - 0.4, 0.8), color=colours[kind], edgecolor="white", linewidth=0.2
+                    spans, (rank - 0.4, 0.8), color=COLOURS[kind], edgecolor="white", linewidth=0.2
                 )
         rows[2].set_yticks(range(len(bars)), [f"pp rank {rank}" for rank in range(len(bars))], fontsize=7)
         rows[2].invert_yaxis()

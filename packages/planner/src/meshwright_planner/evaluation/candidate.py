@@ -1,9 +1,9 @@
-"""A candidate: one combination of degrees, evaluated."""
+"""A candidate: one configuration with its placements and its predicted cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from meshwright_dtensor.plan import PlannedCollective, RecomputeRule
@@ -15,31 +15,31 @@ from meshwright_planner.recompute.rules import in_words
 
 @dataclass
 class Candidate:
-    """What one combination of degrees costs.
+    """One configuration with its placements and its predicted cost.
 
     Args:
         degrees: mesh axis -> degree, outermost first.
-        stage: what ranks along the axis zero share, 0 where they share nothing.
+        stage: ZeRO stage, 0 where ranks share no training state.
         searched: the axes whose placements were searched, outermost first.
-        problem, placement: the search on those axes and its answer; None when no placement fits the memory.
+        problem, placement: the placement problem on those axes, and its solution.
         compute_seconds: of one step on one rank.
-        bubble_seconds: a pipeline's rank waiting for others.
+        bubble_seconds: time that a rank of a pipeline waits for others.
         exposed: mesh axes -> seconds of communication that add to the step.
         hidden: mesh axes -> seconds of communication that overlap with compute.
         optimizer_seconds: of the optimizer's step.
         memory: bytes by part on one rank.
-        limit: bytes that may be predicted of one rank.
+        limit: bytes that may be predicted for one rank.
         allowed: bytes that one rank has.
-        uses: collectives that strategies add to the placement's, each with the axes that it is along.
-        fields: what strategies add to the plan.
+        uses: collectives that strategies add to those of the placement, each with its axes.
+        fields: fields that strategies add to the plan.
         placements: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
-        apart: names of modules that strategies run themselves.
-        notes: what strategies have to say of the model.
-        stages: per stage (one without a pipeline), its forward and its backward pass as parts of the time that the whole
-            model computes.
+        strategy_modules: names of modules that strategies run themselves.
+        notes: notes of strategies for the plan.
+        stages: per stage (one without a pipeline), its forward and its backward pass as parts of the compute time of the
+            whole model.
         between: what runs once between all forwards and all backwards, as part of the same time.
-        point: what was decided before the placements.
-        recompute: modules whose activations are not kept.
+        point: the configuration.
+        recompute: rules of the modules that run again in the backward pass.
     """
 
     degrees: Mapping[str, int]
@@ -57,7 +57,7 @@ class Candidate:
     fields: Mapping[str, Any] = field(default_factory=dict)
     stage: int = 0
     placements: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    apart: tuple[str, ...] = ()
+    strategy_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     bubble_seconds: float = 0.0
     stages: tuple[tuple[float, float], ...] = ()
@@ -67,19 +67,8 @@ class Candidate:
 
     @property
     def collectives(self) -> list[PlannedCollective]:
-        """The collectives that strategies add, as a plan names them."""
-        return [
-            PlannedCollective(
-                axis=axes,
-                kind=u.kind,
-                nbytes=u.nbytes,
-                count=u.count,
-                phase=u.phase,
-                module=u.module,
-                why=u.why,
-            )
-            for axes, u in self.uses
-        ]
+        """The collectives that strategies add, as entries of a plan."""
+        return [PlannedCollective(axis=axes, **asdict(use)) for axes, use in self.uses]
 
     @property
     def exposed_seconds(self) -> float:
@@ -103,12 +92,12 @@ class Candidate:
 
     @property
     def excess_bytes(self) -> int:
-        """By how many bytes it does not fit; 0 when it does."""
+        """Bytes by which it exceeds the limit; 0 where it fits."""
         return max(0, self.total_bytes - self.limit)
 
     @property
     def bound(self) -> str:
-        """What most of the step is spent on, and whether memory is nearly full."""
+        """The largest part of the step, and whether memory is nearly full."""
         parts = {
             "compute": self.compute_seconds,
             "communication": self.exposed_seconds,
@@ -122,17 +111,28 @@ class Candidate:
     @property
     def name(self) -> str:
         """ "dp 2 x tp 4"."""
-        said = {"zero": f" (stage {self.stage})"} if self.stage else {}
         rule = self.fields.get("pipeline")
-        if rule is not None:
-            said["pp"] = f" ({rule['schedule']}, {rule['microbatches']} microbatches)"
-        parts = (f"{axis} {degree}{said.get(axis, '')}" for axis, degree in self.degrees.items())
-        again = f", recompute {in_words(self.recompute)}" if self.recompute else ""
-        return (" x ".join(parts) or "one rank") + again
+        pipeline = None if rule is None else (rule["schedule"], rule["microbatches"])
+        return configuration_name(self.degrees, self.stage, pipeline, self.recompute)
+
+
+def configuration_name(
+    degrees: Mapping[str, int],
+    stage: int,
+    pipeline: tuple[str, int] | None,
+    recompute: Iterable[RecomputeRule],
+) -> str:
+    """ "dp 2 x zero 2 (stage 3) x tp 4"; `pipeline`: its schedule and microbatches."""
+    details = {"zero": f" (stage {stage})"} if stage else {}
+    if pipeline is not None:
+        details["pp"] = f" ({pipeline[0]}, {pipeline[1]} microbatches)"
+    axes = (f"{axis} {degree}{details.get(axis, '')}" for axis, degree in degrees.items())
+    recomputed = in_words(recompute)
+    return (" x ".join(axes) or "one rank") + (f", recompute {recomputed}" if recomputed else "")
 
 
 def rank(candidate: Candidate) -> tuple[Any, ...]:
-    """Fitting first, then fastest; equals by memory, then by fewer searched ranks, then by name."""
+    """Sort key: candidates that fit first, then by time, memory, degrees and name."""
     return (
         candidate.excess_bytes > 0,
         round(candidate.step_seconds, 12),

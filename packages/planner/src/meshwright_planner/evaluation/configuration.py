@@ -1,7 +1,4 @@
-"""One configuration among those that are searched.
-
-Ways that strategies offer (Strategy.ways), as choices by name: which are numbers, which stands in the middle.
-"""
+"""A configuration: one point of the search space, before placements are decided."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from typing import Any, Final
 
 
 class Chosen(Enum):
-    """Stands for a policy where something else chooses: no text, so that nobody asks for it by accident."""
+    """Stands in place of a recompute policy. It is no text, so that no request can name it."""
 
     BY_STAGE = "by stage"
 
 
 BY_STAGE: Final = Chosen.BY_STAGE
-"""Stages of a pipeline choose what runs again."""
+"""Each stage of a pipeline chooses the blocks that it recomputes."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +23,9 @@ class Point:
     """Everything that is decided before placements are.
 
     Args:
-        degrees: mesh axis -> degree, of every axis, as sorted as the mesh.
-        stage: what ranks along zero share, 0 where they share nothing.
-        way: what a strategy lets one choose (Strategy.ways): schedule and microbatches of a pipeline.
+        degrees: mesh axis -> degree, of every axis, in the order of the mesh.
+        stage: ZeRO stage, 0 where ranks share no training state.
+        way: options that strategies offer (Strategy.ways): schedule and microbatches of a pipeline.
         recompute: a policy of plan.RecomputeRule for every repeated block, a pattern of module names, or None; BY_STAGE where
             stages choose.
     """
@@ -46,7 +43,7 @@ class Point:
         way: Mapping[str, Any] | None = None,
         recompute: str | Chosen | None = None,
     ) -> Point:
-        """From mappings."""
+        """A configuration from mappings."""
         return cls(tuple(degrees.items()), stage, tuple(sorted((way or {}).items())), recompute)
 
     def degree(self, axis: str) -> int:
@@ -55,11 +52,11 @@ class Point:
 
     @property
     def microbatches(self) -> int:
-        """Equal parts of the local batch that are computed one after the other."""
+        """Equal parts of the local batch, computed one after the other."""
         return int(dict(self.way).get("microbatches", 1))
 
     def but(self, **changes: Any) -> Point:
-        """The same with some things changed; `way` and `degrees` as mappings."""
+        """The same configuration with some fields changed; `way` and `degrees` as mappings."""
         if "way" in changes:
             changes["way"] = tuple(sorted(changes["way"].items()))
         if "degrees" in changes:
@@ -68,15 +65,15 @@ class Point:
 
 
 def is_number(choice: object) -> bool:
-    """Whether a choice is one of numbers that say how much: yes and no are none."""
+    """Whether an option is a number; True and False are not."""
     return isinstance(choice, int) and not isinstance(choice, bool)
 
 
 def middle(ways: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the first choices of all else, the one in the middle."""
+    """The middle value of the numeric option, with the first value of every other option."""
     name = list(ways[0])[-1]
     numbers = next((n for n in ways[0] if is_number(ways[0][n])), name)
-    own = [w for w in ways if all(w[n] == ways[0][n] for n in ways[0] if n != numbers)]
+    same = [w for w in ways if all(w[n] == ways[0][n] for n in ways[0] if n != numbers)]
     if is_number(ways[0][numbers]):
-        own.sort(key=lambda way: int(way[numbers]))
-    return own[len(own) // 2]
+        same.sort(key=lambda way: int(way[numbers]))
+    return same[len(same) // 2]

@@ -1,10 +1,4 @@
-"""What a search is about: the model, its batch, the cluster, and what the user fixed.
-
-What every part of the search stands on: the setting, what strategies found in the model, and what they are asked.
-
-
-What strategies find in a model before the search, and where they place parameters themselves.
-"""
+"""The search context: the search problem as the user gave it, and what strategies find in the model."""
 
 from __future__ import annotations
 
@@ -31,47 +25,47 @@ SHARED = "zero"
 """The axis along which ranks share training state."""
 
 MARGIN = 0.03
-"""Part by which a prediction of memory may be too low (docs/planner.md): so much of a limit is kept back."""
+"""Part by which predicted memory may be too low (docs/planner.md). This part of a memory limit is kept back."""
 
 
 def kept_back(allowed: int, margin: float = MARGIN) -> int:
-    """Bytes that may be predicted of a rank that is allowed so many."""
+    """Bytes that may be predicted for a rank with this memory limit."""
     return int(allowed / (1 + margin))
 
 
 def allowing(predicted: int) -> int:
-    """The least limit for which a plan of this prediction is called feasible."""
+    """The smallest memory limit for which a plan with this prediction is feasible."""
     return math.ceil(predicted * (1 + MARGIN)) + 1
 
 
 def ended_by(budget: float | None) -> str:
-    """What a note says of the time budget that ended a search; nothing where none did."""
+    """The end of a note about a search that the time budget ended; empty where none did."""
     return "" if budget is None else f"; the time budget of {budget:g} s ended the search"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the search is about.
+    """The search problem: the model, its batch, the cluster, and what the user pinned.
 
     Args:
         model, batch: the model and its example batch, of the global size.
-        cluster: what it runs on.
+        cluster: the cluster to plan for.
         strategies: axis -> strategy, outermost axis first.
         optimizer: name in OPTIMIZERS.
         pins: degrees fixed by the user.
         world_size: number of ranks.
-        limit: bytes that may be predicted of one rank.
-        allowed: bytes that one rank has; the difference is what predictions may be wrong by.
-        stored: searched axis -> parameter name -> state, fixed by the user.
+        limit: bytes that may be predicted for one rank.
+        allowed: bytes that one rank has. The difference to `limit` covers errors of predictions.
+        stored: searched axis -> parameter name -> state, pinned by the user.
         options: keywords that strategies know by name.
-        data: data ranks (the product of the axes dp and zero), fixed by the user.
-        stage: what ranks along zero share, fixed by the user; 0 where it is searched.
-        precision: in which the model is computed, a name of plan.PrecisionRule; None is its own.
-        recompute: a policy or a pattern (see plan), fixed by the user; None is searched.
+        data: data ranks (the product of the axes dp and zero), pinned by the user.
+        stage: ZeRO stage, pinned by the user; 0 where it is searched.
+        precision: a name of plan.PrecisionRule in which the model is computed; None is its own.
+        recompute: a policy or a pattern (see plan), pinned by the user; None is searched.
         sequence_parallel: whether a searched axis splits the sequence between blocks; None is searched.
-        time_budget: seconds that the search may take; None for as long as it takes.
-        cost_model: says what operations and collectives take; None for the cluster's own figures.
-        request: the keywords that were given, for the plan to keep.
+        time_budget: seconds that the search may take; None is no limit.
+        cost_model: predicts the seconds of operations and collectives; None uses the cluster's own figures.
+        request: the keywords of the request, which the plan keeps.
     """
 
     model: nn.Module
@@ -96,41 +90,47 @@ class Setting:
 
     @property
     def figures(self) -> Cluster | None:
-        """The cluster whose figures costs follow from; None where nobody knows."""
+        """The cluster whose figures the costs use; None where a cost model does not say."""
         return self.cluster if self.cost_model is None else self.cost_model.figures
+
+    def zero_stages(self, degrees: Mapping[str, int]) -> tuple[int, ...]:
+        """The ZeRO stages to try with these degrees, the fastest first."""
+        if degrees.get(SHARED, 1) <= 1:
+            return (0,)
+        return (self.stage,) if self.stage else (2, 3)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the copies that are computed with; None is the parameters' own."""
+        """The dtype of compute copies; None is the dtype of the parameters."""
         return None if self.precision in (None, "fp32") else DTYPES[str(self.precision)]
 
 
 class Basis:
-    """A setting, and what the strategies that it leaves open find in its model."""
+    """A setting, the surveys of its strategies, and the facts of model and batch that all configurations share."""
 
-    def __init__(self, setting: Setting, surveyed: Surveys) -> None:
-        self.setting, self._surveyed = setting, surveyed
+    def __init__(self, setting: Setting, surveys: Surveys) -> None:
+        self.setting, self._surveys = setting, surveys
         axes = [a for a in setting.strategies if setting.world_size > 1 and setting.pins.get(a) != 1]
-        self.surveys = surveyed.of({axis: setting.strategies[axis] for axis in axes})
+        self.surveys = surveys.of({axis: setting.strategies[axis] for axis in axes})
 
     @cached_property
     def bytes(self) -> tuple[int, int]:
-        """Of the parameters, of all and of those that are trained."""
-        every = self.sizes.parameters
-        return sum(size for _, size, _ in every), sum(size for _, size, trained in every if trained)
+        """Bytes of all parameters, and of the trained ones."""
+        sizes = self.sizes.parameters
+        return sum(size for _, size, _ in sizes), sum(size for _, size, trained in sizes if trained)
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Of the model."""
+        """Sizes of the model's parameters."""
         return Sizes.of(self.setting.model)
 
     @cached_property
     def units(self) -> tuple[tuple[tuple[str, nn.Parameter], ...], ...]:
-        """The named parameters of each unit of the model (see units.parameter_units)."""
-        return tuple(tuple(own) for _, _, own in parameter_units(self.setting.model))
+        """The named parameters of each unit of the model (see blocks.parameter_units)."""
+        return tuple(tuple(named) for _, _, named in parameter_units(self.setting.model))
 
     def request(self, axis: str | None = None) -> SearchRequest:
-        """What strategies may know of the model before anything is decided; `axis`: that of the one that is asked."""
+        """The request to strategies before anything is decided; `axis`: of the strategy that is asked."""
         parameters, trainable = self.bytes
         return SearchRequest(
             world_size=self.setting.world_size,
@@ -143,34 +143,33 @@ class Basis:
         )
 
     def link(self, degrees: Mapping[str, int], axis: str | None) -> Link:
-        """What a collective along `axis` crosses, or over the product of several ("dp+cp")."""
-        spans, stride, own = [], 1, axis.split("+") if axis else []
+        """The link of a collective along `axis`, or along several axes at once ("dp+cp")."""
+        spans, stride, axes = [], 1, axis.split("+") if axis else []
         for name in reversed(list(degrees)):
-            if name in own:
+            if name in axes:
                 spans.append((stride, degrees[name]))
             stride *= degrees[name]
-        found = self.setting.cluster.link_over(spans[::-1])
-        return priced(found, axis, self.setting.cost_model)
+        return priced(self.setting.cluster.link_over(spans[::-1]), axis, self.setting.cost_model)
 
     def batch_factor(self, degrees: Mapping[str, int]) -> int:
-        """Into how many parts the rows of the batch are divided."""
+        """The number of parts into which the axes divide the rows of the batch."""
         return math.prod(s.batch_factor(degrees.get(a, 1)) for a, s in self.setting.strategies.items())
 
     def batch_states(self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int]) -> dict[str, State]:
-        """How a batch tensor lies on each axis of several ranks."""
+        """Axis of several ranks -> state of a batch tensor on it."""
         left, sizes = list(shape), self.setting.batch.sizes
-        found: dict[str, State] = {}
+        states: dict[str, State] = {}
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] == 1:
                 continue
-            # an axis further in sees the rows that those further out have left
-            seen = (left[0], *shape[1:]) if left else ()
-            state = found[axis] = strategy.batch_state(name, seen, sizes, degrees[axis])
+            # an inner axis divides the rows that the outer axes leave to a rank
+            local = (left[0], *shape[1:]) if left else ()
+            state = states[axis] = strategy.batch_state(name, local, sizes, degrees[axis])
             if isinstance(state, int):
                 left[state] = -(-left[state] // degrees[axis])
             if sizes.rows is not None:
                 sizes = BatchSize(max(1, sizes.rows // strategy.batch_factor(degrees[axis])), sizes.tokens)
-        return found
+        return states
 
     def rows_axes(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of several ranks that divide the rows of the batch, outermost first."""
@@ -179,15 +178,15 @@ class Basis:
             a for a, s in strategies if degrees[a] > 1 and s.batch_factor(degrees[a]) > 1 and not s.divides
         )
 
-    def run_apart(self) -> tuple[str, ...]:
-        """Modules that strategies run on the rows that each rank has, whatever they do with them."""
-        found = self._surveyed.of(self.setting.strategies)
-        return tuple(module for survey in found.values() for module in survey.modules)
+    def strategy_modules(self) -> tuple[str, ...]:
+        """Names of the modules that strategies run themselves, on the rows of each rank."""
+        surveys = self._surveys.of(self.setting.strategies)
+        return tuple(module for survey in surveys.values() for module in survey.modules)
 
     def local_shape(
         self, name: str, shape: tuple[int, ...], degrees: Mapping[str, int], microbatches: int = 1
     ) -> tuple[int, ...]:
-        """The shape of a batch tensor as one rank has it, of one of its microbatches."""
+        """The shape of a batch tensor on one rank, in one microbatch."""
         local = list(shape)
         for axis, state in self.batch_states(name, shape, degrees).items():
             if isinstance(state, int):
@@ -198,28 +197,28 @@ class Basis:
 
 
 class Surveys:
-    """What strategies find in one model, each asked once; a variant of a search shares them."""
+    """The surveys of one model. Each strategy is asked once for all variants of a search."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._found: dict[str, Survey | None] = {}
+        self._by_axis: dict[str, Survey | None] = {}
 
     def of(self, strategies: Mapping[str, Strategy]) -> dict[str, Survey]:
         """axis -> what its strategy found in the model, where it found something."""
         for axis, strategy in strategies.items():
-            if axis not in self._found:
-                self._found[axis] = strategy.survey(self._model)
-        found = {axis: self._found[axis] for axis in strategies}
-        return {axis: survey for axis, survey in found.items() if survey is not None}
+            if axis not in self._by_axis:
+                self._by_axis[axis] = strategy.survey(self._model)
+        surveys = {axis: self._by_axis[axis] for axis in strategies}
+        return {axis: survey for axis, survey in surveys.items() if survey is not None}
 
 
 def placements(
-    strategies: Mapping[str, Strategy], surveyed: Mapping[str, Survey], degrees: Mapping[str, int]
+    strategies: Mapping[str, Strategy], surveys: Mapping[str, Survey], degrees: Mapping[str, int]
 ) -> dict[str, dict[str, str]]:
-    """Parameter name -> mesh axis -> state as text, of what strategies place themselves with these degrees."""
-    found: dict[str, dict[str, str]] = {}
-    for axis, survey in surveyed.items():
+    """Parameter name -> mesh axis -> state as text, of the parameters that strategies place themselves."""
+    placed: dict[str, dict[str, str]] = {}
+    for axis, survey in surveys.items():
         if degrees[axis] > 1:
             for name, states in strategies[axis].placements(survey, degrees).items():
-                found.setdefault(name, {}).update(states)
-    return found
+                placed.setdefault(name, {}).update(states)
+    return placed

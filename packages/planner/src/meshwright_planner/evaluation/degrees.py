@@ -1,7 +1,4 @@
-"""Sequence parallelism that is asked for: which degrees can do it, and what to say where none can.
-
-Which combinations of degrees are legal.
-"""
+"""Legal combinations of degrees, and the error where there is none."""
 
 from __future__ import annotations
 
@@ -9,93 +6,81 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright_dtensor.errors import PlanError, UsageError
+from meshwright_dtensor.strategy import SearchRequest
 from meshwright_dtensor.strategy.plan_request import KEYWORDS
 from meshwright_planner.evaluation.context import SHARED, Basis, Setting
 from meshwright_planner.placement.legal_rows import balanced
 
-
-def _divides_sequence(setting: Setting, degree: int, lengths: Iterable[int]) -> bool:
-    """Whether a searched axis of this degree can split sequences of these lengths (a rank's), if that is asked for."""
-    if not setting.sequence_parallel or setting.world_size == 1:
-        return True
-    return degree > 1 and all(balanced(length, degree) for length in lengths)
-
-
-def sequence_hint(setting: Setting) -> str:
-    """What to add to an error of placements when it is asked for; else nothing."""
-    if not setting.sequence_parallel:
-        return ""
-    return "; sequence_parallel=True needs placements that split the sequence between blocks: leave it out to do without them"
-
-
-def _sequence_refusal(setting: Setting, legal: Iterable[Mapping[str, int]]) -> str:
-    """What to say where it is asked for, and is all that forbids these combinations of degrees."""
-    searched = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
-    needs = "sequence_parallel=True needs a tensor axis of a degree above 1"
-    if all(degrees[axis] == 1 for degrees in legal for axis in searched):
-        given = {a: d for a, d in setting.pins.items() if a in searched} or dict(setting.pins)
-        asked = ", ".join(f"{axis}={degree}" for axis, degree in given.items())
-        return f"{needs}, and {asked or 'nothing that is legal'} leaves it none: change that, or leave sequence_parallel out"
-    pinned = ", ".join(f"{axis}={setting.pins[axis]}" for axis in searched if axis in setting.pins)
-    beside = f"; {pinned} does not" if pinned else ""
-    return (
-        f"{needs} that divides the sequence ({setting.batch.sequence_length} tokens) on each rank{beside}: pad the batch, change "
-        "the degrees, or leave sequence_parallel out"
-    )
-
-
 TENSOR = "tp"
-"""The axis whose placements are searched unasked, whatever other such axes the user pins."""
+"""The axis whose placements may be searched together with those of another axis that the user pins."""
 
 
 def combinations(basis: Basis) -> list[dict[str, int]]:
-    """Every legal combination of degrees: product equal to the world size, pins kept."""
+    """Every legal combination of degrees: the product is the world size, and pins are kept.
+
+    Raises:
+        PlanError: the strategy of a pinned axis refuses the degree.
+        UsageError: no combination is legal.
+    """
     setting = basis.setting
-    requests = {axis: basis.request(axis) for axis in setting.strategies}
-    legal = {
-        axis: [d for d in strategy.degrees(requests[axis]) if d == setting.pins.get(axis, d)]
-        for axis, strategy in setting.strategies.items()
-    }
+    requests, legal = _legal_degrees(basis)
     for axis, degree in setting.pins.items():
         if axis in legal and not legal[axis]:
-            length = setting.batch.sequence_length
-            rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
-            allowed = list(setting.strategies[axis].degrees(requests[axis]))
-            options, word = ", ".join(map(str, allowed)), KEYWORDS.get(axis, axis)
-            nearest = min(allowed, key=lambda d: (abs(d - degree), d), default=1)
-            reason = setting.strategies[axis].refusal(requests[axis], degree)
-            if reason is not None:
-                raise PlanError(f"degrees.{axis}", degree, reason, options)
-            raise UsageError(
-                f"{word}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
-                f"{rows}: strategy {setting.strategies[axis].name!r} allows {options}; the nearest is {word}={nearest}"
-            )
+            raise _illegal_pin(basis, requests[axis], axis, degree)
     whole = [
         c for c in _products(legal, setting.world_size) if _one_search(basis, c) and _rows_divide(basis, c)
     ]
-    found = [c for c in whole if _sequence_divides(basis, c)]
-    if setting.stage:  # who asks for a stage means ranks to share something
-        found = [c for c in found if c.get(SHARED, 1) > 1] or found
-    if whole and not found:
+    possible = [c for c in whole if _sequence_divides(basis, c)]
+    if setting.stage:
+        # a pinned ZeRO stage asks for ranks that share training state
+        possible = [c for c in possible if c.get(SHARED, 1) > 1] or possible
+    if possible:
+        return possible
+    if whole:
         raise UsageError(_sequence_refusal(setting, whole))
-    if not found:
-        shown = "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "none is installed"
-        raise UsageError(
-            f"no combination of degrees multiplies to world_size {setting.world_size} (legal degrees: {shown}); "
-            f"{_pin(unasked(basis))}change the batch size, the pinned degrees or world_size"
-        )
-    return found
+    shown = (
+        "; ".join(f"{a}: {', '.join(map(str, d))}" for a, d in legal.items()) or "no strategy is installed"
+    )
+    pinnable = unasked(basis)
+    pin = f"pin a degree that is tried only when pinned ({named(pinnable)}), or " if pinnable else ""
+    raise UsageError(
+        f"no combination of degrees multiplies to world_size {setting.world_size} (legal degrees: {shown}); "
+        f"{pin}change the batch size, the pinned degrees or world_size"
+    )
 
 
-def unasked(basis: Basis) -> dict[str, list[int]]:
-    """Axis -> degrees that make a legal combination and are looked at only where the user pins them."""
+def _legal_degrees(basis: Basis) -> tuple[dict[str, SearchRequest], dict[str, list[int]]]:
+    """Axis -> request to its strategy, and axis -> degrees that the strategy and the pins allow."""
     setting = basis.setting
     requests = {axis: basis.request(axis) for axis in setting.strategies}
-    legal = {
+    return requests, {
         axis: [d for d in strategy.degrees(requests[axis]) if d == setting.pins.get(axis, d)]
         for axis, strategy in setting.strategies.items()
     }
-    found: dict[str, list[int]] = {}
+
+
+def _illegal_pin(basis: Basis, request: SearchRequest, axis: str, degree: int) -> PlanError | UsageError:
+    """The error for a pinned degree that its strategy does not allow."""
+    setting, strategy = basis.setting, basis.setting.strategies[axis]
+    allowed = list(strategy.degrees(request))
+    options, word = ", ".join(map(str, allowed)), KEYWORDS.get(axis, axis)
+    reason = strategy.refusal(request, degree)
+    if reason is not None:
+        return PlanError(f"degrees.{axis}", degree, reason, options)
+    length = setting.batch.sequence_length
+    rows = f"{setting.batch.size}" + (f" rows of {length} tokens" if length is not None else "")
+    nearest = min(allowed, key=lambda d: (abs(d - degree), d), default=1)
+    return UsageError(
+        f"{word}={degree} is not a legal degree for world_size {setting.world_size} and a batch of "
+        f"{rows}: strategy {strategy.name!r} allows {options}; the nearest is {word}={nearest}"
+    )
+
+
+def unasked(basis: Basis) -> dict[str, list[int]]:
+    """Axis -> degrees of legal combinations that are only tried where the user pins them."""
+    setting = basis.setting
+    requests, legal = _legal_degrees(basis)
+    pinnable: dict[str, list[int]] = {}
     for axis, strategy in setting.strategies.items():
         if axis in setting.pins:
             continue
@@ -104,21 +89,41 @@ def unasked(basis: Basis) -> dict[str, list[int]]:
                 _rows_divide(basis, c) and _sequence_divides(basis, c)
                 for c in _products({**legal, axis: [degree]}, setting.world_size)
             ):
-                found.setdefault(axis, []).append(degree)
-    return found
+                pinnable.setdefault(axis, []).append(degree)
+    return pinnable
 
 
 def named(degrees: Mapping[str, Sequence[int]]) -> str:
     """ "cp=2, cp=4"."""
-    return ", ".join(f"{axis}={degree}" for axis, own in degrees.items() for degree in own)
+    return ", ".join(f"{axis}={degree}" for axis, values in degrees.items() for degree in values)
 
 
-def _pin(degrees: Mapping[str, Sequence[int]]) -> str:
-    return f"pin a degree that is not tried unasked ({named(degrees)}), or " if degrees else ""
+def sequence_hint(setting: Setting) -> str:
+    """The end of a placement error where sequence_parallel=True may be the reason; else empty."""
+    if not setting.sequence_parallel:
+        return ""
+    return "; sequence_parallel=True needs placements that split the sequence between blocks: leave it out to allow others"
+
+
+def _sequence_refusal(setting: Setting, legal: Iterable[Mapping[str, int]]) -> str:
+    """The error where sequence_parallel=True alone forbids these combinations of degrees."""
+    searched = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
+    rule = "sequence_parallel=True needs a tensor axis with a degree above 1"
+    if all(degrees[axis] == 1 for degrees in legal for axis in searched):
+        pins = {a: d for a, d in setting.pins.items() if a in searched} or dict(setting.pins)
+        pinned = ", ".join(f"{axis}={degree}" for axis, degree in pins.items())
+        reason = f"{pinned} leaves it none" if pinned else "no legal combination of degrees has one"
+        return f"{rule}, and {reason}: change that, or leave sequence_parallel out"
+    pinned = ", ".join(f"{axis}={setting.pins[axis]}" for axis in searched if axis in setting.pins)
+    reason = f"; {pinned} does not" if pinned else ""
+    return (
+        f"{rule} that divides the sequence ({setting.batch.sequence_length} tokens) on each rank{reason}: pad the batch, "
+        "change the degrees, or leave sequence_parallel out"
+    )
 
 
 def _rows_divide(basis: Basis, degrees: Mapping[str, int]) -> bool:
-    """Whether the axes that share the rows of the batch fit it together, and what the user says of them."""
+    """Whether the axes that divide the rows of the batch divide them evenly, with as many data ranks as the user pinned."""
     data = degrees.get("dp", 1) * degrees.get(SHARED, 1)
     if basis.setting.data not in (None, data):
         return False
@@ -126,21 +131,21 @@ def _rows_divide(basis: Basis, degrees: Mapping[str, int]) -> bool:
 
 
 def _sequence_divides(basis: Basis, degrees: Mapping[str, int]) -> bool:
-    """Whether a searched axis can split the sequence between blocks, where that is asked for."""
-    if not basis.setting.sequence_parallel:  # nothing to look at
+    """Whether a searched axis can split the sequence between blocks; True where that is not requested."""
+    setting, batch = basis.setting, basis.setting.batch
+    if not setting.sequence_parallel or setting.world_size == 1:
         return True
-    strategies, batch = basis.setting.strategies, basis.setting.batch
-    degree = max((degrees[a] for a, s in strategies.items() if s.placement_search), default=1)
+    degree = max((degrees[a] for a, s in setting.strategies.items() if s.placement_search), default=1)
     lengths = {
         basis.local_shape(name, tuple(t.shape), degrees)[1]
         for name, t in batch.tensors()
         if t.dim() > 1 and t.shape[1] == batch.sequence_length
     }
-    return _divides_sequence(basis.setting, degree, lengths)
+    return degree > 1 and all(balanced(length, degree) for length in lengths)
 
 
 def _one_search(basis: Basis, degrees: Mapping[str, int]) -> bool:
-    """Whether placements are searched on one axis at most, or on two, where the user pins the one beside tp."""
+    """Whether at most one axis is searched for placements, or two: tp and one that the user pinned."""
     setting = basis.setting
     searched = [a for a, d in degrees.items() if d > 1 and setting.strategies[a].placement_search]
     return len(searched) <= 1 or (

@@ -1,4 +1,4 @@
-"""The search's evaluator: what a configuration costs, with the best placements on its searched axes."""
+"""`Search` evaluates configurations: it finds the best placements on the searched axes and predicts the cost."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshwright_dtensor.plan import RecomputeRule
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy import PipelineQuery, StepContext
 from meshwright_planner.cost.prices import AxisCosts
+from meshwright_planner.evaluation.cache import SearchCache
 from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import BY_STAGE, Point
 from meshwright_planner.evaluation.context import Basis, Setting, Surveys
 from meshwright_planner.evaluation.degrees import combinations, sequence_hint
 from meshwright_planner.evaluation.memory_bound import least_bytes
 from meshwright_planner.evaluation.placed_model import Placed
-from meshwright_planner.evaluation.stage_recompute import Again
-from meshwright_planner.evaluation.step_cost import cost, eased
-from meshwright_planner.evaluation.tapes import Shared
+from meshwright_planner.evaluation.stage_recompute import RecomputeVariants
+from meshwright_planner.evaluation.step_cost import cost, with_stage_recompute
 from meshwright_planner.memory.parts import parameter_factor
 from meshwright_planner.placement.ilp import MemoryTerms, Unsolved
 from meshwright_planner.placement.legal_rows import Legality, Rules
@@ -34,65 +34,66 @@ from meshwright_planner.recompute.rules import POLICIES, recompute_rules, repeat
 from meshwright_planner.trace.tape import Tape
 
 PRICE = 1e-15
-"""Seconds that a byte of memory is worth when there is enough of it: only breaks ties."""
+"""Price of a byte in seconds where memory is not scarce. It only breaks ties."""
 
 LEAST_PATIENCE = 60.0
-"""Seconds that a placement may take when the time of the search is over."""
+"""Seconds that a placement may take after the time budget is spent."""
 
 FAR = 1.5
-"""Times as long as what is out of the question anyway: then what a single row does differently makes no difference."""
+"""An estimate scaled from tapes of more rows is enough where it exceeds the bound on the step by this factor."""
 
 Axes: TypeAlias = tuple[str, ...]
 """Names of searched axes, outermost first."""
 
 
 class Search:
-    """Evaluates configurations; tapes are shared, and a placement problem is built once for a tape and a degree."""
+    """Evaluates configurations. Recorded tapes and solved placements are shared by all configurations and variants."""
 
     def __init__(
         self,
         setting: Setting,
         rules: Rules,
-        shared: Shared | None = None,
+        shared: SearchCache | None = None,
     ) -> None:
         self.setting, self.rules = setting, rules
-        self.shared = Shared(Surveys(setting.model)) if shared is None else shared
+        self.shared = SearchCache(Surveys(setting.model)) if shared is None else shared
         self.basis = Basis(setting, self.shared.surveys)
         self.surveys = self.basis.surveys
         self.evaluated = 0
-        if self.shared.end is None:  # variants of a search share its time
+        # variants of a search share its time budget
+        if self.shared.end is None:
             budget = setting.time_budget
             self.shared.end = math.inf if budget is None else time.monotonic() + budget
         self.end = self.shared.end
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._models: dict[tuple[object, ...], Placed] = {}
-        self._eased: dict[int, tuple[Placed, Again]] = {}
-        # those with nothing run again that do not fit, exact and rough
+        self._variants: dict[int, tuple[Placed, RecomputeVariants]] = {}
+        # candidates without recompute that do not fit, by configuration and whether they are estimates
         self._full: dict[tuple[Point, bool], tuple[Placed, Candidate]] = {}
 
     def variant(self, **changes: object) -> Search:
-        """A search of a changed setting that shares what was recorded and solved: of the same model on the same cluster."""
+        """A search with a changed setting for the same model and cluster. It shares tapes and placements."""
         return Search(replace(self.setting, **changes), self.rules, self.shared)  # type: ignore[arg-type]
 
     def combinations(self) -> list[dict[str, int]]:
-        """Every legal combination of degrees: product equal to the world size, pins kept."""
+        """Every legal combination of degrees."""
         return combinations(self.basis)
 
     def point(self, degrees: Mapping[str, int], stage: int | None = None) -> Point:
-        """The configuration with these degrees, and everything else as the setting or the first way has it."""
+        """The configuration with these degrees; everything else comes from the setting or the first way."""
         full = {axis: degrees.get(axis, 1) for axis in self.setting.strategies}
         shared = self.setting.stage if stage is None else stage
         ways = self.ways(full)
         return Point.of(full, shared, ways[0] if ways else {}, self.setting.recompute)
 
     def ways(self, degrees: Mapping[str, int], thorough: bool = False) -> list[dict[str, object]]:
-        """What strategies let one choose with these degrees, those of the axes together; `thorough`: all that is legal."""
-        found: list[dict[str, object]] = [{}]
+        """The options that strategies offer with these degrees, all axes combined; `thorough`: all that are legal."""
+        combined: list[dict[str, object]] = [{}]
         for axis, strategy in self.setting.strategies.items():
             if degrees[axis] > 1:
                 rows = max(1, self.setting.batch.size // self.basis.batch_factor(degrees))
                 tape = self._any_tape(degrees) if strategy.divides else None
-                asked = replace(
+                request = replace(
                     self.basis.request(axis),
                     batch_size=rows,
                     step=StepContext(degrees=dict(degrees)),
@@ -108,27 +109,28 @@ class Search:
                         else None,
                     ),
                 )
-                own = [dict(way) for way in strategy.ways(asked, degrees[axis])]
-                found = [{**a, **b} for a in found for b in own]
-        return found
+                offered = [dict(way) for way in strategy.ways(request, degrees[axis])]
+                combined = [{**outer, **way} for outer in combined for way in offered]
+        return combined
 
     def _any_tape(self, degrees: Mapping[str, int]) -> Tape:
-        """One of those of the model, for what is the same whatever the degrees."""
+        """A tape of the model, for facts that do not depend on the degrees."""
         if self.shared.tape is None:
             try:
                 self.shared.tape = self.shared.tapes.of(self.basis, self.rules, degrees)
-            except PlanError:  # it does not run on a part of its batch
+            except PlanError:
+                # the model does not run on a part of its batch
                 self.shared.tape = self.shared.tapes.of(self.basis, self.rules, dict.fromkeys(degrees, 1))
         return self.shared.tape
 
     # ---- exact
     def evaluate(self, point: Point | Mapping[str, int], stage: int | None = None) -> Candidate:
-        """The candidate of a configuration; where nothing fits the memory, the placement that needs least.
+        """The candidate of a configuration; where nothing fits the memory, with the placement that needs least.
 
-        `point`: or degrees, with `stage` for what ranks along zero share; None takes that of the setting.
+        `point`: or degrees, with `stage` as ZeRO stage; None takes that of the setting.
 
         Raises:
-            PlanError: a strategy cannot have it so.
+            PlanError: a strategy does not support the configuration.
         """
         if not isinstance(point, Point):
             point = self.point(point, stage)
@@ -139,14 +141,14 @@ class Search:
         if candidate.excess_bytes and axes and point.recompute != BY_STAGE:
             hopeless = least_bytes(candidate, self.basis.sizes) > self.setting.limit
             factor = parameter_factor(self.setting.optimizer)
-            own = placed.with_recompute(self.recompute(point))
-            problem = own.problem
-            tight = None if hopeless else self._within(problem, self._tight(candidate, own))
+            recomputed = placed.with_recompute(self.recompute(point))
+            problem = recomputed.problem
+            tight = None if hopeless else self._within(problem, self._tight(candidate, recomputed))
             if tight is not None:
                 fitting = self._costed(point, self._new(placed.problem, tight), axes)
                 if not fitting.excess_bytes:
                     return fitting
-            # nothing fits: show the placement that comes closest
+            # nothing fits: return the placement that needs least
             least = self._within(problem, MemoryTerms(1e-6, factor))
             if least is not None:
                 closest = self._costed(point, self._new(placed.problem, least), axes)
@@ -155,12 +157,12 @@ class Search:
 
     # ---- estimated
     def estimate(self, point: Point, beyond: float = math.inf) -> Candidate:
-        """As `evaluate`, with placements that were found for another number of rows: no program is solved anew.
+        """As `evaluate`, with placements that were found for another number of rows, so that no program is solved.
 
-        `beyond`: seconds from which it may say less than it takes.
+        `beyond`: seconds of a step from which the estimate may be too low.
 
         Raises:
-            PlanError: a strategy cannot have it so.
+            PlanError: a strategy does not support the configuration.
         """
         axes = self._searched(point)
         far = self._far(point, axes, beyond) if math.isfinite(beyond) else None
@@ -174,20 +176,22 @@ class Search:
         model = self._models.get(family)
         if model is None:
             model = self._models[family] = self._model(family, point, tape, axes)
-        own = model if model.problem.tape is tape else model.at(tape)
-        return self._costed(point, own, axes, True, beyond)
+        placed = model if model.problem.tape is tape else model.at(tape)
+        return self._costed(point, placed, axes, True, beyond)
 
     def _far(self, point: Point, axes: Axes, beyond: float) -> Candidate | None:
-        """The estimate by tapes of more rows, where that is far beyond: a tape of one row need not be recorded then."""
-        about = self.shared.tapes.about(self.basis, self.rules, dict(point.degrees), point.microbatches)
-        model = None if about is None else self._models.get(self._family(point, about, axes))
-        if about is None or model is None:
+        """The estimate by tapes of more rows where it is far beyond the bound, so that no tape of one row is recorded."""
+        larger = self.shared.tapes.for_more_rows(
+            self.basis, self.rules, dict(point.degrees), point.microbatches
+        )
+        model = None if larger is None else self._models.get(self._family(point, larger, axes))
+        if larger is None or model is None:
             return None
-        found = self._costed(point, model.at(about), axes, True, beyond)
-        return found if found.step_seconds >= FAR * beyond else None
+        estimate = self._costed(point, model.at(larger), axes, True, beyond)
+        return estimate if estimate.step_seconds >= FAR * beyond else None
 
     def _family(self, point: Point, tape: Tape, axes: Axes) -> tuple[object, ...]:
-        """Of configurations that may have each other's placements."""
+        """The key of configurations that can use the same placements."""
         return (
             self.setting.dtype,
             *self._joined(point, axes),
@@ -200,34 +204,34 @@ class Search:
         )
 
     def _model(self, family: tuple[object, ...], point: Point, tape: Tape, axes: Axes) -> Placed:
-        known = self.shared.models.get(family)
-        if known is not None:
-            return self._new(*known)
-        found = self._exact(point, axes, tape)
-        self.shared.models[family] = found.problem, found.placement
-        return found
+        solved = self.shared.models.get(family)
+        if solved is not None:
+            return self._new(*solved)
+        placed = self._exact(point, axes, tape)
+        self.shared.models[family] = placed.problem, placed.placement
+        return placed
 
     def recompute(self, point: Point) -> tuple[RecomputeRule, ...]:
-        """The modules that a configuration runs twice."""
+        """The recompute rules of a configuration."""
         wanted = point.recompute
-        return () if wanted is None or wanted is BY_STAGE else self._named(wanted, dict(point.degrees))
+        return () if wanted is None or wanted is BY_STAGE else self._rules_of(wanted, dict(point.degrees))
 
-    def _named(self, wanted: str, degrees: Mapping[str, int]) -> tuple[RecomputeRule, ...]:
+    def _rules_of(self, wanted: str, degrees: Mapping[str, int]) -> tuple[RecomputeRule, ...]:
         rules = self.shared.rules
         if wanted not in rules:
             rules[wanted] = recompute_rules(self.setting.model, wanted, self._any_tape(degrees).calls)
         return rules[wanted]
 
     def can_recompute(self, degrees: Mapping[str, int]) -> tuple[str, ...]:
-        """The policies that the model can have with these degrees, the cheapest in time first."""
-        if self.shared.blocks is None:
-            self.shared.blocks = repeated_blocks(self.setting.model, self._any_tape(degrees).calls)
-        if not self.shared.blocks:
+        """The recompute policies that the model allows, the cheapest in time first."""
+        if self.shared.patterns is None:
+            self.shared.patterns = repeated_blocks(self.setting.model, self._any_tape(degrees).calls)
+        if not self.shared.patterns:
             return ()
         return tuple(reversed(POLICIES))
 
-    def can_ease(self, candidate: Candidate) -> bool:
-        """Whether what a candidate runs again may be chosen stage by stage."""
+    def has_stage_choice(self, candidate: Candidate) -> bool:
+        """Whether each stage of a candidate may choose the blocks that it recomputes."""
         if self.setting.recompute is not None or candidate.point.recompute in (None, BY_STAGE):
             return False
         return any(d > 1 and self.setting.strategies[a].divides for a, d in candidate.point.degrees)
@@ -239,17 +243,18 @@ class Search:
         return tuple(a for a, d in point.degrees if d > 1 and strategies[a].placement_search)
 
     def _joined(self, point: Point, axes: Axes) -> tuple[object, ...]:
-        """Per searched axis its name, degree and link; of none, what joins one rank to itself."""
+        """Per searched axis its name, degree and link; without any, one entry for a single rank."""
         degrees = dict(point.degrees)
         if not axes:
             return (("", 1, self.basis.link(degrees, None)),)
         return tuple((axis, degrees[axis], self.basis.link(degrees, axis)) for axis in axes)
 
     def _present(self, point: Point) -> list[str]:
+        """Axes whose strategies place parameters themselves."""
         return [axis for axis in self.surveys if point.degree(axis) > 1 and self.surveys[axis].parameters]
 
     def _meshed(self, point: Point) -> bool:
-        """Whether laying operations over a mesh costs something: not where ranks hold different modules and nothing else."""
+        """Whether operations pay for dispatch on a mesh. A pipeline without other axes has none."""
         if not self.setting.cluster.dispatch_s:
             return False
         return any(d > 1 and not self.setting.strategies[a].divides for a, d in point.degrees)
@@ -281,31 +286,31 @@ class Search:
         self, point: Point, placed: Placed, axes: Axes, rough: bool = False, beyond: float = math.inf
     ) -> Candidate:
         if point.recompute == BY_STAGE:
-            known, free = self._full.get((point.but(recompute=None), rough), (None, None))
-            found = (
-                cost(point, placed, axes, rough=rough)
-                if free is None or known is not placed
-                else replace(free, point=point)
+            costed, full = self._full.get((point.but(recompute=None), rough), (None, None))
+            if full is None or costed is not placed:
+                full = cost(point, placed, axes, rough=rough)
+            return with_stage_recompute(
+                replace(full, point=point), placed, self._recompute_variants(point, placed)
             )
-            return eased(found, placed, self._again(point, placed))
-        found = cost(point, placed.with_recompute(self.recompute(point)), axes, rough=rough, beyond=beyond)
-        if point.recompute is None and found.excess_bytes:
-            self._full[point, rough] = placed, found
-        return found
+        recomputed = placed.with_recompute(self.recompute(point))
+        candidate = cost(point, recomputed, axes, rough=rough, beyond=beyond)
+        if point.recompute is None and candidate.excess_bytes:
+            self._full[point, rough] = placed, candidate
+        return candidate
 
-    def _again(self, point: Point, placed: Placed) -> Again:
-        """What may run again of a placement, found once."""
-        if id(placed) not in self._eased:
+    def _recompute_variants(self, point: Point, placed: Placed) -> RecomputeVariants:
+        """The variants of a placement for stage-wise recompute, computed once."""
+        if id(placed) not in self._variants:
             degrees = dict(point.degrees)
-            policies = {policy: self._named(policy, degrees) for policy in self.can_recompute(degrees)}
+            policies = {policy: self._rules_of(policy, degrees) for policy in self.can_recompute(degrees)}
             tape = placed.problem.tape
-            if self.shared.named is None:
-                self.shared.named = tuple(recomputed_blocks(tape, next(iter(policies.values()), ())))
-            self._eased[id(placed)] = placed, Again.of(placed, policies, self.shared.named)
-        return self._eased[id(placed)][1]
+            if self.shared.blocks is None:
+                self.shared.blocks = tuple(recomputed_blocks(tape, next(iter(policies.values()), ())))
+            self._variants[id(placed)] = placed, RecomputeVariants.of(placed, policies, self.shared.blocks)
+        return self._variants[id(placed)][1]
 
     def _problem(self, point: Point, tape: Tape, axes: Axes) -> PlacementProblem:
-        surveyed, meshed = self._present(point) if axes else [], self._meshed(point)
+        present, meshed = self._present(point) if axes else [], self._meshed(point)
         degrees = dict(point.degrees)
         named = axes or (None,)
         links = [self.basis.link(degrees, axis) for axis in named]
@@ -315,22 +320,24 @@ class Search:
             for link, (_, degree) in zip(links, shape, strict=True)
         ]
         stored = [self.setting.stored.get(axis, {}) for axis in axes]
-        like: tuple[object, ...] = (id(tape), *shape, meshed, self.setting.sequence_parallel)
-        linked, problems = (*links, *like), self.shared.problems
-        if like not in problems:
-            problems[like] = problems[linked] = self._made(tape, costs, stored)
-        if linked not in problems:  # what is legal is so whatever joins the ranks
-            problems[linked] = problems[like].across(JointCosts.of(costs) if len(axes) > 1 else costs[0])
-        key = (*linked, *surveyed)
-        if key not in problems:  # what a strategy places itself is not for the search to place
-            held: dict[str, State] = {name: "I" for a in surveyed for name in self.surveys[a].parameters}
-            problems[key] = problems[linked].pinning(_pins([{**held, **own} for own in stored]))
+        unlinked: tuple[object, ...] = (id(tape), *shape, meshed, self.setting.sequence_parallel)
+        linked, problems = (*links, *unlinked), self.shared.problems
+        if unlinked not in problems:
+            problems[unlinked] = problems[linked] = self._made(tape, costs, stored)
+        if linked not in problems:
+            # the same placements are legal over any links
+            problems[linked] = problems[unlinked].across(JointCosts.of(costs) if len(axes) > 1 else costs[0])
+        key = (*linked, *present)
+        if key not in problems:
+            # the search does not place parameters that a strategy places
+            whole: dict[str, State] = {name: "I" for a in present for name in self.surveys[a].parameters}
+            problems[key] = problems[linked].pinning(_pins([{**whole, **pins} for pins in stored]))
         return problems[key]
 
     def _made(
         self, tape: Tape, costs: Sequence[AxisCosts], stored: Sequence[Mapping[str, State]]
     ) -> PlacementProblem:
-        """The problem on one axis, or on two; `stored`: how the user stores parameters on each."""
+        """The placement problem on one axis, or on two; `stored`: pins of parameters on each."""
         repeats, pins = self.shared.tapes.quotient(tape), _pins(stored)
         sequence = self.setting.sequence_parallel
         if len(costs) == 1:
@@ -345,44 +352,44 @@ class Search:
         return JointProblem(JointLegality(each, sequence), pins)
 
     def _place(self, problem: PlacementProblem) -> Placement:
-        """The fastest placement that makes use of the axis: weights are sharded where they can be used sharded.
+        """The fastest placement that uses the axis: weights are sharded wherever operations can use them sharded.
 
-        On a tiny model any communication costs more than replicated compute, and the fastest placement would be to
-        shard nothing; but a degree is there to divide the model.
+        On a tiny model any communication costs more than replicated compute, so that the fastest placement would shard
+        nothing. But a degree of a searched axis is there to divide the model.
         """
         terms = MemoryTerms(PRICE, parameter_factor(self.setting.optimizer))
         if problem.costs.degree == 1:
             return problem.replicated()
-        late = None
-        # all of them, else those that nothing stands in the way of, else what is fastest
+        unsolved = None
+        # shard all weights, else those that no other operation of their call keeps whole, else the fastest
         for divided in dict.fromkeys((problem.weights(), problem.weights(alone=True), frozenset[int]())):
             try:
                 placement = problem.solve(terms, divided=divided, time_limit=self._patience(problem))
-            except Unsolved as unsolved:
-                late = unsolved
+            except Unsolved as error:
+                unsolved = error
                 continue
             if placement is not None:
                 return placement
-        if late is not None:
-            raise late
+        if unsolved is not None:
+            raise unsolved
         raise UsageError(
             "the placement search found no legal placement; check the pinned parameter placements"
             + sequence_hint(self.setting)
         )
 
     def _within(self, problem: PlacementProblem, terms: MemoryTerms) -> Placement | None:
-        """The placement with so much memory; None where there is none, or none was found in time."""
+        """The placement with these memory terms; None where there is none, or none was found in time."""
         try:
             return problem.solve(terms, time_limit=self._patience(problem))
         except Unsolved:
             return None
 
     def _patience(self, problem: PlacementProblem) -> float:
-        """Seconds for an answer: what a time budget leaves, but so much that what is looked at first gets one."""
+        """Seconds that a placement may take: what the time budget leaves, but enough for the first configurations."""
         return min(problem.patience, max(LEAST_PATIENCE, self.end - time.monotonic()))
 
     def _tight(self, candidate: Candidate, placed: Placed) -> MemoryTerms:
-        """The room there is, in bytes of what the problem sees: one microbatch of the whole model."""
+        """The memory limit in bytes as the placement problem counts them: one microbatch of the whole model."""
         memory, factor = candidate.memory, parameter_factor(self.setting.optimizer)
         stored = placed.memory["parameters"] or 1
         training = sum(memory[part] for part in ("parameters", "gradients", "optimizer")) / stored
@@ -398,7 +405,7 @@ class Search:
 
 
 def _pins(stored: Sequence[Mapping[str, State]]) -> dict[str, Any]:
-    """Parameter name -> state, or where two axes are searched the state on each, None where it is free."""
+    """Parameter name -> state; with two searched axes the state on each, None where it is free."""
     if len(stored) < 2:
         return dict(stored[0]) if stored else {}
     names = dict.fromkeys(name for some in stored for name in some)

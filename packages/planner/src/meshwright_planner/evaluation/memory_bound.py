@@ -1,4 +1,4 @@
-"""What no placement and no configuration can go below: what is out of the question need not be tried."""
+"""Lower bounds of memory. A configuration whose bound exceeds the limit is not tried."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from meshwright_planner.memory.parts import Sizes, parameter_bytes
 
 
 def floor_bytes(basis: Basis, degrees: Mapping[str, int] | None = None) -> float:
-    """Bytes that a rank holds at least when the optimizer steps: its part of parameters, gradients and states.
+    """The least bytes of a rank while the optimizer steps: its part of parameters, gradients and states.
 
-    `degrees`: on axes where gradients are summed and nothing is placed, every rank holds what the others hold; without
-    them the model is divided over all ranks.
+    `degrees`: replicas along axes that only sum gradients hold the same; without degrees the model is divided over all ranks.
     """
     setting = basis.setting
     parts = setting.world_size
@@ -27,20 +26,19 @@ def floor_bytes(basis: Basis, degrees: Mapping[str, int] | None = None) -> float
 
 def _replicas(basis: Basis, axis: str) -> bool:
     strategy, survey = basis.setting.strategies[axis], basis.surveys.get(axis)
-    own = survey is not None and bool(survey.parameters)
-    return strategy.gradient == "deferred" and not strategy.gathers and not own
+    places = survey is not None and bool(survey.parameters)
+    return strategy.gradient == "deferred" and not strategy.gathers and not places
 
 
 def least_bytes(candidate: Candidate, sizes: Sizes) -> float:
-    """Bytes below which no other placement on its searched axes brings a candidate: with everything divided there."""
+    """The least bytes that any placement on the searched axes can reach: with everything sharded there."""
     axes, problem, placement = candidate.searched, candidate.problem, candidate.placement
     if not axes:
         return float(candidate.total_bytes)
     degree = math.prod(candidate.point.degree(axis) for axis in axes)
     stored = kept = 1 / degree
-    if (
-        candidate.fields.get("pipeline") is None
-    ):  # a stage may have other shares of what is divided than the model
+    # a stage of a pipeline may hold more or less sharded parameters than the model on average
+    if candidate.fields.get("pipeline") is None:
         now, _ = parameter_bytes(sizes, problem, placement)
         stored = min(1.0, sum(size for _, size, _ in sizes.parameters) / degree / now) if now else 1.0
         undivided = problem.replicated().saved_bytes * placement.times

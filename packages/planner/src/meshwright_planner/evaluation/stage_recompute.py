@@ -1,5 +1,7 @@
-"""Recomputation stage by stage: a strategy that divides the model is told what running modules again costs and saves, and by
-how much its fullest rank is too full; it says which modules of which stage run again.
+"""Stage-wise recompute: each stage of a pipeline recomputes only as many blocks as its memory requires.
+
+The strategy that divides the model gets the cost and the savings of recomputing each module, and the bytes by which its
+fullest rank exceeds the memory. It answers with the modules to recompute, stage by stage.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from meshwright_planner.recompute.rules import rules_of
 
 
 @dataclass(frozen=True)
-class Again:
-    """What may run again.
+class RecomputeVariants:
+    """The modules that stages may recompute, by each policy.
 
     Args:
-        work: policy -> what modules do in a microbatch where all that may run again does, as `Placed.work`.
-        blocks: names of the modules that may.
-        patterns: those that stand for all of them.
+        work: policy -> the work of each module in a microbatch where all blocks are recomputed, as `Placed.work`.
+        blocks: names of the blocks that may be recomputed.
+        patterns: name patterns that match all of them.
     """
 
     work: Mapping[str, tuple[ModuleWork, ...]]
@@ -29,58 +31,60 @@ class Again:
     patterns: tuple[str, ...]
 
     @staticmethod
-    def of(placed: Placed, policies: Mapping[str, Sequence[RecomputeRule]], blocks: Sequence[str]) -> Again:
-        """That of a placement; `policies`: name -> its rules for all `blocks`."""
-        named = frozenset(blocks)
-        inside = [_lies(work.module, named) for work in placed.work]
+    def of(
+        placed: Placed, policies: Mapping[str, Sequence[RecomputeRule]], blocks: Sequence[str]
+    ) -> RecomputeVariants:
+        """The variants of a placement; `policies`: name -> its rules for all `blocks`."""
+        names = frozenset(blocks)
+        inside = [_is_inside(work.module, names) for work in placed.work]
         work = {
             policy: _work(placed, placed.with_recompute(rules), inside) for policy, rules in policies.items()
         }
         patterns = dict.fromkeys(rule.pattern for rules in policies.values() for rule in rules)
-        return Again(work, tuple(blocks), tuple(patterns))
+        return RecomputeVariants(work, tuple(blocks), tuple(patterns))
 
     def rules(self, chosen: Mapping[str, str]) -> tuple[RecomputeRule, ...]:
-        """Rules for what a strategy chose: module -> policy by which the blocks in it run again.
+        """Rules for the choice of a strategy: module -> policy by which the blocks in it are recomputed.
 
         Raises:
             PlanError: it chose a part of a block.
         """
         policies: dict[str, str] = {}
-        every = frozenset(self.blocks)
         for module, policy in chosen.items():
-            own = [module] if module in every else [n for n in self.blocks if n.startswith(f"{module}.")]
-            if not own:
+            inside = [name for name in self.blocks if name == module or name.startswith(f"{module}.")]
+            if not inside:
                 raise PlanError(
-                    "recompute", module, "only whole blocks run again, and none lies in this module"
+                    "recompute", module, "only whole blocks are recomputed, and this module contains none"
                 )
-            policies.update(dict.fromkeys(own, policy))
+            policies.update(dict.fromkeys(inside, policy))
         return rules_of(policies, self.blocks, self.patterns)
 
 
 @dataclass(frozen=True)
-class Easing:
-    """What is asked of the strategy that divides the model; `relief`: as `PipelineQuery.bytes_to_free`."""
+class StageRecompute:
+    """The request to the strategy that divides the model: the variants, and bytes that its fullest rank must free."""
 
-    again: Again
-    relief: int
+    variants: RecomputeVariants
+    bytes_to_free: int
 
 
-def _work(placed: Placed, other: Placed, inside: Sequence[bool]) -> tuple[ModuleWork, ...]:
-    """The work of `other`, in which modules run again, as a part of the time that `placed` computes.
+def _work(placed: Placed, recomputed: Placed, inside: Sequence[bool]) -> tuple[ModuleWork, ...]:
+    """The work of `recomputed`, in seconds that are comparable with those of `placed`.
 
-    `inside`: which of it is of modules that may. What they communicate when they run again counts too: the seconds of stages
-    stand for computing and communicating, in the proportion that both have in `placed`.
+    `inside`: which entries belong to blocks. The seconds of a stage stand for compute and communication in the proportion
+    that both have in `placed`, so the communication that recompute repeats is added in that proportion.
     """
-    now, then = placed.placement, other.placement
-    more = then.compute_seconds - now.compute_seconds
-    both = more + then.communication_seconds - now.communication_seconds
-    whole = now.compute_seconds + now.communication_seconds
-    scale = both / more * now.compute_seconds / whole if more and whole else 1.0
-    found = []
-    for base, work, again in zip(placed.work, other.work, inside, strict=True):
-        if again:
+    before, after = placed.placement, recomputed.placement
+    more = after.compute_seconds - before.compute_seconds
+    both = more + after.communication_seconds - before.communication_seconds
+    whole = before.compute_seconds + before.communication_seconds
+    scale = both / more * before.compute_seconds / whole if more and whole else 1.0
+    result = []
+    for base, work, in_block in zip(placed.work, recomputed.work, inside, strict=True):
+        if in_block:
             seconds = base.seconds + (work.seconds - base.seconds) * scale
-            work = ModuleWork(  # thousands of them: `replace` is slow
+            # there are thousands of these, and dataclasses.replace is slow
+            work = ModuleWork(
                 work.module,
                 seconds,
                 work.saved_bytes,
@@ -92,11 +96,11 @@ def _work(placed: Placed, other: Placed, inside: Sequence[bool]) -> tuple[Module
                 base.forward * base.seconds / seconds if seconds else base.forward,
                 work.outputs,
             )
-        found.append(work)
-    return tuple(found)
+        result.append(work)
+    return tuple(result)
 
 
-def _lies(module: str, blocks: frozenset[str]) -> bool:
-    """Whether a module is one of these, or in one."""
+def _is_inside(module: str, blocks: frozenset[str]) -> bool:
+    """Whether a module is one of these blocks, or in one."""
     parts = module.split(".")
     return any(".".join(parts[:n]) in blocks for n in range(1, len(parts) + 1))

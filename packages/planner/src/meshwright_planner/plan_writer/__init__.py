@@ -1,1 +1,1 @@
-"""From what the search found to plans."""
+"""From candidates to plans: rules, planned collectives, and notes."""

@@ -1,7 +1,8 @@
-"""From evaluated candidates to plans: the fields, and the notes that say why."""
+"""From evaluated candidates to plans: the fields, and the notes with the reasons."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -30,8 +31,8 @@ from meshwright_planner.plan_writer.rules import Writer
 from meshwright_planner.recompute.effect import communicated
 from meshwright_planner.search.optimality import Proof
 
-WORTH_SAYING = 0.1
-"""Part of what one plan is faster than another from which a part of the step is named in the comparison."""
+NAMED = 0.1
+"""A comparison names the parts of the step that differ by at least this part of the whole difference."""
 
 DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-parallel", "torch", "scipy")
 
@@ -39,14 +40,15 @@ DISTRIBUTIONS = ("meshwright-dtensor", "meshwright-planner", "meshwright-paralle
 def plan_of(
     setting: Setting, candidate: Candidate, planner: str, notes: Iterable[str], proof: Proof
 ) -> ParallelPlan:
-    """The plan that says what a candidate is, and how good that is."""
+    """The plan of a candidate, with its proof."""
     activations, collectives = [], list(candidate.collectives)
     sequence = False
     axes, placement = candidate.searched, candidate.placement
-    if candidate.recompute and not placement.again:  # chosen by stages: what is sent again is not in it
-        sent = communicated(candidate.problem, placement, candidate.recompute)
-        placement = replace(placement, conversions=sent)
-    writer = Writer(candidate.problem, placement, axes, candidate.placements, candidate.apart)
+    if candidate.recompute and not placement.again:
+        # stages chose the recompute, so the placement lacks the communication that it repeats
+        conversions = communicated(candidate.problem, placement, candidate.recompute)
+        placement = replace(placement, conversions=conversions)
+    writer = Writer(candidate.problem, placement, axes, candidate.placements, candidate.strategy_modules)
     parameters = writer.parameters(setting.model) if axes or candidate.placements else []
     if axes:
         activations = writer.activations()
@@ -54,7 +56,7 @@ def plan_of(
         sequence = writer.splits_sequence()
         if setting.sequence_parallel and not sequence:
             raise UsageError(
-                f"sequence_parallel=True: no value that flows between repeated blocks of this {type(setting.model).__name__} "
+                f"sequence_parallel=True: no tensor between repeated blocks of this {type(setting.model).__name__} "
                 "can be split along the sequence; leave it out"
             )
     return ParallelPlan(
@@ -93,13 +95,13 @@ def plan_of(
 
 
 def _sizes(setting: Setting) -> dict[str, int]:
-    """Rows and tokens of the batch that is planned for."""
+    """Rows and tokens of the batch of the plan."""
     tokens = setting.batch.sequence_length
     return {"rows": setting.batch.size} | ({} if tokens is None else {"tokens": tokens})
 
 
 def _split(candidate: Candidate) -> StepSplit:
-    """Where the seconds go."""
+    """The parts of the step in seconds."""
     rule = candidate.fields.get("pipeline")
     each = candidate.placement.compute_seconds / (rule["microbatches"] if rule else 1)
     return StepSplit(
@@ -108,98 +110,96 @@ def _split(candidate: Candidate) -> StepSplit:
         exposed={axis: seconds for axis, seconds in candidate.exposed.items() if seconds},
         hidden={axis: seconds for axis, seconds in candidate.hidden.items() if seconds},
         stages=tuple(
-            StageTime(forward_seconds=each * ahead, backward_seconds=each * back)
-            for ahead, back in candidate.stages
+            StageTime(forward_seconds=each * forward, backward_seconds=each * backward)
+            for forward, backward in candidate.stages
         ),
         between_seconds=each * candidate.between,
     )
 
 
 def reasons(setting: Setting, ranked: Sequence[Candidate], place: int, *, only: bool) -> list[str]:
-    """Why the candidate at `place` of `ranked` (best first) is what it is, and how it compares, a line each.
+    """The reasons for the candidate at `place` of `ranked` (best first), and how it compares, a note each.
 
     `only`: the request allows no other combination of degrees.
     """
-    own = ranked[place]
+    candidate = ranked[place]
     notes = [
-        f"bound by {own.bound}; {human_bytes(own.total_bytes)} of {human_bytes(own.allowed)} per rank with "
+        f"bound by {candidate.bound}; {human_bytes(candidate.total_bytes)} of {human_bytes(candidate.allowed)} per rank with "
         f"{setting.optimizer}",
     ]
-    if own.problem.tape.real:
-        notes.append("the model looks at its data: profiled in a real run, not on fake tensors")
+    if candidate.problem.tape.real:
+        notes.append(
+            "the model depends on the data of its batch: profiled in a real run, not on fake tensors"
+        )
     if setting.cluster.name.startswith(PREFIX):
         notes.append(f"planned for the machine at hand: {setting.cluster.source}")
-    notes += own.problem.tape.division.notes if own.problem.tape.division is not None else ()
-    notes += [*_beyond(setting, own), *idle_axes(own), *_marked(own)]
+    notes += candidate.problem.tape.division.notes if candidate.problem.tape.division is not None else ()
+    notes += [*_large_limit(setting, candidate), *idle_axes(candidate), *_marked(candidate)]
     for slow in setting.cluster.slow_among(setting.world_size):
         notes.append(_slow(slow))
-    if own.placement.status == "in turns":
-        bound = own.placement.bound
-        above = own.placement.objective / bound - 1 if bound else 0.0
+    if candidate.placement.status == "in turns":
+        bound = candidate.placement.bound
+        above = candidate.placement.objective / bound - 1 if bound else 0.0
         notes.append(
-            f"placements on {' and '.join(own.searched)} were found in turns: too many for one program, and what is found "
-            f"takes at most {100 * above:.1f}% more than the least"
+            f"placements on {' and '.join(candidate.searched)} were searched in turns, because one program for both is too large; "
+            f"they take at most {100 * above:.1f}% longer than the best"
         )
-    elif own.placement.status not in ("optimal", "replicated"):
-        notes.append(f"the placement search stopped early: {own.placement.status}")
-    after = ranked[place + 1] if place + 1 < len(ranked) else None
-    if after is not None:
-        notes.append(comparison(own, after))
+    elif candidate.placement.status not in ("optimal", "replicated"):
+        notes.append(f"the placement search stopped early: {candidate.placement.status}")
+    following = ranked[place + 1] if place + 1 < len(ranked) else None
+    if following is not None:
+        notes.append(comparison(candidate, following))
     elif only and len(ranked) == 1:
         notes.append("the only combination of degrees that the request allows")
-    for other in ranked:
-        if other is not own:
-            notes.append(f"also considered: {summary(other)}")
+    notes += [f"also considered: {summary(other)}" for other in ranked if other is not candidate]
     return notes
 
 
-def _beyond(setting: Setting, own: Candidate) -> list[str]:
-    """That the user allows more memory than there is."""
-    has, asked = setting.cluster.usable_bytes, setting.allowed
-    if asked <= has:
+def _large_limit(setting: Setting, candidate: Candidate) -> list[str]:
+    """A note where the memory limit of the user exceeds the memory of the devices."""
+    usable, limit = setting.cluster.usable_bytes, setting.allowed
+    if limit <= usable:
         return []
-    needed = (
-        "" if own.total_bytes <= has else ", and so is what this plan needs: it runs on devices with more"
-    )
+    needed = "" if candidate.total_bytes <= usable else "; this plan needs devices with more memory"
     return [
-        f"the memory limit of {human_bytes(asked)} is more than the {human_bytes(has)} that a model may take of a device of "
+        f"the memory limit of {human_bytes(limit)} is more than the {human_bytes(usable)} that a model can use on a device of "
         f"{setting.cluster.name}{needed}"
     ]
 
 
-def _marked(own: Candidate) -> list[str]:
-    """Which activations the model itself brings somewhere on axes that the plan has: nobody planned that."""
-    tape = own.problem.tape if own.problem.tape.origin is None else own.problem.tape.origin
-    places: dict[str, list[str]] = {}
+def _marked(candidate: Candidate) -> list[str]:
+    """Notes on activations that the model marks with mark_sharding, on axes of the plan. Planning ignores these marks."""
+    tape = candidate.problem.tape if candidate.problem.tape.origin is None else candidate.problem.tape.origin
+    modules_by_state: dict[str, list[str]] = {}
     for module, mark in tape.marks:
-        wanted = [
-            f"{axis} {format_state(state)}" for axis, state in mark.items() if own.point.degree(axis) > 1
-        ]
-        if wanted:
-            alike = [
-                f"{c}{module[len(f) :]}" for c, f in tape.copied.items() if f"{module}.".startswith(f"{f}.")
+        states = [f"{axis} {format_state(s)}" for axis, s in mark.items() if candidate.point.degree(axis) > 1]
+        if states:
+            copies = [
+                f"{copy}{module[len(first) :]}"
+                for copy, first in tape.copied.items()
+                if f"{module}.".startswith(f"{first}.")
             ]
-            found = places.setdefault(" and ".join(wanted), [])
-            found += (name for name in (module or "the model itself", *alike) if name not in found)
+            modules = modules_by_state.setdefault(" and ".join(states), [])
+            modules += (name for name in (module or "the model itself", *copies) if name not in modules)
     return [
-        f"mark_sharding of an activation in {listing(names, 4)}: brought to {wanted} when it runs, which is neither planned around "
-        "nor in what is predicted"
-        for wanted, names in places.items()
+        f"mark_sharding of an activation in {listing(modules, 4)}: it is moved to {states} at run time, which neither the "
+        "placements nor the prediction include"
+        for states, modules in modules_by_state.items()
     ]
 
 
 def _slow(slow: SlowNode) -> str:
-    """What a slow node means for a plan."""
-    what = [f"computes {slow.compute:g} times as long"] if slow.compute > 1 else []
-    what += [f"has {100 * slow.share:g}% of {slow.link}"] if slow.link is not None else []
+    """A note on a slow node."""
+    effects = [f"computes {slow.compute:g} times as long"] if slow.compute > 1 else []
+    effects += [f"has {100 * slow.share:g}% of {slow.link}"] if slow.link is not None else []
     return (
-        f"node {slow.node} {' and '.join(what) or 'is like the others'}: all ranks have as much to do, so all are predicted "
-        "at its pace"
+        f"node {slow.node} {' and '.join(effects) or 'is like the others'}: all ranks get equal work, so the prediction assumes "
+        "its pace for all"
     )
 
 
 def comparison(better: Candidate, other: Candidate) -> str:
-    """Why one candidate comes before another: the part of the step that makes the difference, or memory."""
+    """Why one candidate comes before another: the parts of the step that make the difference, or memory."""
     if other.excess_bytes and not better.excess_bytes:
         return f"preferred to {other.name}, which exceeds the memory by {human_bytes(other.excess_bytes)}"
     gain = other.step_seconds - better.step_seconds
@@ -209,7 +209,8 @@ def comparison(better: Candidate, other: Candidate) -> str:
         "bubble": other.bubble_seconds - better.bubble_seconds,
         "optimizer": other.optimizer_seconds - better.optimizer_seconds,
     }
-    if gain < -1e-9 * better.step_seconds:  # of a planner that chooses by a measure of its own
+    # some planners choose by their own measure
+    if gain < -1e-9 * better.step_seconds:
         return (
             f"chosen before {other.name}, which is predicted {-100 * gain / better.step_seconds:.1f}% faster"
         )
@@ -218,17 +219,17 @@ def comparison(better: Candidate, other: Candidate) -> str:
         return f"as fast as {other.name}; " + (
             f"uses {human_bytes(saved)} less memory" if saved > 0 else "the outer axes are filled first"
         )
-    said = [(name, s) for name, s in parts.items() if abs(s) >= WORTH_SAYING * gain]
-    said.sort(key=lambda part: -abs(part[1]))
-    less = [f"{human_seconds(s)} less {name}" for name, s in said if s > 0]
-    more = [f"{human_seconds(-s)} more {name}" for name, s in said if s < 0]
+    largest = [(name, s) for name, s in parts.items() if abs(s) >= NAMED * gain]
+    largest.sort(key=lambda part: -abs(part[1]))
+    less = [f"{human_seconds(s)} less {name}" for name, s in largest if s > 0]
+    more = [f"{human_seconds(-s)} more {name}" for name, s in largest if s < 0]
     share = 100 * gain / other.step_seconds
     text = f"{share:.1f}% faster than {other.name}: {' and '.join(less)}"
     return f"{text}, but {' and '.join(more)}" if more else text
 
 
 def summary(candidate: Candidate) -> str:
-    """One line: degrees, time split, memory, what bounds it."""
+    """A line with degrees, parts of the step, memory, and the bound."""
     fit = f", exceeds the memory by {human_bytes(candidate.excess_bytes)}" if candidate.excess_bytes else ""
     bubble = f"bubble {human_seconds(candidate.bubble_seconds)} + " if candidate.bubble_seconds else ""
     return (
@@ -240,13 +241,11 @@ def summary(candidate: Candidate) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _collective_key(c: PlannedCollective) -> tuple[str, str, int, str, str, str]:

@@ -1,6 +1,6 @@
-"""Names of repeated things written once: "model.layers.*.mlp" for the copies of a block.
+"""Name patterns for repeated blocks: "model.layers.*.mlp" for all copies of a block.
 
-A pattern stands for a name only if everything it matches wants the same; otherwise exact names are written.
+A pattern is used only if everything that it matches has the same value; otherwise exact names are written.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Collapser:
-    """Turns names into patterns, knowing which modules are copies of each other."""
+    """Turns names into patterns, given the groups of modules that are copies of each other."""
 
     def __init__(self, groups: Sequence[Sequence[str]]) -> None:
-        # outer groups first: the inner ones are recorded for the representative of the outer
+        # outer groups first, because inner groups exist only in the first module of an outer group
         ordered = sorted(groups, key=lambda g: g[0].count("."))
         self._members: dict[tuple[str, ...], tuple[tuple[str, ...], frozenset[int]]] = {}
         self._lengths: list[int] = []
@@ -37,18 +37,18 @@ class Collapser:
         parts = tuple(name.split("."))
         stars: set[int] = set()
         for length in self._lengths:
-            found = self._members.get(parts[:length])
-            if found is not None:
-                parts = found[0] + parts[length:]
-                stars |= found[1]
+            member = self._members.get(parts[:length])
+            if member is not None:
+                first, differ = member
+                parts = first + parts[length:]
+                stars |= differ
         return ".".join("*" if i in stars else part for i, part in enumerate(parts))
 
     def collapse(self, wanted: Mapping[str, T]) -> list[tuple[str, T, list[str]]]:
-        """(pattern, what is wanted, names it stands for) that together give every name of `wanted` what it wants.
+        """(pattern, value, names that it matches), so that together every name of `wanted` gets its value.
 
-        Patterns come in the order in which their first name occurs.  No name matches two that disagree: where "*"
-        would match a name that wants something else (it matches dots too), digits are spelt out as "[0-9]", and
-        where that does not help either, the names are.
+        Patterns come in the order of their first names. No name matches two patterns with different values. "*" also matches
+        dots. Where it would match a name with another value, "[0-9]" per digit is tried, and then the exact names.
         """
         members: dict[str, list[str]] = defaultdict(list)
         for name in wanted:
@@ -65,12 +65,14 @@ class Collapser:
 
 
 def _by_digits(pattern: str, names: list[str], wanted: Mapping[str, T]) -> list[tuple[str, T, list[str]]]:
-    spelt: dict[str, list[str]] = defaultdict(list)
+    by_digits: dict[str, list[str]] = defaultdict(list)
     for name in names:
         parts = zip(pattern.split("."), name.split("."))
-        spelt[".".join("[0-9]" * len(n) if p == "*" and n.isdigit() else n for p, n in parts)].append(name)
+        by_digits[".".join("[0-9]" * len(n) if p == "*" and n.isdigit() else n for p, n in parts)].append(
+            name
+        )
     result: list[tuple[str, T, list[str]]] = []
-    for exact, alike in spelt.items():
+    for exact, alike in by_digits.items():
         if len(alike) > 1 and _fits(exact, wanted, wanted[alike[0]]):
             result.append((exact, wanted[alike[0]], alike))
         else:
@@ -79,6 +81,6 @@ def _by_digits(pattern: str, names: list[str], wanted: Mapping[str, T]) -> list[
 
 
 def _fits(pattern: str, wanted: Mapping[str, T], value: T) -> bool:
-    """Whether everything that `pattern` matches wants `value`."""
+    """Whether everything that `pattern` matches has `value`."""
     match = re.compile(fnmatch.translate(pattern)).match
     return all(other == value for name, other in wanted.items() if match(name))

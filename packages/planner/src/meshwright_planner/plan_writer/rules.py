@@ -1,4 +1,4 @@
-"""From a placement to the plan that says it: parameter rules, activation rules, planned collectives."""
+"""The rules of a plan for a placement: parameter rules, activation rules, planned collectives."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Row = tuple[State | None, ...]
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What one call must be given and must give. None: nothing to say."""
+class _Target:
+    """Target states of the inputs and outputs of one call; None leaves a state to the runtime."""
 
     inputs: Row
     outputs: Row | None
@@ -33,10 +33,10 @@ class Writer:
     """Writes one placement on the searched axes.
 
     Args:
-        problem, placement: the search and its answer.
-        axes: the searched axes, outermost first; without any, nothing is said of them.
+        problem, placement: the placement problem and its solution.
+        axes: the searched axes, outermost first; there may be none.
         placed: parameter name -> mesh axis -> state, of parameters that strategies place themselves.
-        apart: names of modules that strategies run themselves: nothing is said of the calls in them.
+        strategy_modules: names of modules that strategies run themselves; their calls get no rules.
     """
 
     def __init__(
@@ -45,40 +45,40 @@ class Writer:
         placement: Placement,
         axes: Sequence[str],
         placed: Mapping[str, Mapping[str, str]] | None = None,
-        apart: Iterable[str] = (),
+        strategy_modules: Iterable[str] = (),
     ) -> None:
         self.problem, self.placement, self.axes = problem, placement, tuple(axes)
-        self.placed, self.apart = dict(placed or {}), tuple(f"{name}." for name in apart)
+        self.placed = dict(placed or {})
+        self.strategy_modules = tuple(f"{name}." for name in strategy_modules)
         self.tape, self.quotient = problem.tape, problem.quotient
         self.collapser = Collapser(self.quotient.groups)
-        self._left: dict[int, State] = {}
+        self._made: dict[int, State] = {}
         for index, node in enumerate(self.tape.nodes):
             for ref, state in zip(node.outs, self._option(index).outs):
-                self._left[ref.i] = state
+                self._made[ref.i] = state
 
-    def _option(self, index: int) -> _OptionStates:
-        option = self.placement.options[self.quotient.node(index)]
-        return _OptionStates(option.ins, option.outs)
+    def _option(self, index: int) -> Option:
+        return self.placement.options[self.quotient.node(index)]
 
     def _state(self, value: int) -> State:
-        """The state in which its producer leaves a value."""
-        if value in self._left:
-            return self._left[value]
+        """The state in which a value is produced or stored."""
+        if value in self._made:
+            return self._made[value]
         return self.placement.stored.get(self.quotient.value(value), self.problem.whole)
 
     def splits_sequence(self) -> bool:
-        """Whether what flows from block to block is split along the sequence."""
+        """Whether a tensor between repeated blocks is split along the sequence."""
         values = carried(self.tape, self.quotient)
         return any(self.problem.legality.splits_sequence(v, self._state(v)) for v in values)
 
     def parameter_state(self, name: str) -> State:
-        """How parameter `name` is stored."""
+        """The state in which parameter `name` is stored."""
         value = self.tape.parameters.get(name)
         whole = self.problem.whole
         return whole if value is None else self.placement.stored.get(self.quotient.value(value), whole)
 
     def parameters(self, model: nn.Module) -> list[ParameterRule]:
-        """Rules for every sharded parameter; tied names are all named."""
+        """Rules for every sharded parameter, by all names of tied ones."""
         first = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
         wanted: dict[str, tuple[tuple[str, str], ...]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -92,29 +92,29 @@ class Writer:
         ]
 
     def activations(self) -> list[ActivationRule]:
-        """Rules for the calls at which something is converted, or whose result is not what is derived."""
-        rows: dict[tuple[str, int], dict[str, _Wanted]] = defaultdict(dict)
+        """Rules for calls with a converted input, or with an output state that the runtime would not derive."""
+        rows: dict[tuple[str, int], dict[str, _Target]] = defaultdict(dict)
         needed: set[Call] = set()
         for call, nodes in self._calls():
-            wanted, necessary = self._wanted(nodes)
+            target, necessary = self._target(nodes)
             by_module = rows[call.function, call.occurrence]
-            if necessary and by_module.get(call.module, wanted) == wanted:
+            if necessary and by_module.get(call.module, target) == target:
                 needed.add(call)
-            by_module.setdefault(call.module, wanted)
+            by_module.setdefault(call.module, target)
         rules = []
         for (function, occurrence), by_module in rows.items():
-            spoken = {m for m in by_module if Call(m, function, occurrence) in needed}
-            if not spoken:
+            ruled = {m for m in by_module if Call(m, function, occurrence) in needed}
+            if not ruled:
                 continue
-            for pattern, wanted, modules in self.collapser.collapse(by_module):
-                if not spoken.isdisjoint(modules):
+            for pattern, target, modules in self.collapser.collapse(by_module):
+                if not ruled.isdisjoint(modules):
                     rules.append(
                         ActivationRule(
                             module=pattern,
                             function=function,
                             occurrence=occurrence,
-                            inputs=self._texts(wanted.inputs),
-                            outputs=None if wanted.outputs is None else self._texts(wanted.outputs),
+                            inputs=self._texts(target.inputs),
+                            outputs=None if target.outputs is None else self._texts(target.outputs),
                         )
                     )
         return rules
@@ -128,14 +128,16 @@ class Writer:
         )
 
     def _calls(self) -> Iterable[tuple[Call, list[tuple[int, Node]]]]:
-        found: dict[tuple[Call, tuple[int | None, ...]], list[tuple[int, Node]]] = {}
+        """(call, its nodes), without calls in modules that strategies run."""
+        calls: dict[tuple[Call, tuple[int | None, ...]], list[tuple[int, Node]]] = {}
         for index, node in enumerate(self.tape.nodes):
-            if node.call is not None and not self._is_apart(node.call.module):
+            if node.call is not None and not self._in_strategy_module(node.call.module):
                 # a module may run twice in one forward: the same address with other inputs
-                found.setdefault((node.call, node.call_inputs), []).append((index, node))
-        return [(call, nodes) for (call, _), nodes in found.items()]
+                calls.setdefault((node.call, node.call_inputs), []).append((index, node))
+        return [(call, nodes) for (call, _), nodes in calls.items()]
 
-    def _wanted(self, nodes: list[tuple[int, Node]]) -> tuple[_Wanted, bool]:
+    def _target(self, nodes: list[tuple[int, Node]]) -> tuple[_Target, bool]:
+        """The target states of one call, and whether it needs a rule."""
         arguments = nodes[0][1].call_inputs
         inputs: list[State | None] = [None] * len(arguments)
         necessary = False
@@ -151,24 +153,26 @@ class Writer:
         others = self.problem.options[self.quotient.node(last)]
         if _derived(others, option.ins) != option.outs:
             outputs, necessary = option.outs, True
-        return _Wanted(tuple(inputs), outputs), necessary
+        return _Target(tuple(inputs), outputs), necessary
 
     def collectives(self) -> list[PlannedCollective]:
-        """What the placement makes one step communicate, equal ones counted together."""
+        """The collectives of one step that the placement causes; equal ones are counted together."""
         counted: dict[tuple[str, str, int, str, str, str], int] = defaultdict(int)
         for conversion in self.placement.conversions:
             c = conversion.collective
             readers = [n for n, _ in conversion.consumers]
-            if readers and all(n != RESULT and self._is_apart(self.tape.nodes[n].module) for n in readers):
+            if readers and all(
+                n != RESULT and self._in_strategy_module(self.tape.nodes[n].module) for n in readers
+            ):
                 continue
             module, why = self._where(conversion)
             axis = self.axes[c.axis]
             counted[axis, c.kind, c.nbytes, conversion.phase, module, why] += conversion.count
         for index, option in self.placement.options.items():
             node = self.tape.nodes[index]
-            for made in option.collectives if not self._is_apart(node.module) else ():
-                axis, module = self.axes[made.axis], self.collapser.pattern(node.module)
-                key = (axis, made.kind, made.nbytes, "forward", module, f"inside {node.name}")
+            for inner in option.collectives if not self._in_strategy_module(node.module) else ():
+                axis, module = self.axes[inner.axis], self.collapser.pattern(node.module)
+                key = (axis, inner.kind, inner.nbytes, "forward", module, f"inside {node.name}")
                 counted[key] += self.quotient.node_count[index] * self.placement.times
         return [
             PlannedCollective(
@@ -177,8 +181,8 @@ class Writer:
             for (axis, kind, nbytes, phase, module, why), count in counted.items()
         ]
 
-    def _is_apart(self, module: str) -> bool:
-        return bool(self.apart) and f"{module}.".startswith(self.apart)
+    def _in_strategy_module(self, module: str) -> bool:
+        return bool(self.strategy_modules) and f"{module}.".startswith(self.strategy_modules)
 
     def _where(self, conversion: Conversion) -> tuple[str, str]:
         source, target = format_state(conversion.source), format_state(conversion.target)
@@ -195,16 +199,12 @@ class Writer:
 
 
 def _derived(options: Sequence[Option], ins: States) -> States:
-    """The results that the runtime derives from these inputs by itself: on one axis after the other, those of the first row."""
-    alike = [o for o in options if o.ins == ins]
-    if alike and all(isinstance(s, tuple) for s in (*ins, *alike[0].outs)):
+    """The output states that the runtime derives from these inputs: on one axis after the other, those of the first row."""
+    matching = [o for o in options if o.ins == ins]
+    if matching and all(isinstance(s, tuple) for s in (*ins, *matching[0].outs)):
         outer = [tuple(along(s)[0] for s in o.ins) == tuple(along(s)[0] for s in ins) for o in options]
         first = next(o for o, same in zip(options, outer, strict=True) if same)
-        alike = [o for o in alike if all(along(a)[0] == along(b)[0] for a, b in zip(o.outs, first.outs))]
-    return alike[0].outs if alike else ()
-
-
-@dataclass(frozen=True)
-class _OptionStates:
-    ins: States
-    outs: States
+        matching = [
+            o for o in matching if all(along(a)[0] == along(b)[0] for a, b in zip(o.outs, first.outs))
+        ]
+    return matching[0].outs if matching else ()

@@ -1,3 +1,1 @@
-"""Planners beside the default one, on the same search space, costs and reports."""
-
-from __future__ import annotations
+"""The planners. All use the same search space, costs and reports."""

@@ -1,66 +1,43 @@
-"""What planners share that choose configurations in a way of their own: the request before, the plans after."""
+"""The shared part of the planners that choose configurations in their own way, `alpa` and `mcmc`."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
-
-from torch import nn
+from collections.abc import Callable
 
 from meshwright_dtensor.errors import PlanError
-from meshwright_dtensor.plan import ParallelPlan
-from meshwright_dtensor.plugins import discover
 from meshwright_dtensor.strategy import PlanRequest
-from meshwright_planner.evaluation.candidate import Candidate, rank
+from meshwright_planner.evaluation.candidate import Candidate
 from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import ended_by
 from meshwright_planner.evaluation.evaluator import Search
-from meshwright_planner.plan_writer.notes import plan_of, reasons
-from meshwright_planner.planners.eager import EagerPlanner, default_rules
-from meshwright_planner.reports.infeasible import infeasible
-from meshwright_planner.search.optimality import prove
+from meshwright_planner.planners.eager import Choice, EagerPlanner
+from meshwright_planner.search.optimality import Proof, prove
 
 
-class ChoosingPlanner(EagerPlanner):
-    """A planner that says which configurations it looks at, and how it ranks them."""
+class AlternativePlanner(EagerPlanner):
+    """A planner with its own choice of configurations and its own ranking. Setting, costs and plans are the default planner's."""
 
     @abstractmethod
-    def choose(self, search: Search, request: PlanRequest) -> tuple[Sequence[Candidate], str]:
-        """Candidates that were evaluated exactly, best first, and how they were found, in a line.
+    def choose(self, search: Search, request: PlanRequest) -> Choice:
+        """Candidates that were evaluated exactly, best first by the planner's own measure.
 
         Raises:
             UsageError, PlanError: no configuration is legal.
         """
 
-    def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
-        host = self._host or discover()
-        setting = self.setting(model, batch, request, host)
-        search = Search(setting, self._rules or default_rules())
-        found, note = self.choose(search, request)
-        fitting = [(place, c) for place, c in enumerate(found) if not c.excess_bytes]
-        if not fitting:
-            raise infeasible(search, sorted(found, key=rank))
-        every = search.combinations()
-        proof = prove(search, found, every)
-        return [
-            plan_of(
-                setting,
-                candidate,
-                self.name,
-                [*reasons(setting, found, place, only=len(every) == 1), note],
-                proof,
-            )
-            for place, candidate in fitting[: request.top_k]
-        ]
+    def proven(self, choice: Choice) -> tuple[list[Candidate], Proof]:
+        """The candidates in the planner's own order, and a bound on all others."""
+        return choice.ranked, prove(choice.search, choice.ranked, choice.legal)
 
 
 class Costs:
-    """Configurations and what they cost, each asked for once.
+    """Estimates and exact candidates by configuration, each computed once.
 
-    refused: the first refusal, for when nothing else is left.
-    ended: the time budget ended the search.
+    Attributes:
+        refused: the first refusal of a strategy, to be raised where nothing else is left.
+        ended: the time budget ended the search.
     """
 
     def __init__(self, search: Search) -> None:
@@ -71,30 +48,30 @@ class Costs:
         self.ended = False
 
     def late(self) -> bool:
-        """Whether the time budget is spent; who asks stops looking."""
+        """Whether the time budget is spent, so that the planner stops searching."""
         over = time.monotonic() > self.search.end
         self.ended |= over
         return over
 
     @property
     def ending(self) -> str:
-        """What to add to a note where the time budget ended the search."""
+        """The end of a note where the time budget ended the search."""
         return ended_by(self.search.setting.time_budget if self.ended else None)
 
     def estimate(self, point: Point) -> Candidate | None:
-        """The estimate; None where a strategy refuses."""
-        if point not in self.estimates:
-            try:
-                self.estimates[point] = self.search.estimate(point)
-            except PlanError as refused:
-                self.refused, self.estimates[point] = self.refused or refused, None
-        return self.estimates[point]
+        """The estimate of a configuration; None where a strategy refuses it."""
+        return self._once(point, self.estimates, self.search.estimate)
 
     def evaluate(self, point: Point) -> Candidate | None:
-        """The exact answer; None where a strategy refuses."""
-        if point not in self.exact:
+        """The exact candidate of a configuration; None where a strategy refuses it."""
+        return self._once(point, self.exact, self.search.evaluate)
+
+    def _once(
+        self, point: Point, cache: dict[Point, Candidate | None], compute: Callable[[Point], Candidate]
+    ) -> Candidate | None:
+        if point not in cache:
             try:
-                self.exact[point] = self.search.evaluate(point)
-            except PlanError as refused:
-                self.refused, self.exact[point] = self.refused or refused, None
-        return self.exact[point]
+                cache[point] = compute(point)
+            except PlanError as error:
+                self.refused, cache[point] = self.refused or error, None
+        return cache[point]

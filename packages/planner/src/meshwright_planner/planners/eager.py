@@ -1,8 +1,10 @@
-"""The default planner: one eager run, every combination of degrees, placements by integer programming."""
+"""The default planner: one eager run, all combinations of degrees, placements by integer programming."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
@@ -16,6 +18,8 @@ from meshwright_dtensor.strategy.plan_request import unknown
 from meshwright_planner.clusters.registry import cluster_of
 from meshwright_planner.cost.cost_models import cost_model_of
 from meshwright_planner.cost.operations import OPTIMIZERS
+from meshwright_planner.evaluation.candidate import Candidate, rank
+from meshwright_planner.evaluation.configuration import Point
 from meshwright_planner.evaluation.context import MARGIN, SHARED, Setting, kept_back
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.placement.legal_rows import Rules
@@ -26,6 +30,25 @@ from meshwright_planner.search.explore import explore
 from meshwright_planner.search.optimality import Proof, settle
 from meshwright_planner.trace.batch import Batch, check_signature, scaled
 from meshwright_planner.trace.recorder.borrow_model import without_garbage_collection
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidates of a planner.
+
+    Args:
+        search: evaluated them.
+        ranked: candidates that were evaluated exactly, best first; there may be none that fits.
+        legal: legal combinations of degrees.
+        notes: how they were found, a line each.
+        by_point: as in Explored.
+    """
+
+    search: Search
+    ranked: list[Candidate]
+    legal: Sequence[Mapping[str, int]]
+    notes: Sequence[str]
+    by_point: Mapping[Point, Candidate | None] | None = None
 
 
 class EagerPlanner(Planner):
@@ -49,61 +72,63 @@ class EagerPlanner(Planner):
     def _plan(self, model: nn.Module, batch: Any, request: PlanRequest) -> list[ParallelPlan]:
         host = self._host or discover()
         setting = self.setting(model, batch, request, host)
-        search = Search(setting, self._rules or default_rules())
-        explored = explore(search, request.top_k)
-        fitting = [c for c in explored.ranked if not c.excess_bytes]
-        if not fitting and _may_share(
-            setting, request
-        ):  # data ranks are asked for: they share where nothing else fits
-            pins = {axis: degree for axis, degree in setting.pins.items() if axis not in ("dp", SHARED)}
-            search = search.variant(pins=pins, data=request.dp)
-            explored = explore(search, request.top_k)
-            fitting = [c for c in explored.ranked if not c.excess_bytes]
-        ranked = explored.ranked
-        if not fitting:
-            raise infeasible(search, ranked)
-        ranked, proof = settle(search, ranked, explored.every, explored.known)
-        proof, only = self.claimed(proof), len(explored.every) == 1
-        fitting = [c for c in ranked if not c.excess_bytes]
+        choice = self.choose(Search(setting, self._rules or default_rules()), request)
+        if all(c.excess_bytes for c in choice.ranked):
+            raise infeasible(choice.search, sorted(choice.ranked, key=rank))
+        ranked, proof = self.proven(choice)
+        notes, only = [*choice.notes, *_not_searched(setting, host)], len(choice.legal) == 1
+        fitting = [(place, c) for place, c in enumerate(ranked) if not c.excess_bytes]
         return [
             plan_of(
                 setting,
                 candidate,
                 self.name,
-                [
-                    *reasons(setting, ranked, place, only=only),
-                    explored.note,
-                    *explored.refused,
-                    *_passed_over(setting, host),
-                ],
+                [*reasons(setting, ranked, place, only=only), *notes],
                 proof,
             )
-            for place, candidate in enumerate(fitting[: request.top_k])
+            for place, candidate in fitting[: request.top_k]
         ]
 
+    def choose(self, search: Search, request: PlanRequest) -> Choice:
+        """Search all configurations of the request.
+
+        Raises:
+            UsageError: no combination of degrees is legal.
+            PlanError: strategies refuse every one of them.
+        """
+        explored = explore(search, request.top_k)
+        if all(c.excess_bytes for c in explored.ranked) and _may_share(search.setting, request):
+            # only dp is pinned and nothing fits, so let data ranks share training state
+            pins = {a: degree for a, degree in search.setting.pins.items() if a not in ("dp", SHARED)}
+            search = search.variant(pins=pins, data=request.dp)
+            explored = explore(search, request.top_k)
+        notes = (explored.note, *explored.refused)
+        return Choice(search, explored.ranked, explored.legal, notes, explored.by_point)
+
+    def proven(self, choice: Choice) -> tuple[list[Candidate], Proof]:
+        """The candidates, best first, with those that the proof adds; and the proof."""
+        return settle(choice.search, choice.ranked, choice.legal, choice.by_point)
+
     def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
-        """The degrees that are fixed; 1 on an axis that nothing owns asks for nothing."""
+        """The pinned degrees. A pin of 1 on an axis without a strategy is dropped."""
         pins = {axis: degree for axis, degree in request.pins.items() if axis in strategies}
         if request.dp is not None and SHARED in strategies:
             pins.setdefault(SHARED, 1)
         return pins
 
-    def claimed(self, proof: Proof) -> Proof:
-        """What a plan says of how good it is."""
-        return proof
-
     def setting(self, model: nn.Module, batch: Any, request: PlanRequest, host: PluginHost) -> Setting:
-        """What a request asks a search for."""
+        """The search problem of a request."""
         strategies = installed(host)
         if isinstance(request.schedule, str) and request.schedule:
-            host.get(ScheduleSpec, request.schedule)  # a wrong name is said before what it would need
+            # report an unknown name before what a schedule needs
+            host.get(ScheduleSpec, request.schedule)
         request.check(strategies)
         if request.optimizer not in OPTIMIZERS:
             raise UsageError(unknown("optimizer", request.optimizer, OPTIMIZERS))
         world_size = request.world_size or running_ranks()
         if world_size > 1 and not strategies:
             raise UsageError(
-                f"world_size={world_size}: no strategy is installed that could use it; pip install meshwright-parallel"
+                f"world_size={world_size} needs a parallel strategy, and none is installed; pip install meshwright-parallel"
             )
         example = Batch.of(batch)
         check_signature(model, example)
@@ -129,46 +154,46 @@ class EagerPlanner(Planner):
             sequence_parallel=request.sequence_parallel,
             time_budget=request.time_budget,
             cost_model=cost_model_of(request.cost_model, cluster, host),
-            request=_kept(request, cluster),
+            request=_given(request, cluster),
         )
 
 
 def _may_share(setting: Setting, request: PlanRequest) -> bool:
-    """Whether the user said how many data ranks there are, and nothing of what they share."""
-    asked = request.zero is None and request.zero_degree is None
-    return asked and request.dp is not None and SHARED in setting.strategies
+    """Whether the user pinned the data ranks and left open whether they share training state."""
+    is_open = request.zero is None and request.zero_degree is None
+    return is_open and request.dp is not None and SHARED in setting.strategies
 
 
 def installed(host: PluginHost) -> dict[str, Strategy]:
-    """axis -> strategy, outermost axis first; an axis that two strategies own goes to the first by name."""
+    """axis -> strategy, outermost axis first. An axis with two strategies goes to the first by name."""
     loaded: dict[str, Strategy] = {}
     for registered in host.strategies().values():
         strategy = registered.load()
         strategy = strategy() if isinstance(strategy, type) else strategy
         for field in ("name", "axis"):
-            said, own = getattr(registered.record, field), getattr(strategy, field)
-            if said != own:
+            record_value, class_value = getattr(registered.record, field), getattr(strategy, field)
+            if record_value != class_value:
                 raise PluginError(
-                    f"strategy {registered.name!r} of {registered.distribution} is registered with {field} {said!r}, "
-                    f"but its class has {field} = {own!r}; make them the same"
+                    f"strategy {registered.name!r} of {registered.distribution} is registered with {field} {record_value!r}, "
+                    f"but its class has {field} = {class_value!r}; make them the same"
                 )
         loaded.setdefault(strategy.axis, strategy)
     return dict(sorted(loaded.items(), key=lambda item: (item[1].order, item[0])))
 
 
-def _passed_over(setting: Setting, host: PluginHost) -> list[str]:
-    """A line for each installed strategy that is not searched, since its axis goes to another."""
+def _not_searched(setting: Setting, host: PluginHost) -> list[str]:
+    """A note for each installed strategy whose axis goes to another one."""
     searched = {axis: strategy.name for axis, strategy in setting.strategies.items()}
     return [
-        f"not searched: strategy {name!r} of {found.distribution}, since {searched[found.record.axis]!r} comes before it "
-        f"on the axis {found.record.axis!r}; turn that one off to search it"
-        for name, found in host.strategies().items()
-        if searched[found.record.axis] != name
+        f"not searched: strategy {name!r} of {registered.distribution}, because {searched[registered.record.axis]!r} comes "
+        f"before it on the axis {registered.record.axis!r}; disable that one to search this one"
+        for name, registered in host.strategies().items()
+        if searched[registered.record.axis] != name
     ]
 
 
 def running_ranks() -> int:
-    """Ranks of the running job: torch.distributed's, else torchrun's environment, else 1."""
+    """The number of ranks of the running job, from torch.distributed or the environment of torchrun; else 1."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -177,8 +202,8 @@ def running_ranks() -> int:
     return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
-def _kept(request: PlanRequest, cluster: Cluster) -> dict[str, Any]:
-    """The keywords that a plan keeps; a file of a cluster by the name in it, since plans go to other machines."""
+def _given(request: PlanRequest, cluster: Cluster) -> dict[str, Any]:
+    """The keywords that a plan keeps. A cluster file becomes the cluster's name, because plans move between machines."""
     given = request.given()
     if isinstance(request.cluster, str) and request.cluster.endswith(".json"):
         given["cluster"] = cluster.name
@@ -186,14 +211,14 @@ def _kept(request: PlanRequest, cluster: Cluster) -> dict[str, Any]:
 
 
 def _limit(cluster: Cluster, request: PlanRequest) -> int:
-    """What may be predicted; the margin for fragments covers errors of predictions too."""
+    """Bytes that may be predicted for a rank. The cluster's margin for fragmentation also covers errors of predictions."""
     if request.limit_bytes is not None:
         return kept_back(request.limit_bytes)
     return kept_back(cluster.usable_bytes, max(0.0, MARGIN - cluster.fragmentation))
 
 
 def default_rules() -> Rules:
-    """The rule book with its plugins."""
+    """The sharding rules, those of plugins included."""
     from meshwright_dtensor.rules.book import RuleBook
 
     return RuleBook.default()

@@ -1,4 +1,4 @@
-"""The manual planner: the degrees are the user's, the placements are found as the eager planner finds them."""
+"""The manual planner: the user gives the degrees, and placements are searched as by the default planner."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.strategy import PlanRequest, Strategy
-from meshwright_planner.planners.eager import EagerPlanner
+from meshwright_planner.evaluation.candidate import Candidate
+from meshwright_planner.planners.eager import Choice, EagerPlanner
 from meshwright_planner.search.optimality import Proof
 
 
 class ManualPlanner(EagerPlanner):
-    """Pins every degree: what the request does not name is 1, but for the data axis, which takes what is left."""
+    """Pins every degree. Axes that the request does not name get 1, but the data axis gets all remaining ranks."""
 
     name: ClassVar[str] = "manual"
 
-    def claimed(self, proof: Proof) -> Proof:
-        """Nothing: other degrees were not compared."""
-        return Proof(None, "not looked for: all degrees were given, and no others compared")
+    def proven(self, choice: Choice) -> tuple[list[Candidate], Proof]:
+        """The candidates without a bound, because other degrees are not compared."""
+        return super().proven(choice)[0], Proof(
+            None, "not searched: all degrees were given, and no others compared"
+        )
 
     def pins(self, request: PlanRequest, strategies: dict[str, Strategy], world_size: int) -> dict[str, int]:
-        """Every axis has a degree.
+        """A degree for every axis.
 
         Raises:
             UsageError: the degrees do not multiply to the world size.

@@ -20,7 +20,7 @@ from meshwright_dtensor.utils.bytesize import human_bytes
 from meshwright_dtensor.utils.names import did_you_mean, suggestion
 from meshwright_planner.evaluation.candidate import human_seconds
 from meshwright_planner.recompute.rules import in_words
-from meshwright_planner.reports.explain import name_of, seconds_of
+from meshwright_planner.reports.plan_view import name_of, seconds_of
 
 OPTIONS = ("zero", "zero_degree", "microbatches", "schedule", "recompute", "sequence_parallel", "precision",
            "context_attention", "context_balance")  # fmt: skip

@@ -1,12 +1,15 @@
-"""Which configurations are looked at: all of them where they are few, else those that climbing from several places meets.
+"""Explores the configurations: all combinations of degrees where they are few, else those that hill climbing reaches.
 
-Every configuration that is looked at is costed by `Search.estimate`, with placements that were found for its degrees at
-another number of rows.  The best of them are then evaluated exactly, and those are what is ranked.
+Each explored configuration gets an estimate (`Search.estimate`), with placements that were found for its degrees at another
+number of rows. The best estimates are then evaluated exactly, and those are ranked.
 
-Four facts keep the numbers small.  Recomputation only ever costs time, so it is tried where memory asks for it.  What ranks
-along zero share beyond gradients is the same.  And a searched axis that is wider than the innermost links is only tried
-where the user pins it, nothing else fits, or the model is so small that every rank may as well compute all of it.  The
-same goes for sharing a sequence that is not long.
+Four facts keep the number of configurations small:
+
+- Recompute only costs time, so it is tried where the memory requires it.
+- The same holds for ZeRO stages that share more than gradients.
+- A searched axis that is wider than the innermost links is tried only where the user pins it, where nothing else fits, or
+  where the model is so small that every rank may as well compute all of it.
+- The same holds for sharing a sequence that is not long.
 """
 
 from __future__ import annotations
@@ -20,384 +23,416 @@ from typing import Any
 
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.evaluation.candidate import Candidate, rank
-from meshwright_planner.evaluation.configuration import BY_STAGE, Point, is_number, middle
+from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point, is_number, middle
 from meshwright_planner.evaluation.context import SHARED, ended_by
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.evaluation.memory_bound import floor_bytes
 from meshwright_planner.placement.ilp import Unsolved
 from meshwright_planner.search.finalists import FEW, SPARE, exactly
-from meshwright_planner.search.hill_climb import EXACT, LONG, narrowed, neighbours, starts
+from meshwright_planner.search.hill_climb import EXACT, LONG, narrowed, next_combinations, starts
 from meshwright_planner.search.left_out import left_out, refusals
 from meshwright_planner.search.lower_bound import floor_of
 
 SLACK = 1.1
-"""How much slower than the best so far a configuration may be that does not fit and is not given up: other ways are faster."""
+"""A configuration that does not fit is dropped where it is slower than the best by this factor. Another way may be faster."""
 
 FEW_WAYS = 12
-"""Ways of a strategy up to which each is tried."""
+"""Number of ways of a strategy up to which each is tried."""
 
 REFINED = 6
-"""Combinations of degrees for which every way of a strategy is tried."""
+"""Combinations of degrees, best first, for which the ways of strategies are explored."""
 
 Degrees = tuple[tuple[str, int], ...]
 
 
 @dataclass
 class Explored:
-    """What was found.
+    """The result of an exploration.
 
     Args:
         ranked: candidates that were evaluated exactly, best first.
-        every: combinations of degrees that are legal.
-        seen: those that were looked at.
-        estimates: configurations that were costed.
-        complete: every combination was looked at.
-        budget: seconds that ended the search before its time, None where nothing did.
-        known: configuration -> its estimate, None where a strategy refuses it; None where not every combination was looked at.
-        left_out: why those that were not looked at were not.
-        refused: why degrees are in none of those that were.
+        legal: legal combinations of degrees.
+        tried: how many of them were tried.
+        estimates: number of configurations with an estimate.
+        complete: every combination was tried.
+        budget: the time budget in seconds, if it ended the search; else None.
+        by_point: configuration -> its estimate, None where a strategy refuses it; None where not every combination was tried.
+        left_out: why some combinations were not tried.
+        refused: why strategies refuse degrees, a line each.
     """
 
     ranked: list[Candidate]
-    every: Sequence[Mapping[str, int]]
-    seen: int
+    legal: Sequence[Mapping[str, int]]
+    tried: int
     estimates: int
     complete: bool
     budget: float | None = None
-    known: Mapping[Point, Candidate | None] | None = None
+    by_point: Mapping[Point, Candidate | None] | None = None
     left_out: str = ""
     refused: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
-        """How exact the answer is, in a line."""
-        share = "all" if self.complete else f"{self.seen} of"
-        how = "" if self.complete else f" ({self.left_out}: the best need not be among them)"
+        """A line on how much was searched."""
+        share = "all" if self.complete else f"{self.tried} of"
+        how = "" if self.complete else f" ({self.left_out}: the best may be among the others)"
         return (
-            f"searched {share} {len(self.every)} combinations of degrees{how}, {self.estimates} configurations in all; "
+            f"searched {share} {len(self.legal)} combinations of degrees{how}, {self.estimates} configurations in all; "
             f"placements of the best {len(self.ranked)} solved exactly" + ended_by(self.budget)
         )
 
 
 @dataclass
 class _Explorer:
+    """Estimates of configurations, by combination of degrees.
+
+    Args:
+        search: makes the estimates.
+        wanted: the number of plans requested.
+        explored: combination of degrees -> estimates of its configurations.
+        estimates: how many were made.
+        refused: refusals of strategies.
+        seconds: step times of estimates that fit, ascending.
+        by_point: configuration -> its estimate, None where a strategy refuses it; filled where `keeps`.
+        keeps: all combinations are tried, so that estimates are worth keeping for the proof.
+        without_recompute: (degrees, way) -> ZeRO stage -> seconds of the step without recompute, and of its sharing.
+        tried: (degrees, way) -> its best estimate, None where there is none.
+        ended: the time budget ended the search.
+    """
+
     search: Search
     wanted: int
-    found: dict[Degrees, list[Candidate]] = field(default_factory=dict)
+    explored: dict[Degrees, list[Candidate]] = field(default_factory=dict)
     estimates: int = 0
     refused: list[PlanError] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    known: dict[Point, Candidate | None] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    by_point: dict[Point, Candidate | None] = field(default_factory=dict)
     keeps: bool = True
-    free: dict[tuple[object, ...], dict[int, tuple[float, float]]] = field(default_factory=dict)
+    without_recompute: dict[tuple[object, ...], dict[int, tuple[float, float]]] = field(default_factory=dict)
     tried: dict[tuple[Degrees, Any], Candidate | None] = field(default_factory=dict)
     ended: bool = False
 
     @property
     def late(self) -> bool:
-        """Whether the time budget is spent, and there is something to show for it."""
-        over = bool(self.steps) and time.monotonic() > self.search.end
+        """Whether the time budget is spent and a configuration that fits is known."""
+        over = bool(self.seconds) and time.monotonic() > self.search.end
         self.ended |= over
         return over
 
-    def look(self, degrees: Mapping[str, int]) -> Candidate | None:
-        """The best estimate for these degrees in their first way; None where a strategy refuses all."""
+    def try_degrees(self, degrees: Mapping[str, int]) -> Candidate | None:
+        """The best estimate for these degrees in their first ways; None where a strategy refuses all."""
         key = tuple(degrees.items())
-        if key not in self.found:
+        if key not in self.explored:
             if self.late:
                 return None
             ways = self.search.ways(degrees) or [{}]
             few = ways if len(ways) <= 3 else [middle(ways)]
-            self.found[key] = [c for way in few for c in [self.relieved(degrees, way)] if c is not None]
-            if not self.found[key] and len(ways) > len(few):
+            estimates = (self.best_that_fits(degrees, way) for way in few)
+            self.explored[key] = [estimate for estimate in estimates if estimate is not None]
+            if not self.explored[key] and len(ways) > len(few):
                 self.refine(key)
-        return min(self.found[key], key=estimated, default=None)
+        return min(self.explored[key], key=estimated, default=None)
 
     def refine(self, key: Degrees) -> None:
-        """Try other ways of strategies for these degrees: all where they are few, else one choice after the other, numbers first
-        (which schedule is the fastest depends on the number of microbatches more than that does on it)."""
+        """Try other ways of strategies for these degrees: all where they are few, else one option after the other.
+
+        Numbers come first: the best schedule depends on the number of microbatches more than the other way round.
+        """
         ways = self.search.ways(dict(key), thorough=True)
-        ways += [way for way in (dict(c.point.way) for c in self.found[key]) if way not in ways]
+        ways += [way for way in (dict(c.point.way) for c in self.explored[key]) if way not in ways]
         if len(ways) <= FEW_WAYS:
             for way in ways:
                 self._try(key, way)
             return
-        for name in 2 * sorted(ways[0], key=lambda n: not is_number(ways[0][n])):
-            best = min(self.found[key], key=estimated, default=None)
-            now = dict(best.point.way) if best is not None else ways[0]
-            others = {k: v for k, v in now.items() if k != name}
-            alike = [w for w in ways if {k: v for k, v in w.items() if k != name} == others]
-            if is_number(now[name]):
-                self._follow(key, sorted(alike, key=lambda w: int(str(w[name]))), now)
+        for option in 2 * sorted(ways[0], key=lambda n: not is_number(ways[0][n])):
+            best = min(self.explored[key], key=estimated, default=None)
+            now: Mapping[str, Any] = dict(best.point.way) if best is not None else ways[0]
+            same = _others_alike(ways, now, option)
+            if is_number(now[option]):
+                self._follow(key, _ascending(same, option), now)
             else:
-                for way in alike:
-                    self._try(key, way)
-        for name in filter(lambda n: is_number(ways[0][n]), ways[0]):
-            self._follow_relieved(key, ways, name)
+                for other in same:
+                    self._try(key, other)
+        for option in filter(lambda n: is_number(ways[0][n]), ways[0]):
+            self._follow_recomputed(key, ways, option)
 
-    def _follow_relieved(self, key: Degrees, ways: Sequence[Mapping[str, Any]], name: str) -> None:
-        """More of them in ways that only memory keeps from being the best: of smaller microbatches less is held."""
+    def _follow_recomputed(self, key: Degrees, ways: Sequence[Mapping[str, Any]], option: str) -> None:
+        """Try more microbatches where only recompute keeps a way from being the best: smaller ones keep less."""
         seen = set[tuple[tuple[str, Any], ...]]()
-        for own in sorted(self.found[key], key=estimated):
-            best, now = min(self.found[key], key=estimated), dict(own.point.way)
-            others = {k: v for k, v in now.items() if k != name}
-            alone = self.free.get((key, own.point.way))
-            if tuple(others.items()) in seen or own.point.recompute is None or own.excess_bytes or not alone:
+        for candidate in sorted(self.explored[key], key=estimated):
+            best, now = min(self.explored[key], key=estimated), dict(candidate.point.way)
+            others = tuple((name, value) for name, value in now.items() if name != option)
+            free = self.without_recompute.get((key, candidate.point.way))
+            if others in seen or candidate.point.recompute is None or candidate.excess_bytes or not free:
                 continue
-            seen.add(tuple(others.items()))
-            if min(seconds for seconds, _ in alone.values()) < best.step_seconds:
-                alike = [w for w in ways if {k: v for k, v in w.items() if k != name} == others]
-                self._follow(key, sorted(alike, key=lambda w: int(str(w[name]))), now, down=False)
+            seen.add(others)
+            if min(seconds for seconds, _ in free.values()) < best.step_seconds:
+                self._follow(key, _ascending(_others_alike(ways, now, option), option), now, down=False)
 
     def _follow(
         self, key: Degrees, ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], down: bool = True
     ) -> None:
-        """From one way to its neighbour, and on as long as that is better: `down`, or where that is not, up."""
+        """Move from one way to the next as long as that is better: `down` first, and up where that is not better."""
         best = here = self._try(key, now)
         below, above = range(ways.index(now) - 1, -1, -1), range(ways.index(now) + 1, len(ways))
         for direction in (below, above) if down else (above,):
             for place in direction:
-                found = self._try(key, ways[place])
-                if found is not None and best is not None and estimated(found) >= estimated(best):
+                other = self._try(key, ways[place])
+                if other is not None and best is not None and estimated(other) >= estimated(best):
                     break
-                best = found or best
+                best = other or best
             if best is not here:
                 return
 
     def _try(self, key: Degrees, way: Mapping[str, Any]) -> Candidate | None:
-        """The best estimate for a way, asked for once; None where a strategy refuses it, or there is no time."""
+        """The best estimate for a way, made once; None where a strategy refuses it or the time budget is spent."""
         chosen = key, tuple(sorted(way.items()))
         if chosen not in self.tried:
-            own = next((c for c in self.found[key] if c.point.way == chosen[1]), None)
-            if own is None and not self.late:
-                own = self.relieved(dict(key), way)
-                if own is not None:
-                    self.found[key].append(own)
-            self.tried[chosen] = own
+            estimate = next((c for c in self.explored[key] if c.point.way == chosen[1]), None)
+            if estimate is None and not self.late:
+                estimate = self.best_that_fits(dict(key), way)
+                if estimate is not None:
+                    self.explored[key].append(estimate)
+            self.tried[chosen] = estimate
         return self.tried[chosen]
 
-    def relieved(self, degrees: Mapping[str, int], way: Mapping[str, Any]) -> Candidate | None:
-        """The fastest that fits of the ways to save memory, else the one that needs least."""
+    def best_that_fits(self, degrees: Mapping[str, int], way: Mapping[str, Any]) -> Candidate | None:
+        """The fastest estimate that fits, over ZeRO stages and recompute policies; else the one that needs least."""
         setting = self.search.setting
-        shares = degrees.get(SHARED, 1) > 1
-        stages = ((setting.stage,) if setting.stage else (2, 3)) if shares else (0,)
-        first = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
-        if first is None or not first.excess_bytes:
-            return first
-        if first.step_seconds >= self.bound:  # whatever saves memory takes longer still
-            return first
-        policies = [setting.recompute]
+        stages = setting.zero_stages(degrees)
+        fastest = self._estimate(Point.of(degrees, stages[0], way, setting.recompute))
+        if fastest is None or not fastest.excess_bytes:
+            return fastest
+        if fastest.step_seconds >= self.bound:
+            # everything that saves memory takes longer still
+            return fastest
+        policies: list[str | Chosen | None] = [setting.recompute]
         if setting.recompute is None:
             policies += self.search.can_recompute(degrees)
-        chain = [(stage, policy) for policy in policies for stage in stages][1:]
-        if not chain:
-            return first
-        last = self._estimate(Point.of(degrees, chain[-1][0], way, chain[-1][1]))
-        if last is None or last.excess_bytes:
-            return min((c for c in (first, last) if c is not None), key=estimated)
-        best = last
-        for stage, policy in chain[:-1]:
-            if best is not last and (stage == best.point.stage or first.step_seconds >= best.step_seconds):
+        savings = [(stage, policy) for policy in policies for stage in stages][1:]
+        if not savings:
+            return fastest
+        smallest = self._estimate(Point.of(degrees, savings[-1][0], way, savings[-1][1]))
+        if smallest is None or smallest.excess_bytes:
+            return min((c for c in (fastest, smallest) if c is not None), key=estimated)
+        best = None
+        for stage, policy in savings[:-1]:
+            if best is not None and (stage == best.point.stage or fastest.step_seconds >= best.step_seconds):
                 continue
-            found = self._estimate(Point.of(degrees, stage, way, policy))
-            if found is None or found.excess_bytes:
+            estimate = self._estimate(Point.of(degrees, stage, way, policy))
+            if estimate is None or estimate.excess_bytes:
                 continue
-            best = min(best, found, key=lambda c: c.step_seconds) if best is not last else found
-            # with parameters gathered once nothing later is faster; gathered twice, running more again may be
+            best = min((c for c in (best, estimate) if c is not None), key=lambda c: c.step_seconds)
+            # at the first stage parameters are gathered once, so no later saving is faster;
+            # at stage 3 they are gathered twice, and recomputing more at a lower stage may be faster
             if stage == stages[0]:
                 break
-        return best
+        return best or smallest
 
-    def ease(self) -> None:
-        """Where all blocks of a pipeline run again, let stages choose: the fastest first, while that may be among the best."""
-        setting, easable = self.search.setting, self.search.can_ease
-        every: list[tuple[float, Candidate, dict[int, float]]] = []
-        for candidate in filter(easable, self.ranked()):
+    def choose_by_stage(self) -> None:
+        """Let each stage choose its recompute where all blocks of a pipeline are recomputed, the most promising first."""
+        setting, search = self.search.setting, self.search
+        possible: list[tuple[float, Candidate, dict[int, float]]] = []
+        for candidate in filter(search.has_stage_choice, self.ranked()):
             point = candidate.point
-            # where all of it running again did not fit at stage 2, a part of it does not
-            all_of_it = point.recompute == self.search.can_recompute(dict(point.degrees))[-1]
-            free = point.stage == 3 and not setting.stage and not all_of_it
-            least = {stage: self._free(candidate, stage) for stage in ((2, 3) if free else (point.stage,))}
-            every.append((min(least.values()), candidate, least))
-        for first, candidate, least in sorted(every, key=lambda entry: entry[0]):
+            # where recomputing everything did not fit at stage 2, recomputing a part does not fit
+            everything = point.recompute == search.can_recompute(dict(point.degrees))[-1]
+            both = point.stage == 3 and not setting.stage and not everything
+            least = {stage: self._least(candidate, stage) for stage in ((2, 3) if both else (point.stage,))}
+            possible.append((min(least.values()), candidate, least))
+        for first, candidate, least in sorted(possible, key=lambda entry: entry[0]):
             if self.late or first >= self._worst:
                 break
             for stage in least:
                 if least[stage] >= self._worst:
                     continue
                 point = candidate.point.but(recompute=BY_STAGE, stage=stage)
-                eased = self._estimate(point)
-                if eased is not None and not eased.excess_bytes:
-                    if eased.step_seconds < candidate.step_seconds:
-                        self.found[point.degrees].append(eased)
+                by_stage = self._estimate(point)
+                if by_stage is not None and not by_stage.excess_bytes:
+                    if by_stage.step_seconds < candidate.step_seconds:
+                        self.explored[point.degrees].append(by_stage)
                     break
 
-    def _free(self, candidate: Candidate, stage: int) -> float:
-        """Seconds that this takes at least at a stage with less run again, which leaves less for gathering to hide behind."""
-        alike = self.free[candidate.point.degrees, candidate.point.way]
-        if stage in alike:
-            return alike[stage][0]
-        step, shared = min(alike.values())
+    def _least(self, candidate: Candidate, stage: int) -> float:
+        """The least seconds at a ZeRO stage with less recompute, so that less of the gathering overlaps with compute."""
+        free = self.without_recompute[candidate.point.degrees, candidate.point.way]
+        if stage in free:
+            return free[stage][0]
+        step, shared = min(free.values())
         more = candidate.exposed.get(SHARED, 0.0) - shared if stage == candidate.point.stage else 0.0
         return step + max(0.0, more)
 
     @property
     def _worst(self) -> float:
-        """Seconds of the last of those asked for, as far as is known."""
-        place = min(self.wanted, len(self.steps)) - 1
-        return self.steps[place] if place >= 0 else math.inf
+        """Step seconds of the last of the wanted candidates, as estimated so far."""
+        place = min(self.wanted, len(self.seconds)) - 1
+        return self.seconds[place] if place >= 0 else math.inf
 
     def _estimate(self, point: Point) -> Candidate | None:
         try:
             self.estimates += 1
-            found = self.search.estimate(point, self.bound)
-        except PlanError as refused:
-            self._refuse(point, refused)
+            estimate = self.search.estimate(point, self.bound)
+        except PlanError as error:
+            self._refuse(point, error)
             return None
         if self.keeps:
-            self.known[point] = found
+            self.by_point[point] = estimate
         if point.recompute is None:
-            known = self.free.setdefault((point.degrees, point.way), {})
-            known[point.stage] = found.step_seconds, found.exposed.get(SHARED, 0.0)
-        if not found.excess_bytes:
-            bisect.insort(self.steps, found.step_seconds)
-        return found
+            free = self.without_recompute.setdefault((point.degrees, point.way), {})
+            free[point.stage] = estimate.step_seconds, estimate.exposed.get(SHARED, 0.0)
+        if not estimate.excess_bytes:
+            bisect.insort(self.seconds, estimate.step_seconds)
+        return estimate
 
     @property
     def bound(self) -> float:
-        """Seconds beyond which nothing will be among the best, in another way neither."""
+        """Seconds of a step from which a configuration will not be among the best, whatever its way."""
         place = self.wanted + SPARE
-        return SLACK * self.steps[place] if len(self.steps) > place else math.inf
+        return SLACK * self.seconds[place] if len(self.seconds) > place else math.inf
 
     def climb(self, start: Mapping[str, int], legal: Mapping[Degrees, Mapping[str, int]]) -> None:
-        """From neighbour to better neighbour, until there is none."""
-        now = self.look(start)
+        """Move to the first better combination next to this one, until there is none."""
+        now = self.try_degrees(start)
         here = tuple(start.items())
         better = True
         while better:
             better = False
-            for other in neighbours(dict(here)):
+            for other in next_combinations(dict(here)):
                 key = tuple(other.items())
-                if key not in legal or key in self.found:
+                if key not in legal or key in self.explored:
                     continue
-                there = self.look(other)
+                there = self.try_degrees(other)
                 if there is not None and (now is None or estimated(there) < estimated(now)):
                     now, here, better = there, key, True
                     break
 
-    def widen(self, every: Sequence[Mapping[str, int]], some: Sequence[Mapping[str, int]]) -> None:
-        """Climb from the widest searched axis too, where a rank that computes all of it may be faster than what was found."""
+    def widen(self, legal: Sequence[Mapping[str, int]], default: Sequence[Mapping[str, int]]) -> None:
+        """Climb from the widest searched axis too, where a rank that computes the whole model may be faster than the best."""
         setting = self.search.setting
         axes = [axis for axis, strategy in setting.strategies.items() if strategy.placement_search]
-        widest = max(every, key=lambda degrees: math.prod(degrees[axis] for axis in axes))
+        widest = max(legal, key=lambda degrees: math.prod(degrees[axis] for axis in axes))
         fitting = [c for c in self.ranked() if not c.excess_bytes]
-        if setting.figures is None or not fitting or tuple(widest.items()) in self.found:
+        if setting.figures is None or not fitting or tuple(widest.items()) in self.explored:
             return
         if floor_of(self.search, setting.figures, fitting).whole() < fitting[0].step_seconds:
-            most = {axis: max(degrees[axis] for degrees in some) for axis in widest if axis not in axes}
-            legal = (d for d in every if all(d[axis] <= degree for axis, degree in most.items()))
-            self.climb(widest, {tuple(degrees.items()): degrees for degrees in legal})
+            most = {axis: max(degrees[axis] for degrees in default) for axis in widest if axis not in axes}
+            allowed = (d for d in legal if all(d[axis] <= degree for axis, degree in most.items()))
+            self.climb(widest, {tuple(degrees.items()): degrees for degrees in allowed})
 
     def evaluate(self, point: Point) -> Candidate | None:
-        """The exact answer; None where a strategy refuses, which an estimate of what is far from the best does not ask."""
+        """The exact candidate; None where a strategy refuses. An estimate far from the best does not ask every strategy."""
         try:
             return self.search.evaluate(point)
-        except PlanError as refused:
-            self._refuse(point, refused)
-            axis = refused.field.removeprefix("degrees.")
-            for key in self.found:
-                if (axis, refused.value) in key:
-                    self.found[key] = [c for c in self.found[key] if self._can_be_had(c.point)]
+        except PlanError as error:
+            self._refuse(point, error)
+            axis = error.field.removeprefix("degrees.")
+            for key in self.explored:
+                if (axis, error.value) in key:
+                    self.explored[key] = [c for c in self.explored[key] if self._is_possible(c.point)]
             return None
 
-    def _can_be_had(self, point: Point) -> bool:
+    def _is_possible(self, point: Point) -> bool:
         try:
             self.search.estimate(point)
-        except PlanError as refused:
-            self._refuse(point, refused)
+        except PlanError as error:
+            self._refuse(point, error)
             return False
         return True
 
-    def _refuse(self, point: Point, refused: PlanError) -> None:
-        self.refused.append(refused)
-        if self.keeps and not isinstance(refused, Unsolved):  # of that nothing is known
-            self.known[point] = None
+    def _refuse(self, point: Point, error: PlanError) -> None:
+        self.refused.append(error)
+        # an unsolved placement is no refusal: nothing is known about the configuration
+        if self.keeps and not isinstance(error, Unsolved):
+            self.by_point[point] = None
 
     def ranked(self) -> list[Candidate]:
         """Every estimate, best first."""
-        return sorted((c for found in self.found.values() for c in found), key=estimated)
+        return sorted((c for estimates in self.explored.values() for c in estimates), key=estimated)
 
 
 def explore(search: Search, wanted: int = 1) -> Explored:
-    """Look for the best configurations.
+    """Search for the best configurations.
 
     Args:
         search: evaluates them.
-        wanted: how many are asked for.
+        wanted: the number of plans requested.
 
     Raises:
         UsageError: no combination of degrees is legal.
         PlanError: strategies refuse every one of them.
     """
-    every = search.combinations()
+    legal = search.combinations()
     explorer = _Explorer(search, wanted)
-    narrow = narrowed(search, every)
-    explorer.keeps = len(narrow) == len(every) <= FEW
-    found = _explored(explorer, every, narrow)
+    narrow = narrowed(search, legal)
+    explorer.keeps = len(narrow) == len(legal) <= FEW
+    explored = _explored(explorer, legal, narrow)
     possible = floor_bytes(search.basis) <= search.setting.limit
-    if possible and all(c.excess_bytes for c in found.ranked) and found.seen < len(every):
-        found = _explored(explorer, every, every)
-    return found
+    if possible and all(c.excess_bytes for c in explored.ranked) and explored.tried < len(legal):
+        explored = _explored(explorer, legal, legal)
+    return explored
 
 
 def _explored(
-    explorer: _Explorer, every: Sequence[dict[str, int]], some: Sequence[dict[str, int]]
+    explorer: _Explorer, legal: Sequence[dict[str, int]], default: Sequence[dict[str, int]]
 ) -> Explored:
     search, wanted = explorer.search, explorer.wanted
-    legal = {tuple(degrees.items()): degrees for degrees in some}
-    complete = len(legal) <= FEW
+    by_key = {tuple(degrees.items()): degrees for degrees in default}
+    complete = len(by_key) <= FEW
     if complete:
-        for degrees in legal.values():
-            explorer.look(degrees)
+        for degrees in by_key.values():
+            explorer.try_degrees(degrees)
         complete = not explorer.ended
     else:
-        for start in starts(search, list(legal.values())):
-            explorer.climb(start, legal)
-    if len(some) < len(every):
-        explorer.widen(every, some)
+        for start in starts(search, list(by_key.values())):
+            explorer.climb(start, by_key)
+    if len(default) < len(legal):
+        explorer.widen(legal, default)
     keys = list(dict.fromkeys(c.point.degrees for c in explorer.ranked()))
-    # where ranks share cores, the first way looked at says little of the others, and such worlds are small
-    all_of_them = complete and bool(search.setting.cluster.shared_core_factors(2))
-    for key in keys if all_of_them else keys[:REFINED]:
+    # where ranks share cores, the first way says little about the others, and there are few combinations
+    refine_all = complete and bool(search.setting.cluster.shared_core_factors(2))
+    for key in keys if refine_all else keys[:REFINED]:
         explorer.refine(key)
-    explorer.ease()
+    explorer.choose_by_stage()
     estimates = explorer.ranked()
     if not estimates:
         raise explorer.refused[0]
-    exact = exactly(search, estimates, explorer.evaluate, wanted, len(legal) <= EXACT, explorer.ended)
+    exact = exactly(search, estimates, explorer.evaluate, wanted, len(by_key) <= EXACT, explorer.ended)
     if not exact:
         raise explorer.refused[0]
+    possible = [key for key, candidates in explorer.explored.items() if candidates]
     return Explored(
         sorted(exact, key=rank),
-        every,
-        len(explorer.found),
+        legal,
+        len(explorer.explored),
         explorer.estimates,
-        len(explorer.found) == len(every) and not explorer.ended,
+        len(explorer.explored) == len(legal) and not explorer.ended,
         search.setting.time_budget if explorer.ended else None,
-        explorer.known if explorer.keeps and complete else None,
+        explorer.by_point if explorer.keeps and complete else None,
         left_out(
             search.setting,
-            every,
-            some,
+            legal,
+            default,
             LONG,
-            beyond=[dict(key) for key in explorer.found.keys() - legal.keys()],
-            climbed=len(legal) > FEW,
+            extra=[dict(key) for key in explorer.explored.keys() - by_key.keys()],
+            climbed=len(by_key) > FEW,
             ended=explorer.ended,
         ),
-        tuple(refusals(explorer.refused, [key for key, own in explorer.found.items() if own])),
+        tuple(refusals(explorer.refused, possible)),
     )
 
 
+def _others_alike(
+    ways: Sequence[Mapping[str, Any]], now: Mapping[str, Any], option: str
+) -> list[Mapping[str, Any]]:
+    """The ways that differ from `now` at most in this option."""
+    others = {name: value for name, value in now.items() if name != option}
+    return [way for way in ways if {n: v for n, v in way.items() if n != option} == others]
+
+
+def _ascending(ways: Sequence[Mapping[str, Any]], option: str) -> list[Mapping[str, Any]]:
+    return sorted(ways, key=lambda way: int(str(way[option])))
+
+
 def estimated(candidate: Candidate) -> tuple[Any, ...]:
-    """As `rank`, but of those that do not fit the nearest to fitting comes first."""
+    """As `rank`, but among candidates that do not fit, those that exceed the memory least come first."""
     return (candidate.excess_bytes, *rank(candidate)[1:])

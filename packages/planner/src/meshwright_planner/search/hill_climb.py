@@ -1,9 +1,4 @@
-"""Which combinations of degrees are tried unasked: those whose searched axes are not wider than the innermost links, and that share
-a sequence only where it is long.
-
-
-Where climbing over combinations of degrees begins, and where it goes from there.
-"""
+"""Hill climbing over combinations of degrees: which ones are tried by default, where to start, and the steps between them."""
 
 from __future__ import annotations
 
@@ -14,27 +9,30 @@ from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.evaluation.evaluator import Search
 
 EXACT = 16
-"""Combinations up to which each is evaluated exactly."""
+"""Number of combinations up to which each is evaluated exactly."""
 
 LONG = 16384
-"""Tokens of a row from which sharing the sequence is tried along with everything else."""
+"""Tokens of a row from which sharing the sequence is tried together with everything else."""
 
 
-def narrowed(search: Search, every: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Without combinations whose searched axis is wider than the innermost links, where there are others."""
+def narrowed(search: Search, combinations: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """Combinations whose searched axes are not wider than the innermost links, and that share only long sequences.
+
+    Where a condition would leave none, it is dropped.
+    """
     setting = search.setting
     level = setting.cluster.links[0]
     inner = min(level.sizes) if level.sizes else level.size or setting.world_size
     axes = [a for a, s in setting.strategies.items() if s.placement_search and a not in setting.pins]
-    kept = [d for d in every if all(d[a] <= inner for a in axes)] or list(every)
+    kept = [d for d in combinations if all(d[a] <= inner for a in axes)] or list(combinations)
     if (setting.batch.sequence_length or 0) >= LONG or len(kept) <= EXACT:
         return kept
-    late = [a for a in _of_the_sequence(search) if a not in setting.pins]
-    return [d for d in kept if all(d[a] == 1 for a in late)] or kept
+    sequence_axes = [a for a in _sequence_axes(search) if a not in setting.pins]
+    return [d for d in kept if all(d[a] == 1 for a in sequence_axes)] or kept
 
 
-def _of_the_sequence(search: Search) -> list[str]:
-    """Axes that share neither rows nor modules nor parameters: what they take apart is the sequence."""
+def _sequence_axes(search: Search) -> list[str]:
+    """Axes that divide the sequence: those that divide neither rows nor modules nor parameters."""
     return [
         a
         for a, s in search.setting.strategies.items()
@@ -42,7 +40,7 @@ def _of_the_sequence(search: Search) -> list[str]:
     ]
 
 
-def neighbours(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def next_combinations(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """The same number of ranks with one prime factor moved from one axis to another."""
     for source, degree in degrees.items():
         for prime in _primes(degree):
@@ -53,45 +51,48 @@ def neighbours(degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 def _primes(number: int) -> list[int]:
     """The prime factors, each once."""
-    found, divisor = [], 2
+    primes, divisor = [], 2
     while number > 1:
         if number % divisor == 0:
-            found.append(divisor)
+            primes.append(divisor)
             while number % divisor == 0:
                 number //= divisor
         divisor = divisor + 1 if divisor * divisor <= number else max(number, divisor + 1)
-    return found
+    return primes
 
 
 def starts(search: Search, legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Where to climb from: for each degree of the searched axis, the model whole, and for the widest also in parts; for axes along
-    which strategies place parameters themselves (experts), the widest of those."""
+    """The combinations to climb from.
+
+    - For each degree of the searched axis, the fewest stages; for its widest degree also a middle number of stages.
+    - For each axis whose strategy places parameters itself (experts), its widest degree.
+    """
     strategies = search.setting.strategies
-    searched = next(
-        (a for a, s in strategies.items() if s.placement_search and len({d.get(a, 1) for d in legal}) > 1),
-        None,
-    )
-    dividing = next((a for a, s in strategies.items() if s.divides), None)
+    searched = next((a for a, s in strategies.items() if s.placement_search and _varies(a, legal)), "")
+    dividing = next((a for a, s in strategies.items() if s.divides), "")
     plain = [a for a in strategies if a not in (searched, dividing, "dp", SHARED)]
-    found: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
-    for degree in sorted({d.get(searched, 1) if searched else 1 for d in legal}):
-        own = [d for d in legal if not searched or d[searched] == degree]
-        least = min(math.prod(d[a] for a in plain) for d in own)
-        own = [d for d in own if math.prod(d[a] for a in plain) == least]
-        own.sort(key=lambda d: (d.get(dividing or "", 1), d.get(SHARED, 1)))
-        found[tuple(own[0].items())] = own[0]
-        middle = own[len(own) // 2]
-    found[tuple(middle.items())] = middle  # of the widest
-    for axis, survey in search.surveys.items():  # what a strategy takes apart itself, as far apart as it goes
+    chosen: list[Mapping[str, int]] = []
+    for degree in sorted({d.get(searched, 1) for d in legal}):
+        alike = _fewest_ranks(plain, [d for d in legal if d.get(searched, 1) == degree])
+        alike.sort(key=lambda d: (d.get(dividing, 1), d.get(SHARED, 1)))
+        chosen.append(alike[0])
+        middle = alike[len(alike) // 2]
+    chosen.append(middle)
+    for axis, survey in search.surveys.items():
         if survey.parameters and any(d.get(axis, 1) > 1 for d in legal):
-            widest = max(
-                legal,
-                key=lambda d: (
-                    d.get(axis, 1),
-                    -d.get(searched or "", 1),
-                    -d.get(dividing or "", 1),
-                    d.get(SHARED, 1),
-                ),
-            )
-            found[tuple(widest.items())] = widest
-    return list(found.values())
+            chosen.append(max(legal, key=lambda d: _widest(d, axis, searched, dividing)))
+    return list({tuple(degrees.items()): degrees for degrees in chosen}.values())
+
+
+def _varies(axis: str, legal: Sequence[Mapping[str, int]]) -> bool:
+    return len({degrees.get(axis, 1) for degrees in legal}) > 1
+
+
+def _fewest_ranks(axes: Sequence[str], legal: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    """The combinations that use the fewest ranks along these axes."""
+    ranks = [math.prod(degrees[axis] for axis in axes) for degrees in legal]
+    return [degrees for degrees, count in zip(legal, ranks, strict=True) if count == min(ranks)]
+
+
+def _widest(degrees: Mapping[str, int], axis: str, searched: str, dividing: str) -> tuple[int, ...]:
+    return degrees.get(axis, 1), -degrees.get(searched, 1), -degrees.get(dividing, 1), degrees.get(SHARED, 1)

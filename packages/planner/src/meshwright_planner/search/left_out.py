@@ -1,4 +1,4 @@
-"""What a search did not look at, and why, in words."""
+"""The notes on what a search did not try, and why."""
 
 from __future__ import annotations
 
@@ -11,59 +11,60 @@ from meshwright_planner.evaluation.context import Setting
 
 def left_out(
     setting: Setting,
-    every: Sequence[Mapping[str, int]],
-    some: Sequence[Mapping[str, int]],
+    legal: Sequence[Mapping[str, int]],
+    default: Sequence[Mapping[str, int]],
     long: int,
     *,
-    beyond: Sequence[Mapping[str, int]] = (),
+    extra: Sequence[Mapping[str, int]] = (),
     climbed: bool,
     ended: bool,
 ) -> str:
-    """Why not every combination of degrees was looked at.
+    """Why not every combination of degrees was tried.
 
     Args:
-        setting: what the search is about.
-        every, some: legal combinations, and those that the search was to look at.
-        long: tokens of a row from which sharing the sequence is tried unasked.
-        beyond: those that it looked at all the same.
-        climbed: of those it looked at what climbing met.
-        ended: the time was over before.
+        setting: the search problem.
+        legal: legal combinations of degrees.
+        default: those that a search tries by default.
+        long: tokens of a row from which sharing the sequence is tried by default.
+        extra: combinations that were tried in addition to the default ones.
+        climbed: hill climbing chose among the default combinations.
+        ended: the time budget was spent before the end.
     """
-    said = [*_axes(setting, every, some, long, beyond)]
-    if said:
-        said = [f"left aside: {', '.join(said)}"]
+    axes = [*_axes(setting, legal, default, long, extra)]
+    reasons = [f"not tried by default: {', '.join(axes)}"] if axes else []
     if climbed:
-        said.append("met by climbing from several places")
+        reasons.append("chosen by hill climbing from several starts")
     if ended:
-        said.append("the time was over")
-    return "; ".join(said)
+        reasons.append("the time budget was spent")
+    return "; ".join(reasons)
 
 
 def refusals(refused: Iterable[PlanError], possible: Sequence[Sequence[tuple[str, int]]]) -> Iterator[str]:
-    """Why a degree that is legal cannot be had, a line each, where none of the `possible` configurations has it."""
-    said: dict[str, None] = {}
+    """Why a legal degree cannot be used, a line each, where none of the `possible` combinations has it."""
+    lines: dict[str, None] = {}
     for error in refused:
         kind, _, axis = error.field.partition(".")
         if kind == "degrees" and not any((axis, error.value) in degrees for degrees in possible):
-            said[f"no {axis}: {error.rule}"] = None
-    yield from said
+            lines[f"no {axis}: {error.rule}"] = None
+    yield from lines
 
 
 def _axes(
     setting: Setting,
-    every: Sequence[Mapping[str, int]],
-    some: Sequence[Mapping[str, int]],
+    legal: Sequence[Mapping[str, int]],
+    default: Sequence[Mapping[str, int]],
     long: int,
-    beyond: Sequence[Mapping[str, int]],
+    extra: Sequence[Mapping[str, int]],
 ) -> Iterator[str]:
-    """Axes whose larger degrees were left aside, and why."""
+    """The axes whose larger degrees are not tried by default, and why."""
     for axis, strategy in setting.strategies.items():
-        most = max(degrees[axis] for degrees in some)
-        if most == max(degrees[axis] for degrees in every):
+        most = max(degrees[axis] for degrees in default)
+        if most == max(degrees[axis] for degrees in legal):
             continue
-        seen = sorted({degrees[axis] for degrees in beyond if degrees[axis] > most})
-        above = f"{axis} above {most}" + (f" but for {listing([*map(str, seen)], len(seen))}" if seen else "")
+        tried = sorted({degrees[axis] for degrees in extra if degrees[axis] > most})
+        except_for = f" except {listing([*map(str, tried)], len(tried))}" if tried else ""
         if strategy.placement_search:
-            yield f"{above}, wider than {setting.cluster.links[0].name}"
+            reason = f"wider than {setting.cluster.links[0].name}"
         else:
-            yield f"{above}, for rows of fewer than {long:,} tokens"
+            reason = f"for rows of fewer than {long:,} tokens"
+        yield f"{axis} above {most}{except_for}, {reason}"

@@ -1,10 +1,9 @@
-"""How far the best may be from the best there is: a bound on everything that was not evaluated exactly.
+"""The optimality gap: a lower bound on the step of every configuration that was not evaluated exactly.
 
-What is claimed is about configurations (degrees, what ranks share, schedule and microbatches, recomputation), each with the
-placements that the integer program finds for it.  A configuration is settled where it was evaluated, where its estimate is exact
-(without a searched axis there is nothing to place), or where it cannot fit.  All others take at least
-what `search/lower_bound.py` says.
-What turns out to be faster while a proof is looked for is evaluated, and ranked with the others.
+The claim is about configurations (degrees, ZeRO stage, schedule and microbatches, recompute), each with the placements that
+the integer program finds for it. A configuration is settled if it was evaluated, if its estimate is exact (without a searched
+axis there is nothing to place), or if it cannot fit. All others take at least the bound of `search/lower_bound.py`.
+A configuration that turns out to be faster during the proof is evaluated and ranked with the others.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from meshwright_dtensor.errors import PlanError
 from meshwright_planner.evaluation.candidate import Candidate, human_seconds, rank
 from meshwright_planner.evaluation.configuration import BY_STAGE, Chosen, Point
-from meshwright_planner.evaluation.context import SHARED
 from meshwright_planner.evaluation.degrees import named, unasked
 from meshwright_planner.evaluation.evaluator import Search
 from meshwright_planner.evaluation.memory_bound import least_bytes
@@ -25,20 +23,20 @@ from meshwright_planner.placement.ilp import GAP
 from meshwright_planner.search.lower_bound import floor_of
 
 MORE = 96
-"""Configurations without a searched axis that are costed for the sake of the proof alone."""
+"""Configurations without a searched axis that are costed only for the proof."""
 
 MOST = 4_000
-"""Configurations up to which they are told apart; where there are more, all that were not evaluated share one bound."""
+"""Number of configurations up to which each is considered; with more, all that were not evaluated share one bound."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of everything that was not evaluated exactly.
+    """A lower bound for all configurations that were not evaluated exactly.
 
     Args:
-        least: seconds that it takes at least; infinite where there is nothing, None where nothing is known.
-        words: how that is known, in a line.
-        settled: configurations that were not evaluated, with their exact estimates; None for one that cannot be had.
+        least: the least seconds of their steps; infinite where there are none, None where no bound is known.
+        words: the argument, in a line.
+        settled: configurations that were not evaluated, with their exact estimates; None where a strategy refuses.
     """
 
     least: float | None
@@ -46,7 +44,7 @@ class Proof:
     settled: Mapping[Point, Candidate | None] = field(default_factory=dict, repr=False, compare=False)
 
     def gap(self, seconds: float) -> float | None:
-        """By what part of `seconds` something that was not evaluated may be faster."""
+        """The part of `seconds` by which another configuration may be faster."""
         if self.least is None:
             return None
         return round(max(0.0, 1.0 - self.least / seconds), 6) if seconds else 0.0
@@ -55,90 +53,86 @@ class Proof:
 def settle(
     search: Search,
     exact: Sequence[Candidate],
-    every: Sequence[Mapping[str, int]],
-    known: Mapping[Point, Candidate | None] | None = None,
+    legal: Sequence[Mapping[str, int]],
+    by_point: Mapping[Point, Candidate | None] | None = None,
 ) -> tuple[list[Candidate], Proof]:
-    """What was evaluated, best first, along with what the proof finds to be faster than all of it; and the proof.
+    """The evaluated candidates and those that the proof finds to be faster, best first; and the proof.
 
-    Arguments are those of `prove`.
+    The arguments are those of `prove`.
     """
     ranked = sorted(exact, key=rank)
     while True:
-        proof = prove(search, ranked, every, known)
+        proof = prove(search, ranked, legal, by_point)
         best = _fastest(ranked)
         better = sorted((c for c in _exact(proof.settled) if c.step_seconds < best), key=rank)[:MORE]
         if not better:
             return ranked, proof
-        known = {**(known or {}), **proof.settled}
+        by_point = {**(by_point or {}), **proof.settled}
         for point in (c.point for c in better):
             try:
                 ranked.append(search.evaluate(point))
-            except PlanError:  # an estimate does not ask all that the exact answer does
-                known[point] = None
+            except PlanError:
+                # an estimate does not ask a strategy everything that the exact answer does
+                by_point[point] = None
         ranked.sort(key=rank)
 
 
 def prove(
     search: Search,
     exact: Sequence[Candidate],
-    every: Sequence[Mapping[str, int]],
-    known: Mapping[Point, Candidate | None] | None = None,
+    legal: Sequence[Mapping[str, int]],
+    by_point: Mapping[Point, Candidate | None] | None = None,
 ) -> Proof:
-    """The proof for a search.
+    """The proof for a finished search.
 
     Args:
-        search: was done.
+        search: evaluates configurations.
         exact: candidates that were evaluated exactly, at least one.
-        every: legal combinations of degrees.
-        known: configuration -> its estimate, None where a strategy refuses it; None where not all combinations of degrees
-            were looked at, so that configurations are not worth telling apart.
+        legal: legal combinations of degrees.
+        by_point: configuration -> its estimate, None where a strategy refuses it; None where not all combinations of degrees
+            were tried, so that configurations are not considered one by one.
     """
     setting = search.setting
     least, why = _unsolved(exact)
     cluster = setting.figures
     floor = None if cluster is None else floor_of(search, cluster, exact)
     best = _fastest(exact)
-    widths = {_stages(search, tuple(d.items())) for d in every}
-    floors = {n: floor.seconds(n) if floor is not None else 0.0 for n in widths}
-    left = None if known is None else _open(search, exact, known, every)
+    stage_counts = {_stages(search, tuple(d.items())) for d in legal}
+    floors = {n: floor.seconds(n) if floor is not None else 0.0 for n in stage_counts}
+    left = None if by_point is None else _open(search, exact, by_point, legal)
     settled: dict[Point, Candidate | None] = {}
-    if known is not None and left is not None:
-        estimates = dict(known)
-        as_asked = [point for point in left if point.recompute == setting.recompute]
-        _cost(search, as_asked, floors, best, estimates)
+    if by_point is not None and left is not None:
+        estimates = dict(by_point)
+        as_requested = [point for point in left if point.recompute == setting.recompute]
+        _cost(search, as_requested, floors, best, estimates)
         left = _open_still(search, _needed(left, estimates), estimates)
         _cost(search, left, floors, best, estimates)
         left = _open_still(search, left, estimates)
-        # what is settled and was not evaluated takes what its estimate says
+        # the estimates of settled configurations are exact
         evaluated = {c.point for c in exact}
-        settled = {p: found for p, found in estimates.items() if p not in evaluated}
+        settled = {p: estimate for p, estimate in estimates.items() if p not in evaluated}
         least = min([least, *(c.step_seconds for c in _exact(settled))])
-        widths = {_stages(search, point.degrees) for point in left}
-    if floor is None and widths:
+        stage_counts = {_stages(search, point.degrees) for point in left}
+    if floor is None and stage_counts:
         assert setting.cost_model is not None
-        return Proof(
-            None, f"not proven: no bound is known of the cost model {setting.cost_model.name!r}{why}", settled
-        )
-    bound = min((floors[n] for n in widths), default=math.inf)
+        words = f"not proven: there is no lower bound for the cost model {setting.cost_model.name!r}{why}"
+        return Proof(None, words, settled)
+    least = min(least, min((floors[n] for n in stage_counts), default=math.inf))
     if left is not None:
         pins = unasked(search.basis)
-        why += f"; nothing is said of degrees that only a pin opens ({named(pins)})" if pins else ""
-    if min(bound, least) >= best:
-        return Proof(
-            min(bound, least),
-            f"exact: no configuration that was not evaluated can be faster, placements solved to {100 * GAP:g}%{why}",
-            settled,
-        )
-    return Proof(
-        min(bound, least),
-        f"bounded: {len(exact)} configurations evaluated exactly; all others take at least {human_seconds(min(bound, least))}: "
-        f"products with weights, calls and the update, divided over all ranks, and nothing else{why}",
-        settled,
+        why += f"; degrees that are tried only when pinned are not covered ({named(pins)})" if pins else ""
+    if least >= best:
+        words = f"exact: no other configuration can be faster, with placements solved to {100 * GAP:g}%{why}"
+        return Proof(least, words, settled)
+    words = (
+        f"bounded: {len(exact)} configurations evaluated exactly; all others take at least {human_seconds(least)}, the time of "
+        f"products with weights, of issuing operations and of the optimizer, divided over all ranks{why}"
     )
+    return Proof(least, words, settled)
 
 
 def _exact(settled: Mapping[Point, Candidate | None]) -> Iterator[Candidate]:
-    """Those that fit and whose estimates are exact: nothing is placed in them."""
+    """The candidates that fit and whose estimates are exact, because no placements are searched."""
     return (c for c in settled.values() if c is not None and not c.searched and not c.excess_bytes)
 
 
@@ -147,7 +141,7 @@ def _fastest(candidates: Iterable[Candidate]) -> float:
 
 
 def _unsolved(exact: Sequence[Candidate]) -> tuple[float, str]:
-    """Seconds that evaluated candidates might yet take with other placements, and what to say of it."""
+    """The least seconds of evaluated candidates with better placements, and the remark on unsolved programs."""
     least, count = math.inf, 0
     for candidate in exact:
         placement = candidate.placement
@@ -157,28 +151,26 @@ def _unsolved(exact: Sequence[Candidate]) -> tuple[float, str]:
         if gap > GAP:
             count += 1
             least = min(least, candidate.step_seconds * max(0.0, 1.0 - gap))
-    return least, f"; {count} placement programs not solved to the end" if count else ""
+    return least, f"; {count} placement programs were not solved to optimality" if count else ""
 
 
 def _stages(search: Search, degrees: tuple[tuple[str, int], ...]) -> int:
-    """Ranks that share the modules of the model."""
+    """The number of ranks that hold different modules."""
     strategies = search.setting.strategies
     return math.prod(degree for axis, degree in degrees if strategies[axis].divides)
 
 
-def _points(search: Search, every: Sequence[Mapping[str, int]]) -> Iterator[Point]:
+def _points(search: Search, legal: Sequence[Mapping[str, int]]) -> Iterator[Point]:
     """Every configuration of these combinations."""
     setting = search.setting
-    for degrees in every:
-        shares = degrees.get(SHARED, 1) > 1
-        stages = ((setting.stage,) if setting.stage else (2, 3)) if shares else (0,)
+    for degrees in legal:
         policies: list[str | Chosen | None] = [setting.recompute]
         if setting.recompute is None:
             policies += search.can_recompute(degrees)
             if len(policies) > 1 and _stages(search, tuple(degrees.items())) > 1:
                 policies.append(BY_STAGE)
         for way in search.ways(degrees, thorough=True) or [{}]:
-            for stage in stages:
+            for stage in setting.zero_stages(degrees):
                 for policy in policies:
                     yield Point.of(degrees, stage, way, policy)
 
@@ -186,31 +178,32 @@ def _points(search: Search, every: Sequence[Mapping[str, int]]) -> Iterator[Poin
 def _open(
     search: Search,
     exact: Sequence[Candidate],
-    known: Mapping[Point, Candidate | None],
-    every: Sequence[Mapping[str, int]],
+    estimates: Mapping[Point, Candidate | None],
+    legal: Sequence[Mapping[str, int]],
 ) -> list[Point] | None:
-    """Configurations that are not settled; None where they are too many to tell apart."""
-    evaluated, found = {c.point for c in exact}, []
-    for number, point in enumerate(_points(search, every)):
+    """Configurations that are not settled; None where there are too many to consider each."""
+    evaluated, unsettled = {c.point for c in exact}, []
+    for number, point in enumerate(_points(search, legal)):
         if number >= MOST:
             return None
-        if point not in evaluated and not (point in known and _is_settled(search, known[point])):
-            found.append(point)
-    return found
+        if point not in evaluated and not (point in estimates and _is_settled(search, estimates[point])):
+            unsettled.append(point)
+    return unsettled
 
 
-def _needed(left: Sequence[Point], known: Mapping[Point, Candidate | None]) -> list[Point]:
-    """Without those that run something again where all fits as it is: they take what that takes, and more."""
+def _needed(left: Sequence[Point], estimates: Mapping[Point, Candidate | None]) -> list[Point]:
+    """Without those that recompute although the same configuration fits without: recompute only takes longer."""
     kept = []
     for point in left:
-        free = known.get(point.but(recompute=None)) if point.recompute is not None else None
+        free = estimates.get(point.but(recompute=None)) if point.recompute is not None else None
         if free is None or free.searched or free.excess_bytes:
             kept.append(point)
     return kept
 
 
 def _is_settled(search: Search, estimate: Candidate | None) -> bool:
-    if estimate is None or not estimate.searched:  # refused, or exact as it is
+    # refused, or exact because nothing is placed
+    if estimate is None or not estimate.searched:
         return True
     return bool(estimate.excess_bytes) and least_bytes(estimate, search.basis.sizes) > search.setting.limit
 
@@ -220,14 +213,14 @@ def _cost(
     left: Sequence[Point],
     floors: Mapping[int, float],
     best: float,
-    known: dict[Point, Candidate | None],
+    estimates: dict[Point, Candidate | None],
 ) -> None:
-    """Cost those of these configurations that might be faster than the best and need no program, where they are few."""
+    """Add estimates of configurations that may be faster than the best and need no placements, if they are few."""
     placed = {axis for axis, s in search.setting.strategies.items() if s.placement_search}
     plain = [
         point
         for point in left
-        if point not in known
+        if point not in estimates
         and floors[_stages(search, point.degrees)] < best
         and all(degree == 1 or axis not in placed for axis, degree in point.degrees)
     ]
@@ -237,12 +230,12 @@ def _cost(
         if time.monotonic() > search.end:
             break
         try:
-            known[point] = search.estimate(point)
+            estimates[point] = search.estimate(point)
         except PlanError:
-            known[point] = None
+            estimates[point] = None
 
 
 def _open_still(
-    search: Search, left: Sequence[Point], known: Mapping[Point, Candidate | None]
+    search: Search, left: Sequence[Point], estimates: Mapping[Point, Candidate | None]
 ) -> list[Point]:
-    return [p for p in left if p not in known or not _is_settled(search, known[p])]
+    return [p for p in left if p not in estimates or not _is_settled(search, estimates[p])]

@@ -1,8 +1,9 @@
-"""Drawings of a plan in numbers that a template turns into SVG: the mesh, and the timeline."""
+"""Coordinates of the drawings of a plan: the mesh and the timeline."""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ MOST_SPANS = 6000
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle with a label. level: how far inside; text: for the pointer."""
+    """A rectangle with a label. level: depth of nesting; text: shown on hover."""
 
     x: float
     y: float
@@ -31,7 +32,7 @@ class Box:
 
 @dataclass(frozen=True)
 class MeshDrawing:
-    """Ranks as boxes in boxes, an axis a level. left_out: ranks that are not drawn, since all are alike."""
+    """Ranks as nested boxes, one level for each axis. left_out: the number of ranks that are not drawn."""
 
     boxes: list[Box]
     width: float
@@ -40,9 +41,9 @@ class MeshDrawing:
 
 
 def mesh_drawing(plan: ParallelPlan, nodes: Sequence[int] = ()) -> MeshDrawing:
-    """The mesh of a plan, outermost axis outside, at most MOST_RANKS ranks: the first along each axis.
+    """The mesh of a plan with the outermost axis as outermost box, at most MOST_RANKS ranks: the first along each axis.
 
-    nodes: the first rank of each node, to name where a rank stands; () where that is not known.
+    nodes: the first rank of each node, to name the node of a rank; () where it is not known.
     """
     axes = [(axis, degree) for axis, degree in plan.degrees.items() if degree > 1]
     shown = _shown([degree for _, degree in axes])
@@ -71,26 +72,20 @@ def mesh_drawing(plan: ParallelPlan, nodes: Sequence[int] = ()) -> MeshDrawing:
         return wide, high + gap
 
     width, height = draw(0, 0.0, 0.0, 0, plan.world_size)
-    drawn = 1
-    for count in shown:
-        drawn *= count
-    return MeshDrawing(boxes, width, height, plan.world_size - drawn)
+    return MeshDrawing(boxes, width, height, plan.world_size - math.prod(shown))
 
 
 def _shown(degrees: Sequence[int]) -> list[int]:
-    """How many of each axis are drawn: as many as there is room for, the inner axes first."""
-    best = [1] * len(degrees)
+    """The number of ranks that are drawn along each axis, limited by MOST_RANKS in all, the inner axes first."""
+    counts = [1] * len(degrees)
     for level in reversed(range(len(degrees))):
-        rest = 1
-        for count in best:
-            rest *= count
-        best[level] = max(1, min(degrees[level], 16, MOST_RANKS // rest))
-    return best
+        counts[level] = max(1, min(degrees[level], 16, MOST_RANKS // math.prod(counts)))
+    return counts
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A span of a timeline: start and width as parts of the step; kind as in Span, forward and backward told apart."""
+    """A bar of a timeline: start and width as parts of the step; kind as in Span, with compute split into forward and backward."""
 
     start: float
     width: float
@@ -101,7 +96,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A replayed step: bars for every rank along pp, how many seconds the whole is, and what the replay does not know."""
+    """A replayed step: bars for every rank along pp, its seconds, and notes on what the replay leaves out."""
 
     rows: list[list[Bar]] = field(default_factory=list)
     whole: float = 0.0
@@ -109,7 +104,7 @@ class Timeline:
 
 
 def timeline(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | None = None) -> Timeline:
-    """The step of a plan, replayed on the model of its cluster; empty where the cluster is not known, or where time goes."""
+    """The step of a plan, replayed on the model of its cluster; empty without a cluster or without a predicted split."""
     if cluster is None or plan.predicted is None or plan.predicted.split is None:
         return Timeline()
     replayed = simulate(plan, cluster, host=host)
@@ -118,16 +113,12 @@ def timeline(plan: ParallelPlan, cluster: Cluster | None, host: PluginHost | Non
 
 
 def bars(rows: Sequence[Sequence[Span]]) -> tuple[list[list[Bar]], float]:
-    """Bars for every rank along pp, and how many seconds the whole is."""
+    """Bars for every rank along pp, and the seconds of the whole step."""
     whole = max((span.end for row in rows for span in row), default=0.0)
     if not whole:
         return [], 0.0
     thin = sum(map(len, rows)) > MOST_SPANS
-    found = []
-    for row in rows:
-        spans = _merged(row, thin)
-        found.append([_bar(span, whole) for span in spans if span.kind != "wait"])
-    return found, whole
+    return [[_bar(span, whole) for span in _merged(row, thin) if span.kind != "wait"] for row in rows], whole
 
 
 def _bar(span: Span, whole: float) -> Bar:
@@ -142,15 +133,15 @@ def _bar(span: Span, whole: float) -> Bar:
 
 
 def _merged(row: Iterable[Span], thin: bool) -> list[Span]:
-    """Pieces of one forward or backward as one; where there is too much to draw, neighbours of one kind too."""
-    found: list[Span] = []
+    """Joins adjacent pieces of one forward or backward; if `thin`, also adjacent spans of one kind."""
+    merged: list[Span] = []
     for span in row:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         same = last is not None and (last.kind, last.what) == (span.kind, span.what)
         if thin and last is not None:
             same = last.kind == span.kind and last.what[:1] == span.what[:1]
         if last is not None and same and last.end == span.start:
-            found[-1] = Span(last.start, span.end, last.what, last.kind)
+            merged[-1] = Span(last.start, span.end, last.what, last.kind)
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged

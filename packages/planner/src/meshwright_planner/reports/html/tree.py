@@ -1,4 +1,4 @@
-"""What a plan says of modules, as a tree of name patterns."""
+"""The rules of a plan as a tree of module name patterns."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshwright_dtensor.plan import ParallelPlan
 
 @dataclass
 class Branch:
-    """A module pattern: what is said of it, and what is inside.
+    """A module pattern with its rules, and the patterns inside it.
 
     Args:
         name: last part of the pattern.
-        notes: (kind, text): "placement" of a parameter, "call" with its target states, "stage", "recompute", "experts".
-        inside: parts of the pattern that follow.
+        notes: (kind, text): "placement" of a parameter, "call" with its target states, "recompute", "experts".
+        inside: last part -> pattern inside this one.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Branch:
     inside: dict[str, Branch] = field(default_factory=dict)
 
     def at(self, pattern: str) -> Branch:
-        """The branch of a dotted pattern, made where it is not there."""
+        """The branch of a dotted pattern, created if missing."""
         here = self
         for part in pattern.split(".") if pattern else ():
             here = here.inside.setdefault(part, Branch(part))
@@ -30,11 +30,11 @@ class Branch:
 
 
 def tree_of(plan: ParallelPlan) -> Branch:
-    """The tree of everything that a plan names."""
+    """The tree of all patterns of a plan."""
     root = Branch("model")
-    for rule in plan.parameters:
-        states = ", ".join(f"{axis} {state}" for axis, state in rule.placement.items() if state != "I")
-        root.at(rule.pattern).notes.append(("placement", states or "replicated"))
+    for parameter in plan.parameters:
+        states = ", ".join(f"{axis} {s}" for axis, s in parameter.placement.items() if s != "I")
+        root.at(parameter.pattern).notes.append(("placement", states or "replicated"))
     for call in plan.activations:
         inputs = [_states(s) for s in call.inputs]
         outputs = [_states(s) for s in call.outputs or ()]
@@ -42,10 +42,8 @@ def tree_of(plan: ParallelPlan) -> Branch:
         root.at(call.module).notes.append(
             ("call", text + (f" gives {'; '.join(outputs)}" if outputs else ""))
         )
-    for again in plan.recompute:
-        root.at(again.pattern).notes.append(
-            ("recompute", f"computed again in the backward pass ({again.policy})")
-        )
+    for rule in plan.recompute:
+        root.at(rule.pattern).notes.append(("recompute", f"recomputed in the backward pass ({rule.policy})"))
     for experts in plan.experts:
         text = f"{experts.count} experts, {experts.count // plan.degree('ep')} a rank"
         root.at(experts.module).notes.append(("experts", text))

@@ -1,0 +1,189 @@
+"""One plan as data: the parts of its step and memory, its bound, links and upgrades. The text, the page and the picture draw it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from meshwright_dtensor.cluster import Cluster
+from meshwright_dtensor.plan import ParallelPlan, Prediction
+from meshwright_dtensor.plugins import PluginHost
+from meshwright_dtensor.utils.bytesize import human_bytes
+from meshwright_planner.evaluation.candidate import configuration_name, human_seconds
+from meshwright_planner.reports.upgrades import Upgrade, memory_is_full, upgrades
+from meshwright_planner.simulation.workload import elsewhere
+
+SHOWN = 0.002
+"""Part of a step from which a replay differs visibly from the prediction: three digits are shown."""
+
+COLOURS = {
+    "compute": "#3b6ea5",
+    "forward": "#3b6ea5",
+    "backward": "#5b9a68",
+    "communication": "#c8823b",
+    "bubble": "#c9c9c9",
+    "optimizer": "#80679b",
+}
+"""Colours of the parts of a step, and of the bars of a timeline."""
+
+_AXES = ("#c8823b", "#b5533c", "#d7a94b", "#96703f", "#cf8f7d", "#a8a13a")
+_MEMORY = ("#3b6ea5", "#5b9a68", "#c8823b", "#80679b", "#b5533c", "#7d7d7d", "#d7a94b")
+
+
+class Part(NamedTuple):
+    """A coloured part of a bar: seconds of a step, or bytes of a rank."""
+
+    name: str
+    size: float
+    text: str
+    colour: str
+    is_axis: bool = False
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """One plan of a report.
+
+    Args:
+        plan: the plan.
+        name: its degrees in words.
+        seconds: part of the step ("compute", "bubble", "optimizer", and one for each axis that communicates) -> seconds.
+        memory: part -> bytes of one rank.
+        bound: the largest part of the step, as the planner noted it.
+        upgrades: what a better cluster would save, best first; empty without a cluster.
+        memory_full: more memory may allow a faster plan.
+        elsewhere: what the replay leaves out on a cluster other than the plan's; None on its own.
+        links: mesh axes that communicate -> names of the links that they cross, innermost first; empty without a cluster.
+    """
+
+    plan: ParallelPlan
+    name: str
+    seconds: dict[str, float]
+    memory: dict[str, int]
+    bound: str
+    upgrades: tuple[Upgrade, ...] = ()
+    memory_full: bool = False
+    elsewhere: str | None = None
+    links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def next_to_buy(self) -> str | None:
+        """The change of the cluster that saves most; None where none is known to save time."""
+        best = next((u for u in self.upgrades if u.saved > 0.001), None)
+        memory = "memory is nearly full: more of it may allow a faster plan"
+        if best is None:
+            return memory if self.memory_full else None
+        text = f"{best.what}: replayed, a step takes {human_seconds(best.seconds)}, {100 * best.saved:.0f}% less than "
+        text += f"the {human_seconds(best.today)} of today"
+        predicted = self.plan.predicted
+        if predicted is not None and abs(best.today / predicted.step_seconds - 1.0) > SHOWN:
+            text += f" (also replayed; predicted: {human_seconds(predicted.step_seconds)})"
+        return f"{text}; {memory}" if self.memory_full else text
+
+    def step_parts(self) -> list[Part]:
+        """The parts of the step in order, each with its colour."""
+        axes = [part for part in self.seconds if part not in COLOURS]
+        colours = {**COLOURS, **{axis: _AXES[i % len(_AXES)] for i, axis in enumerate(axes)}}
+        return [
+            Part(part, seconds, human_seconds(seconds), colours[part], part in axes)
+            for part, seconds in self.seconds.items()
+            if seconds
+        ]
+
+    def memory_parts(self) -> list[Part]:
+        """The parts of the memory, the largest first, each with its colour."""
+        by_size = sorted(self.memory.items(), key=lambda item: (-item[1], item[0]))
+        return [
+            Part(part, size, human_bytes(size), _MEMORY[i % len(_MEMORY)])
+            for i, (part, size) in enumerate(by_size)
+            if size
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        predicted = self.plan.predicted
+        return {
+            "name": self.name,
+            "planner": self.plan.provenance.planner,
+            "degrees": dict(self.plan.degrees),
+            "step_seconds": None if predicted is None else predicted.step_seconds,
+            "measured_seconds": self.plan.provenance.measured_seconds,
+            "seconds": dict(self.seconds),
+            "memory_bytes": dict(self.memory),
+            "total_bytes": None if predicted is None else predicted.total_bytes,
+            "gap": None if predicted is None else predicted.gap,
+            "proof": None if predicted is None else predicted.proof,
+            "bound": self.bound,
+            "links": {axes: list(names) for axes, names in self.links.items()},
+            "upgrades": [u.to_dict() for u in self.upgrades],
+            "next_to_buy": self.next_to_buy,
+            "notes": [*self.plan.provenance.notes, *([] if self.elsewhere is None else [self.elsewhere])],
+        }
+
+
+def view_of(plan: ParallelPlan, cluster: Cluster | None = None, host: PluginHost | None = None) -> PlanView:
+    """The view of a plan; links and upgrades need a cluster.
+
+    `host`: where schedules are found; None discovers what is installed.
+    """
+    predicted = plan.predicted
+    bound = next((n for n in plan.provenance.notes if n.startswith("bound by ")), "")
+    better: Sequence[Upgrade] = ()
+    full = False
+    if predicted is not None and predicted.split is not None and cluster is not None:
+        better, full = upgrades(plan, cluster, host), memory_is_full(plan, cluster)
+    memory = {} if predicted is None else predicted.memory_bytes
+    return PlanView(
+        plan=plan,
+        name=name_of(plan),
+        seconds=seconds_of(plan),
+        memory={part: size for part, size in memory.items() if part != "total"},
+        bound=bound.removeprefix("bound by ").partition(";")[0],
+        upgrades=tuple(better),
+        memory_full=full,
+        elsewhere=None if cluster is None else elsewhere(plan, cluster),
+        links={} if cluster is None else {c.axis: crossed(plan, c.axis, cluster) for c in plan.collectives},
+    )
+
+
+def crossed(plan: ParallelPlan, axes: str, cluster: Cluster) -> tuple[str, ...]:
+    """Names of the links that collectives along these axes ("dp", "dp+zero") cross, innermost first."""
+    names: set[str] = set()
+    for axis in axes.split("+"):
+        inner = list(plan.degrees)[list(plan.degrees).index(axis) + 1 :] if axis in plan.degrees else []
+        stride = math.prod(plan.degree(other) for other in inner)
+        names.update(cluster.link(stride, plan.degree(axis)).levels)
+    return tuple(level.name for level in cluster.links if level.name in names)
+
+
+def optimality(predicted: Prediction) -> str:
+    """The optimality gap of a plan with its proof, in a line."""
+    if predicted.gap is None:
+        return f"gap: unknown; {predicted.proof}"
+    if not predicted.gap:
+        return f"gap: none; {predicted.proof}"
+    return f"gap: another plan may be up to {100 * predicted.gap:.1f}% faster; {predicted.proof}"
+
+
+def seconds_of(plan: ParallelPlan) -> dict[str, float]:
+    """Part of the predicted step -> seconds: "compute", "bubble", "optimizer", and communication by mesh axis."""
+    predicted = plan.predicted
+    if predicted is None:
+        return {}
+    if predicted.split is None:
+        rest = predicted.step_seconds - predicted.compute_seconds - predicted.communication_seconds
+        parts = {"communication": predicted.communication_seconds, "optimizer": max(0.0, rest)}
+        return {"compute": predicted.compute_seconds, **parts}
+    split = predicted.split
+    parts = {"compute": predicted.compute_seconds, **split.exposed}
+    return {**parts, "bubble": split.bubble_seconds, "optimizer": split.optimizer_seconds}
+
+
+def name_of(plan: ParallelPlan) -> str:
+    """ "dp 2 x zero 2 (stage 3) x tp 4"."""
+    pipeline = None if plan.pipeline is None else (plan.pipeline.schedule, plan.pipeline.microbatches)
+    return configuration_name(
+        plan.degrees, 0 if plan.zero is None else plan.zero.stage, pipeline, plan.recompute
+    )
