@@ -1,7 +1,7 @@
-"""Which legal row each recorded op takes, given the states of the inputs: the policy of the core.
+"""Chooses a legal row for each recorded op, given the states of the inputs.
 
-Legality comes from the rules.  The choice is ours: stay put where nothing has to move; reduce a Partial once, at once,
-when it meets anything it cannot stay Partial with; never move a weight where an activation can move instead.
+The rules say which rows are legal.  The policy chooses: move nothing that need not move; reduce a Partial once, as soon as
+an operand does not allow it to stay Partial; move an activation rather than a weight.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import AttentionForm
 
 _WEIGHT = 1000.0
-"""How much dearer it is to move a parameter than an activation of the same size."""
+"""Factor between the cost of moving a parameter and that of an activation of the same size."""
 
 _STEP = 1e-6
-"""Cost of a conversion that moves nothing: staying put wins ties."""
+"""Cost of a conversion that moves nothing, so that keeping the state wins ties."""
 
 
 class Axes(Protocol):
@@ -32,7 +32,7 @@ class Axes(Protocol):
 
     @property
     def attention(self) -> Mapping[str, AttentionForm]:
-        """Axis name -> how it shares attention (see context.share_attention)."""
+        """Axis name -> attention form (see MeshContext)."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class Choice:
 
 
 def moved(a: State, b: State, n: int) -> float:
-    """Share of the full tensor that a change of kind puts on the wire, per rank."""
+    """Fraction of the full tensor that each rank sends for a change of kind."""
     if a == b:
         return 0.0
     if a == P:
@@ -71,15 +71,15 @@ def moved(a: State, b: State, n: int) -> float:
 def conversion_cost(
     a: State, b: State, nbytes: float, n: int, weight: bool = False, grad: bool = True
 ) -> float | None:
-    """Bytes on the wire, forward plus backward, of converting state ``a`` to ``b``; None when it is forbidden."""
+    """Bytes communicated, forward plus backward, to convert state ``a`` to ``b``; None when it is forbidden."""
     if a == b:
         return 0.0
     if isinstance(a, int) and b == P:
         return None
-    ahead = moved(forward_kind(a), forward_kind(b), n)
-    back = moved(gradient_kind(b), gradient_kind(a), n) if grad else 0.0
-    dear = _WEIGHT if weight and (ahead or isinstance(b, int)) else 1.0
-    return (ahead * dear + back) * nbytes + _STEP
+    forward = moved(forward_kind(a), forward_kind(b), n)
+    backward = moved(gradient_kind(b), gradient_kind(a), n) if grad else 0.0
+    factor = _WEIGHT if weight and (forward or isinstance(b, int)) else 1.0
+    return (forward * factor + backward) * nbytes + _STEP
 
 
 class Underivable(Exception):
@@ -112,7 +112,7 @@ class Chooser:
         """States for every node.
 
         Args:
-            inputs: value -> its states, of those that the nodes do not make; what is not among them lies whole.
+            inputs: value -> its states, of values that no node computes; values that are left out are replicated.
             weights: which of the inputs are parameters.
             outputs: per mesh axis a state that the last node's first output should have, where legal.
         """
@@ -175,10 +175,13 @@ class Chooser:
     def _rows(self, view: NodeView, env: dict[int, State], goal: State | None = None) -> list[Strategy]:
         node = view.node
         rows = list(self.book.strategies(view))
-        lies = [(env.get(r.i, I),) for r in node.ins]
-        if not is_random(node) and any(isinstance(s, int) for (s,) in lies):
+        current = [(env.get(r.i, I),) for r in node.ins]
+        if not is_random(node) and any(isinstance(s, int) for (s,) in current):
             rows = self.book.lifted(
-                view, rows, lies, [(goal,)] if isinstance(goal, IntervalShard) and len(node.outs) == 1 else ()
+                view,
+                rows,
+                current,
+                [(goal,)] if isinstance(goal, IntervalShard) and len(node.outs) == 1 else (),
             )
         if is_random(node):
             first = env.get(node.ins[0].i, I) if node.ins else I
@@ -198,45 +201,30 @@ class Chooser:
         row: Strategy,
         env: dict[int, State],
         n: int,
-        heavy: Collection[int],
+        weights: Collection[int],
         goal: State | None,
     ) -> tuple[float, float, int] | None:
+        """(missed goal, cost of conversions, -sharded outputs) of a row; None when the policy forbids it."""
         current = [env.get(r.i, I) for r in node.ins]
-        spread = any(not _replicated(s) for s in current)
-        sharded = sum(isinstance(s, int) for s in row.outs)
-        want = 0.0 if goal is None or not row.outs or row.outs[0] == goal else 1.0
-        if not spread and want and any(not _replicated(s) for s in row.ins + row.outs):
-            return None  # nothing is cut up that lies whole
-        if not spread and goal is None and any(not _replicated(s) for s in row.ins + row.outs):
-            return None
+        missed = 0.0 if goal is None or not row.outs or row.outs[0] == goal else 1.0
+        # replicated inputs are not sharded unless the plan wants that
+        if (goal is None or missed) and all(map(_replicated, current)):
+            if not all(map(_replicated, row.ins + row.outs)):
+                return None
         total = 0.0
         for position, (ref, a, b) in enumerate(zip(node.ins, current, row.ins, strict=True)):
             if a == b:
                 continue
-            if node.mutates and position == 0:
-                return None
-            # nothing whole becomes a Partial to meet one (a bias joins the partial sums of a matmul instead)
-            if b == P and _replicated(a) and not any(isinstance(c, int) for c in row.ins):
-                return None
-            # a Partial is scattered only towards an operand that is already sharded that way
-            if (
-                a == P
-                and isinstance(b, int)
-                and not any(
-                    c == d == b
-                    for j, (c, d) in enumerate(zip(current, row.ins, strict=True))
-                    if j != position
-                )
-            ):
+            if (node.mutates and position == 0) or not _may_convert(current, row, position):
                 return None
             value = self.values[ref.i]
             if ref.i in self.constants and _replicated(a) and _replicated(b):
                 continue
-            cost = conversion_cost(a, b, value.nbytes, n, ref.i in heavy, value.differentiable)
+            cost = conversion_cost(a, b, value.nbytes, n, ref.i in weights, value.differentiable)
             if cost is None:
                 return None
             total += cost
-        return want, total, -sharded
+        return missed, total, -sum(isinstance(s, int) for s in row.outs)
 
     def _local_shapes(
         self, k: int, node: Node, earlier: list[list[Strategy]]
@@ -260,6 +248,19 @@ def _lookup(shapes: dict[int, tuple[int, ...]]) -> Callable[[Ref], tuple[int, ..
 
 def _replicated(state: State) -> bool:
     return state in (I, X)
+
+
+def _may_convert(current: Sequence[State], row: Strategy, position: int) -> bool:
+    """Whether the policy lets the input at ``position`` be converted to the state of the row."""
+    a, b = current[position], row.ins[position]
+    # a replicated value does not become Partial (a bias joins the partial sums of a matmul instead)
+    if b == P and _replicated(a):
+        return any(isinstance(state, int) for state in row.ins)
+    # a Partial is reduce-scattered only when another operand is already sharded on that dim
+    if a == P and isinstance(b, int):
+        others = (j for j in range(len(current)) if j != position)
+        return any(current[j] == row.ins[j] == b for j in others)
+    return True
 
 
 def _touches(node: Node, row: Strategy, frozen: set[tuple[int, int]]) -> bool:

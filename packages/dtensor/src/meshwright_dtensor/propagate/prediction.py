@@ -1,4 +1,4 @@
-"""What is foreseen of a recorded run (see :mod:`following`), and the mesh that it is foreseen for."""
+"""Types of a prediction (see predict): the mesh, the predicted states and collectives of a recorded run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """A mesh that there is not yet.
+    """Axes and sizes of a mesh that need not exist.
 
     Attributes:
         axes: names, outermost first; ``sizes``: ranks along each.
@@ -40,10 +40,13 @@ class MeshShape:
 
 @dataclass(frozen=True)
 class PredictedMove:
-    """A collective: kind, mesh axis, bytes of the full tensor on it, pass, and the call that needs it.
+    """A predicted collective.
 
-    `module`, `function`: of the call; `why`: the states converted, or "inside ..." of a composite; `value`: what is moved, None
-    inside of a composite.
+    Attributes:
+        nbytes: of the full tensor on the mesh axis.
+        module, function: of the call that needs it.
+        why: the states converted, or "inside ..." of a composite.
+        value: index of the value that is moved; None inside of a composite.
     """
 
     kind: CollectiveKind
@@ -58,12 +61,12 @@ class PredictedMove:
 
 @dataclass
 class PredictedRun:
-    """What was found.
+    """States and communication of a recorded run.
 
     Attributes:
-        ins, outs: per node, the states of its inputs and outputs as it runs.
+        ins, outs: per node, the states of its inputs and outputs.
         states: value -> its states after the run, of values that are not replicated.
-        moved: collectives, but for those of numbers.
+        moved: collectives, without those of single numbers.
         gathered: node -> why the call that it belongs to has no local program: its inputs are gathered.
     """
 

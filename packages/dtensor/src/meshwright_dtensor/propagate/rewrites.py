@@ -1,11 +1,8 @@
-"""What lies whole may be cut for nothing: looked at where a call would otherwise move data.
+"""Rewrites of a choice of states: shard replicated inputs, hoist conversions before the call, check in-place writes.
 
-The policy of :mod:`choose` goes forward and cuts nothing up that lies whole, which is right for most calls.  A recurrent cell
-starts from zeros that every rank has, computes with them first, and writes to what comes out: all of the batch would be
-gathered to meet them.  Constants, and values whose gradients are partial (X), are cut at no cost in either pass.
-
-
-What follows from the states of a call's ops: whether all conversions can be made before it, and whether writes arrive.
+The policy of :mod:`choose` does not shard replicated values, which is right for most calls.  A recurrent cell starts from
+replicated zeros, computes with them first and writes to the result, so the whole batch would be gathered.  Constants, and
+values whose gradients are partial (X), are sharded at no cost in either pass; that is tried where a call would move data.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable, co
 from meshwright_dtensor.sharding.states import I, State, States, X
 from meshwright_dtensor.trace.graph import Node, Ref
 
-TRIED = 8
-"""Ways to cut that are looked at: a constant may have several dims of the size of what is sharded."""
+MAX_TRIALS = 8
+"""Shardings that are tried: a constant may have several dims of the size of the sharded dim."""
 
 _BYTE = 1.0
 
@@ -29,73 +26,78 @@ def choose_with_rewrites(
     weights: Collection[int],
     outputs: Sequence[State | None] = (),
 ) -> Choice:
-    """As `Chooser.run`, with inputs that can be cut for nothing cut where less is moved then.
+    """As `Chooser.run`, with replicated inputs sharded at no cost where that moves less.
 
     Raises:
-        Underivable: no legal rows, cut or not.
+        Underivable: no legal rows in either case.
     """
     best: Choice | None = None
     cost, failed = float("inf"), None
     try:
         best = chooser.run(inputs, weights, outputs)
-        cost = _moved(chooser, best, inputs, weights)
+        cost = _moved_bytes(chooser, best, inputs, weights)
     except Underivable as error:
         failed = error
     if cost >= _BYTE:
-        for other in _cuts(chooser, inputs, weights):
+        for other in _free_shardings(chooser, inputs, weights):
             try:
                 choice = chooser.run(other, weights, outputs)
             except Underivable:
                 continue
-            less = _moved(chooser, choice, inputs, weights)
-            if less < cost:
-                best, cost = choice, less
+            nbytes = _moved_bytes(chooser, choice, inputs, weights)
+            if nbytes < cost:
+                best, cost = choice, nbytes
     if best is None:
         assert failed is not None
         raise failed
     return best
 
 
-def _cuts(
+def _free_shardings(
     chooser: Chooser, inputs: Mapping[int, States], weights: Collection[int]
 ) -> Iterator[dict[int, States]]:
-    """The inputs with all that can be cut for nothing cut, where a dim is as long as one that another input is sharded on."""
+    """The inputs with all that can be sharded at no cost sharded, on a dim as long as the sharded dim of another input."""
     values, written = chooser.values, _written(chooser)
-    ways: list[list[tuple[int, int, int]]] = []  # per input and axis: (input, axis, dim)
+    options: list[list[tuple[int, int, int]]] = []  # per input and axis: (input, axis, dim)
     for axis in range(chooser.context.ndim):
-        spread = [(i, s[axis]) for i, s in inputs.items() if i not in weights and isinstance(s[axis], int)]
-        lengths = {values[i].shape[int(dim)] for i, dim in spread}
+        lengths = {
+            values[i].shape[int(s[axis])]  # type: ignore[arg-type]
+            for i, s in inputs.items()
+            if i not in weights and isinstance(s[axis], int)
+        }
         for i, states in inputs.items():
             free = states[axis] == X or (states[axis] == I and i in chooser.constants)
             if free and i not in weights and i not in written:
                 dims = [d for d, size in enumerate(values[i].shape) if size in lengths]
                 if dims:
-                    ways.append([(i, axis, dim) for dim in dims])
-    if not ways:
+                    options.append([(i, axis, dim) for dim in dims])
+    if not options:
         return
-    for cut in itertools.islice(itertools.product(*ways), TRIED):
+    for shards in itertools.islice(itertools.product(*options), MAX_TRIALS):
         changed = dict(inputs)
-        for i, axis, dim in cut:
+        for i, axis, dim in shards:
             changed[i] = (*changed[i][:axis], dim, *changed[i][axis + 1 :])
         yield changed
 
 
 def _written(chooser: Chooser) -> set[int]:
-    """Values that the call writes to, or to views of which it does: a part that was cut out is no longer they."""
+    """Values that the call writes to, directly or through a view: a shard would be a copy."""
     root: dict[int, int] = {}
-    found = set()
+    written = set()
     for node in chooser.nodes:
         if node.ins:
             base = root.get(node.ins[0].i, node.ins[0].i)
             if node.mutates:
-                found.add(base)
+                written.add(base)
             if is_view(node):
                 root.update((ref.i, base) for ref in node.outs)
-    return found
+    return written
 
 
-def _moved(chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weights: Collection[int]) -> float:
-    """Bytes on the wire, forward and backward, of all conversions of a choice; each is made once."""
+def _moved_bytes(
+    chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weights: Collection[int]
+) -> float:
+    """Bytes communicated, forward and backward, by all conversions of a choice; each is made once."""
     states: dict[int, States] = dict(inputs)
     whole = (I,) * chooser.context.ndim
     seen: set[tuple[int, States]] = set()
@@ -105,11 +107,10 @@ def _moved(chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weigh
             if (ref.i, wanted) in seen:
                 continue
             seen.add((ref.i, wanted))
-            heavy = ref.i in weights
             value = chooser.values[ref.i]
             grad = value.differentiable and ref.i not in chooser.constants
             for a, b, n in zip(states.get(ref.i, whole), wanted, chooser.context.sizes, strict=True):
-                cost = 0.0 if n == 1 else conversion_cost(a, b, value.nbytes, n, heavy, grad)
+                cost = 0.0 if n == 1 else conversion_cost(a, b, value.nbytes, n, ref.i in weights, grad)
                 total += float("inf") if cost is None else cost
         states.update((ref.i, made) for ref, made in zip(node.outs, outs, strict=True))
     return total
@@ -118,9 +119,13 @@ def _moved(chooser: Chooser, choice: Choice, inputs: Mapping[int, States], weigh
 def hoist(
     nodes: Sequence[Node], results: Sequence[Ref], choice: Choice, start: Mapping[int, States]
 ) -> tuple[dict[int, States], dict[int, States], bool]:
-    """States of every value as produced; what the inputs become if all conversions are done up front; whether they can.
+    """Whether all conversions can be made before the call.
 
-    `start`: value -> its states, of the inputs.
+    Args:
+        start: value -> its states, of the inputs.
+
+    Returns:
+        (value -> states as produced, input -> states after conversions before the call, whether those suffice).
     """
     produced: dict[int, States] = dict(start)
     wanted: dict[int, States] = {}
@@ -146,12 +151,13 @@ def check_writes(
     start: Mapping[int, States],
     copies: Collection[int] = (),
 ) -> bool:
-    """Refuse a write through a view that was moved; tell whether an output is a view that was moved.
+    """Whether an output is a view of an input that was moved; a write through such a view is refused.
 
-    Inputs in ``copies`` are such views already, and so are views of them.
+    Args:
+        copies: inputs that are copies of views already.
 
     Raises:
-        Underivable: the write would not reach the tensor it is meant for.
+        Underivable: the write would not reach the tensor that it is meant for.
     """
     root: dict[int, int] = {i: i for i in start}
     moved: dict[int, bool] = {i: i in copies for i in start}
@@ -159,14 +165,12 @@ def check_writes(
     for node, ins, outs in zip(nodes, choice.ins, choice.outs, strict=True):
         if node.ins and (is_view(node) or node.mutates):
             i = node.ins[0].i
-            shifted = moved.get(i, False) or (
-                i in current and current[i] != ins[0] and not _same_values(current[i], ins[0])
-            )
-            if node.mutates and i in root and shifted:
+            is_copy = moved.get(i, False) or (i in current and not _same_values(current[i], ins[0]))
+            if node.mutates and i in root and is_copy:
                 raise Underivable("writes through a view that had to be moved")
             if i in root:
                 for ref in node.outs:
-                    root[ref.i], moved[ref.i] = root[i], shifted
+                    root[ref.i], moved[ref.i] = root[i], is_copy
         current.update({r.i: s for r, s in zip(node.outs, outs, strict=True)})
     return any(moved.get(r.i, False) for r in results if r.i in root)
 
