@@ -1,7 +1,7 @@
-"""One change of kind on one mesh axis, as a function on local tensors.
+"""One placement change on one mesh axis, as a function on local tensors.
 
-``kind`` is ``"R"`` (replicated), ``"P"`` (partial sum) or an ``int`` tensor dim (sharded, torch.chunk sizes; or Runs).
-Everything here is plain: no autograd, no layouts.
+``kind`` is ``"R"`` (replicated), ``"P"`` (partial sum) or an ``int`` tensor dim (sharded, torch.chunk sizes, or an interval shard).
+No autograd and no layouts here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Step:
             return "all_gather"
         if isinstance(a, int) and isinstance(b, int):
             if isinstance(a, IntervalShard) or isinstance(b, IntervalShard):
-                return "all_to_all"  # with a length of its own for every pair of ranks
+                return "all_to_all"  # its messages may differ in length
             return "all_to_all" if self._even(a) and self._even(b) else "all_gather"
         return None
 
@@ -82,58 +82,62 @@ class Step:
         rows = 1 if dim is None else self.total
         return rows * math.prod(n for d, n in enumerate(t.shape) if d != dim) * t.element_size()
 
-    def _own(self, kind: State, total: int) -> tuple[Intervals, ...]:
+    def _intervals(self, kind: State, total: int) -> tuple[Intervals, ...]:
         assert isinstance(kind, int)
         return intervals_of(kind, total, self.context.sizes[self.axis])
 
-    def _runs(self) -> Callable[[Tensor], Tensor]:
-        """A step from or to runs."""
+    def _between_intervals(self) -> Callable[[Tensor], Tensor]:
+        """A step from or to an interval shard."""
         a, b = self.source, self.target
         group, rank = self.context.group(self.axis), self.context.coords[self.axis]
         if isinstance(a, int) and isinstance(b, int):
-            have, want = self._own(a, self.total), self._own(b, self.total_target)
+            have, want = self._intervals(a, self.total), self._intervals(b, self.total_target)
             return exchanger((int(a), have), (int(b), want), rank, group)
         if isinstance(a, int):
-            have = self._own(a, self.total)
+            have = self._intervals(a, self.total)
             return gatherer(int(a), have, group) if b == "R" else spreader(int(a), have[rank], self.total)
         assert isinstance(b, int)
-        want = self._own(b, self.total_target)
+        want = self._intervals(b, self.total_target)
         if a == "P" and self._even(b):
             return scatterer(int(b), want, group)
-        cut = selector(int(b), want[rank])
-        return cut if a == "R" else (lambda t: cut(_all_reduce(t, group)))
+        select = selector(int(b), want[rank])
+        return select if a == "R" else (lambda t: select(_all_reduce(t, group)))
 
     def _local(self) -> Callable[[Tensor], Tensor] | None:
         a, b, n = self.source, self.target, self.context.sizes[self.axis]
         if a == b or n == 1:
             return None
         if isinstance(a, IntervalShard) or isinstance(b, IntervalShard):
-            return self._runs()
+            return self._between_intervals()
         group, rank = self.context.group(self.axis), self.context.coords[self.axis]
-        if a == "R" and isinstance(b, int):
-            return _slicer(b, *_chunk(self.total_target, n, rank))
-        if a == "R" and b == "P":
-            return (lambda t: t) if rank == 0 else torch.zeros_like
-        if a == "P" and b == "R":
-            return lambda t: _all_reduce(t, group)
-        if a == "P" and isinstance(b, int):
+        if isinstance(a, int):
+            return self._from_shard(a, b)
+        if isinstance(b, int):
+            select = _slicer(b, *_chunk(self.total_target, n, rank))
+            if a == "R":
+                return select
             if self.total_target % n:
-                cut = _slicer(b, *_chunk(self.total_target, n, rank))
-                return lambda t: cut(_all_reduce(t, group))
+                return lambda t: select(_all_reduce(t, group))
             return lambda t: _reduce_scatter(t, b, n, group)
-        if isinstance(a, int) and b == "R":
-            return _gatherer(a, self.total, n, group)
-        if isinstance(a, int) and b == "P":
+        if a == "P":
+            return lambda t: _all_reduce(t, group)
+        return (lambda t: t) if rank == 0 else torch.zeros_like  # a Partial of a replicated value
+
+    def _from_shard(self, a: int, b: State) -> Callable[[Tensor], Tensor]:
+        n, rank, group = (
+            self.context.sizes[self.axis],
+            self.context.coords[self.axis],
+            self.context.group(self.axis),
+        )
+        if b == "P":
             return _padder(a, self.total, *_chunk(self.total, n, rank))
-        if isinstance(a, int) and isinstance(b, int):
-            if self.total % n or self.total_target % n:
-                gather, cut = (
-                    _gatherer(a, self.total, n, group),
-                    _slicer(b, *_chunk(self.total_target, n, rank)),
-                )
-                return lambda t: cut(gather(t))
-            return lambda t: _all_to_all(t, a, b, n, group)
-        raise AssertionError(f"no step {a} -> {b}")
+        gather = _gatherer(a, self.total, n, group)
+        if not isinstance(b, int):
+            return gather
+        if self.total % n or self.total_target % n:
+            select = _slicer(b, *_chunk(self.total_target, n, rank))
+            return lambda t: select(gather(t))
+        return lambda t: _all_to_all(t, a, b, n, group)
 
 
 def _chunk(total: int, n: int, rank: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""Moves of values that are sharded in runs: select, gather, scatter and exchange intervals on one mesh axis.
+"""Interval shards on one mesh axis: select, gather, scatter and exchange intervals.
 
-Like :mod:`collectives`: plain functions on local tensors, no autograd, no layouts.  ``own`` is what each rank of the axis
-owns of a dim; a plain shard takes part with its chunks.
+Like :mod:`collectives`: plain functions on local tensors, no autograd, no layouts.  A dim is given as
+the intervals of each rank of the axis; the intervals of a plain shard are its chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright_dtensor.sharding.intervals import Interval, Intervals
 
 Tensor = torch.Tensor
 Move: TypeAlias = Callable[[Tensor], Tensor]
-Own: TypeAlias = tuple[Intervals, ...]
+RankIntervals: TypeAlias = tuple[Intervals, ...]
 
 
 def length(intervals: Sequence[Interval]) -> int:
@@ -53,10 +53,10 @@ def spreader(dim: int, intervals: Intervals, total: int) -> Move:
     return spread
 
 
-def ordered(own: Own) -> list[tuple[int, int, int, int]]:
-    """(start in the whole, length, rank that owns it, start in that rank's tensor), in the order of the whole."""
+def ordered(by_rank: RankIntervals) -> list[tuple[int, int, int, int]]:
+    """(start in the global dim, length, owner rank, start in the owner's tensor), in global order."""
     pieces = []
-    for rank, intervals in enumerate(own):
+    for rank, intervals in enumerate(by_rank):
         at = 0
         for start, n in intervals:
             if n:
@@ -65,10 +65,10 @@ def ordered(own: Own) -> list[tuple[int, int, int, int]]:
     return sorted(pieces)
 
 
-def gatherer(dim: int, own: Own, group: dist.ProcessGroup) -> Move:
+def gatherer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Move:
     """The parts of all ranks -> whole."""
-    n, longest = len(own), max(map(length, own))
-    pieces = ordered(own)
+    n, longest = len(by_rank), max(map(length, by_rank))
+    pieces = ordered(by_rank)
 
     def gather(t: Tensor) -> Tensor:
         if t.shape[dim] != longest:
@@ -82,10 +82,10 @@ def gatherer(dim: int, own: Own, group: dist.ProcessGroup) -> Move:
     return gather
 
 
-def scatterer(dim: int, own: Own, group: dist.ProcessGroup) -> Move:
+def scatterer(dim: int, by_rank: RankIntervals, group: dist.ProcessGroup) -> Move:
     """Partial sums of the whole -> the sums of the part of one rank; all parts are equally long."""
-    order = list(itertools.chain.from_iterable(own))
-    n = len(own)
+    order = list(itertools.chain.from_iterable(by_rank))
+    n = len(by_rank)
 
     def scatter(t: Tensor) -> Tensor:
         permuted = torch.cat([t.narrow(dim, start, size) for start, size in order], dim)
@@ -99,8 +99,10 @@ def scatterer(dim: int, own: Own, group: dist.ProcessGroup) -> Move:
     return scatter
 
 
-def exchanger(source: tuple[int, Own], target: tuple[int, Own], rank: int, group: dist.ProcessGroup) -> Move:
-    """(dim, own) -> another (dim, own) with one all-to-all, each rank sending to each what it lacks; any lengths."""
+def exchanger(
+    source: tuple[int, RankIntervals], target: tuple[int, RankIntervals], rank: int, group: dist.ProcessGroup
+) -> Move:
+    """(dim, intervals per rank) -> another such sharding, with one all-to-all of messages of any length."""
     (dim, have), (goal, want) = source, target
     if dim == goal:
         return _reorder(dim, have, want, rank, group)
@@ -116,9 +118,9 @@ def exchanger(source: tuple[int, Own], target: tuple[int, Own], rank: int, group
     return exchange
 
 
-def _reorder(dim: int, have: Own, want: Own, rank: int, group: dist.ProcessGroup) -> Move:
-    """Another division of the same dim."""
-    # what goes from rank a to rank b, in the order in which b wants it: (start at a, start at b, length)
+def _reorder(dim: int, have: RankIntervals, want: RankIntervals, rank: int, group: dist.ProcessGroup) -> Move:
+    """Other intervals of the same dim."""
+    # messages from rank a to rank b, in the order of b's tensor: (start at a, start at b, length)
     routes = [[_overlap(a, b) for b in want] for a in have]
     send_plan = [[(at, n) for at, _, n in routes[rank][b]] for b in range(len(want))]
     arriving = sorted(
@@ -137,17 +139,18 @@ def _reorder(dim: int, have: Own, want: Own, rank: int, group: dist.ProcessGroup
 
 
 def _overlap(have: Intervals, want: Intervals) -> list[tuple[int, int, int]]:
-    found, there = [], 0
+    """What the intervals share, as (start in ``have``, start in ``want``, length), in the order of ``want``."""
+    overlaps, want_at = [], 0
     for start, size in want:
-        inside, at = [], 0
-        for own, n in have:
-            low, high = max(start, own), min(start + size, own + n)
+        shared, have_at = [], 0
+        for have_start, n in have:
+            low, high = max(start, have_start), min(start + size, have_start + n)
             if low < high:
-                inside.append((low, at + low - own, there + low - start, high - low))
-            at += n
-        found += [(at, there_, n) for _, at, there_, n in sorted(inside)]
-        there += size
-    return found
+                shared.append((low, have_at + low - have_start, want_at + low - start, high - low))
+            have_at += n
+        overlaps += [(source, target, n) for _, source, target, n in sorted(shared)]
+        want_at += size
+    return overlaps
 
 
 def _with(t: Tensor, sizes: dict[int, int]) -> list[int]:
@@ -155,7 +158,7 @@ def _with(t: Tensor, sizes: dict[int, int]) -> list[int]:
 
 
 def _swap(t: Tensor, send: list[Tensor], shapes: list[list[int]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send ``send[r]`` to rank ``r``; what came from each, in these shapes."""
+    """Send ``send[r]`` to rank ``r``; return the tensors received from each rank, in these shapes."""
     counts = [math.prod(shape) for shape in shapes]
     received = t.new_empty(sum(counts))
     dist.all_to_all_single(

@@ -1,4 +1,4 @@
-"""Conversions between layouts, with the gradient rule.
+"""Redistribution of a local tensor between layouts, with its gradient.
 
 A change of state ``a -> b`` on an axis moves the value from ``forward_kind(a)`` to ``forward_kind(b)`` and its
 gradient from ``gradient_kind(b)`` back to ``gradient_kind(a)`` (Megatron's f and g, GSPMD types I/R/V/P): ``I -> X``
@@ -46,7 +46,7 @@ def route(source: States, target: States) -> list[tuple[int, State, State]]:
         touched |= {j for j in range(i + 1, len(source)) if dims & _dims(source[j], target[j])}
     dims_used = [d for i in touched for d in _dims(source[i], target[i])]
     if len(dims_used) == len(set(dims_used)):
-        # what shrinks goes first: less is then moved by what follows
+        # steps that make the value smaller come first, so that later steps move less
         order = sorted(touched, key=lambda i: (not is_shard(target[i]), is_shard(source[i]), i))
         return [(i, source[i], target[i]) for i in order]
     steps: list[tuple[int, State, State]] = []
@@ -65,7 +65,12 @@ def _dims(*states: State) -> set[int]:
 
 
 class Conversion:
-    """What brings a local tensor from ``source`` to ``target`` states, and its gradient back."""
+    """Converts a local tensor from ``source`` to ``target`` states, and its gradient back.
+
+    Attributes:
+        moves: whether the forward conversion is a collective.
+        keep: whether a converted value is kept for its other readers.
+    """
 
     __slots__ = ("context", "source", "target", "shape", "_forward", "_backward", "keep", "moves")
 
@@ -78,20 +83,20 @@ class Conversion:
         for axis, a, b in route(source, target):
             steps = []
             for kind_a, kind_b in ((forward_kind(a), forward_kind(b)), (gradient_kind(b), gradient_kind(a))):
-                bare = tuple("I" if i == axis else s for i, s in enumerate(current))
-                sizes = local_shape_of(tuple(shape), context.sizes, context.coords, bare)
+                others = tuple("I" if i == axis else s for i, s in enumerate(current))
+                sizes = local_shape_of(tuple(shape), context.sizes, context.coords, others)
                 total = sizes[kind_a] if isinstance(kind_a, int) else 0
                 total_target = sizes[kind_b] if isinstance(kind_b, int) else 0
                 steps.append(Step(context, axis, kind_a, kind_b, total, total_target))
             current[axis] = b
-            ahead, back = steps[0].function("forward"), steps[1].function("backward")
+            forward_step, backward_step = steps[0].function("forward"), steps[1].function("backward")
             self.moves |= steps[0].collective is not None
-            if ahead is not None:
-                forward.append(ahead)
-            if back is not None:
-                backward.insert(0, back)
+            if forward_step is not None:
+                forward.append(forward_step)
+            if backward_step is not None:
+                backward.insert(0, backward_step)
         self._forward, self._backward = forward, backward
-        # an alias costs no memory and a gathered or reduced value is shared by its consumers, a slice is cheap
+        # an alias costs no memory, and readers share a gathered or reduced value; a slice is cheap
         self.keep = self.moves or not forward
 
     def __repr__(self) -> str:
@@ -104,7 +109,7 @@ class Conversion:
         order = None if t.is_contiguous() and 1 not in t.shape else dim_order_of(t)
         for step in self._forward:
             t = step(t, site)
-        # what reads the value may draw random numbers, which one device does in the order of memory
+        # a reader may draw random numbers, which one device draws in the order of memory
         return t if order is None or dim_order_of(t) == order else _in_order(t, order)
 
     def backward(self, g: Tensor, site: Site) -> Tensor:
@@ -114,14 +119,14 @@ class Conversion:
         return g
 
     def dual(self) -> Conversion:
-        """The conversion that the gradient makes on its way back, itself with a gradient."""
+        """The conversion of the gradient in the backward pass, itself differentiable."""
         source, target = (tuple(_DUAL.get(s, s) for s in states) for states in (self.target, self.source))
         conversion = conversion_between(self.context, source, target, self.shape)
         assert conversion is not None  # states that differ have duals that differ
         return conversion
 
     def apply(self, t: Tensor, site: Site = NOWHERE) -> Tensor:
-        """The converted local value, known to autograd where ``t`` is."""
+        """The converted local value; autograd records it if it records ``t``."""
         if t.requires_grad and torch.is_grad_enabled():
             if not self._forward and not self._backward:
                 return t
@@ -146,16 +151,15 @@ class _Convert(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, conversion: Conversion, site: Site) -> Tensor:
         ctx.conversion, ctx.site = conversion, site
         ctx.set_materialize_grads(False)
-        # detached: a view made by a custom Function could not be modified in place
+        # detached, because a view that a custom Function returns cannot be modified in place
         return conversion.forward(t.detach(), site)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
         if grad is None:
             return None, None, None
-        if (
-            grad.requires_grad and torch.is_grad_enabled()
-        ):  # create_graph=True: collectives alone are no graph
+        # create_graph=True: the collectives alone are not differentiable
+        if grad.requires_grad and torch.is_grad_enabled():
             return ctx.conversion.dual().apply(grad, ctx.site), None, None
         return ctx.conversion.backward(grad, ctx.site), None, None
 

@@ -1,10 +1,10 @@
-"""Derivation: from a torch function and the layouts of its inputs to a local program.
+"""Derives the local program of a torch function from the layouts of its inputs.
 
-The function is run once on fake tensors of the global shapes and its aten ops are recorded; the rules and the policy
-of :mod:`choose` give every op its states; then comes the proof: run again on fake *local* tensors, the function must
-record the very same ops, localised.  If it does, it is run on the locals as it is (tier 1); else its ops are run one by
-one with conversions between them (tier 2).  What cannot be derived raises :class:`Underivable`, and is gathered and
-run replicated (tier 3).
+The function runs once on fake tensors of the global shapes, and its aten ops are recorded.  The rules and the policy of
+propagate/choose.py give every op its states.  Then comes the proof: the function runs on fake *local* tensors and must
+record the same ops, localised.  If it does, it is run on the local tensors as it is (tier 1); else its ops are run one by
+one with conversions between them (tier 2).  A call that cannot be derived raises :class:`Underivable`: its inputs are
+gathered and it is run replicated (tier 3).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshwright_dtensor._torch.core import fake_mode, pytree, quiet_fakes, without_modes
 from meshwright_dtensor.comm.log import current_site, record
 from meshwright_dtensor.errors import MeshwrightError
-from meshwright_dtensor.mesh.layout import layout_of
+from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.layout import Layout, layout_of
 from meshwright_dtensor.propagate.choose import Choice, Chooser, Underivable
 from meshwright_dtensor.propagate.rewrites import check_writes, choose_with_rewrites, hoist
 from meshwright_dtensor.rules import LocalContext, NodeView, is_random, localise
@@ -31,10 +32,6 @@ from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
 from meshwright_dtensor.tensor.global_tensor import DetachedView
 from meshwright_dtensor.trace.graph import Node, Recorder, Ref, Value, function_name, is_ref, refs_in
-
-if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import MeshContext
-    from meshwright_dtensor.mesh.layout import Layout
 
 Tensor = torch.Tensor
 
@@ -51,10 +48,10 @@ class Traced:
 
 @dataclass(slots=True)
 class Derivation:
-    """What was found for one call.
+    """The states of one call and how it is run.
 
     Attributes:
-        first: states that each tensor input is converted to before anything runs (tier 1), or where it starts (tier 2).
+        first: states that each tensor input is converted to before the call (tier 1), or before the first op (tier 2).
         out: the function's output with every tensor replaced by its :class:`Layout`.
         direct: the positional arguments after the first that localise the call, or None to pass the call's own; only
             meaningful when ``tier`` is 1.
@@ -95,113 +92,118 @@ def fake_like(shape: Sequence[int], local: Tensor, mode: Any) -> Tensor:
 
 
 _ATTENTION_FLAGS = threading.RLock()
-"""The choice of attention kernels belongs to the process: threads that trace at once would leave each other's behind."""
+"""sdpa_kernel() sets flags of the process, so only one thread may trace at a time."""
 
 
-def trace(
-    context: MeshContext,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    tensors: Sequence[Tensor],
-    fakes: Sequence[Tensor],
-    mode: Any,
-) -> Traced:
-    """Record ``func`` with every one of ``tensors`` (matched by identity) replaced by its fake."""
-    swap = {id(t): f for t, f in zip(tensors, fakes, strict=True)}
+@dataclass(slots=True)
+class TensorCall:
+    """A torch call to derive a program for.
 
-    def fake(x: Any) -> Any:
-        return swap.get(id(x), x) if isinstance(x, Tensor) else x
+    Attributes:
+        tensors: the distinct tensor arguments in ``args`` and ``kwargs``, in pytree order.
+        locals_: their local tensors.
+        weights: indices of those that are parameters.
+    """
 
-    fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-    recorder = Recorder(rule_book(context).composites, fakes)
-    with _ATTENTION_FLAGS, quiet_fakes(), torch.no_grad(), mode, sdpa_kernel(SDPBackend.MATH), recorder:
-        out = func(*fake_args, **fake_kwargs)
-    return Traced(recorder.nodes, recorder.values, recorder.references(out), recorder.detaches)
+    context: MeshContext
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: Sequence[Tensor]
+    locals_: Sequence[Tensor]
+    weights: frozenset[int] = frozenset()
+    mode: Any = field(default_factory=fake_mode)
+
+    def trace(self, shapes: Sequence[Sequence[int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """Record the call on fake tensors of these shapes in place of its tensors."""
+        fakes = [fake_like(shape, t, self.mode) for shape, t in zip(shapes, self.locals_, strict=True)]
+        fake_of = {id(t): f for t, f in zip(self.tensors, fakes, strict=True)}
+        with without_modes():
+            fake_args, fake_kwargs = pytree.tree_map_only(
+                Tensor, lambda t: fake_of.get(id(t), t), (args, kwargs)
+            )
+            recorder = Recorder(rule_book(self.context).composites, fakes)
+            math_only = sdpa_kernel(SDPBackend.MATH)
+            with _ATTENTION_FLAGS, quiet_fakes(), torch.no_grad(), self.mode, math_only, recorder:
+                out = self.func(*fake_args, **fake_kwargs)
+        return Traced(recorder.nodes, recorder.values, recorder.references(out), recorder.detaches)
 
 
 def derive(
-    context: MeshContext,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Sequence[Tensor],
-    locals_: Sequence[Tensor],
+    call: TensorCall,
     layouts: Sequence[Layout],
-    weights: Sequence[bool],
-    forced: Sequence[States | None] = (),
+    forced: Sequence[States | None],
     goal: Sequence[State | None] = (),
 ) -> Derivation:
     """Find the local program of a call.
 
     Args:
-        tensors: the tensor arguments as they stand in ``args`` and ``kwargs``, in pytree order.
-        locals_: their local tensors.
-        layouts: their layouts.
-        weights: which of them are parameters.
+        layouts: of its tensors.
         forced: states that the plan wants an input in, None to leave it to the policy.
         goal: per mesh axis, the state that the plan wants the first output in.
 
     Raises:
         Underivable: with the reason.
     """
-    mode = fake_mode()
-    fakes = [fake_like(m.shape, t, mode) for m, t in zip(layouts, locals_, strict=True)]
     try:
-        with without_modes():
-            traced = trace(context, func, args, kwargs, tensors, fakes, mode)
+        traced = call.trace([m.shape for m in layouts], call.args, call.kwargs)
     except MeshwrightError:
         raise
     except Exception as e:
         raise Underivable(f"does not run on fake tensors: {type(e).__name__}: {_first_line(e)}") from e
-    start = [
-        tuple(want if want else m.states)
-        for m, want in zip(layouts, list(forced) or [None] * len(layouts), strict=True)
-    ]
-    given = dict(enumerate(start))
+    context, tensors = call.context, call.tensors
+    start = [tuple(planned or m.states) for m, planned in zip(layouts, forced, strict=True)]
+    start_states = dict(enumerate(start))
     plain = frozenset(i for i, t in enumerate(tensors) if type(t) is Tensor and not t.requires_grad)
     with without_modes():
         chooser = Chooser(context, rule_book(context), traced.nodes, traced.values, plain)
-        choice = choose_with_rewrites(chooser, given, {i for i, w in enumerate(weights) if w}, goal)
+        choice = choose_with_rewrites(chooser, start_states, call.weights, goal)
     results = refs_in(traced.out)
-    produced, wanted, hoisted = hoist(traced.nodes, results, choice, given)
-    first = list(wanted.values())
+    produced, wanted, hoisted = hoist(traced.nodes, results, choice, start_states)
     copies = {i for i, t in enumerate(tensors) if isinstance(t, DetachedView)}
-    lying = {i: m.states for i, m in enumerate(layouts)}
-    gathered_view = check_writes(traced.nodes, results, choice, lying, copies)
+    stored = {i: m.states for i, m in enumerate(layouts)}
+    gathered_view = check_writes(traced.nodes, results, choice, stored, copies)
     out = pytree.tree_map(
         lambda x: _layout_of(context, traced, produced, x) if isinstance(x, Ref) else x,
         traced.out,
         is_leaf=is_ref,
     )
-    base = Derivation(2, traced, choice, start, out, gathered_view=gathered_view)
-    base.returns_input = any(n.mutates for n in traced.nodes) or any(
-        r.i < len(layouts) for r in refs_in(traced.out)
-    )
+    derived = Derivation(2, traced, choice, start, out, gathered_view=gathered_view)
+    derived.returns_input = any(n.mutates for n in traced.nodes) or any(r.i < len(layouts) for r in results)
     if any(is_random(n) for n in traced.nodes):
-        base.reason = "draws random numbers: drawn whole and sliced"
-    elif hoisted:
-        base.first = first
-        if len(traced.nodes) == 1 and traced.nodes[0].op is None and _is_output(traced):
-            base.tier, base.composite = 1, local_context(context, traced.nodes[0], traced.values, choice, 0)
-            return base
-        proof = _prove(
-            context, func, args, kwargs, tensors, locals_, layouts, traced, choice, first, out, mode
-        )
-        if isinstance(proof, str):
-            base.reason = proof
-        else:
-            base.tier, base.direct = 1, proof.arguments
-            return base
-        base.first = start
+        derived.reason = "draws random numbers: drawn whole and sliced"
+    elif not hoisted:
+        derived.reason = "moves data between its ops"
     else:
-        base.reason = "moves data between its ops"
+        derived.reason = _as_one_call(call, layouts, derived, list(wanted.values()))
+    if derived.tier == 2:
+        _check_steps(traced, len(layouts), derived.reason)
+    return derived
+
+
+def _as_one_call(
+    call: TensorCall, layouts: Sequence[Layout], derived: Derivation, first: list[States]
+) -> str:
+    """Make the derivation one of tier 1, with all conversions before the call; else return why that is not possible."""
+    traced, choice = derived.traced, derived.choice
+    if len(traced.nodes) == 1 and traced.nodes[0].op is None and _is_output(traced):
+        derived.composite = local_context(call.context, traced.nodes[0], traced.values, choice, 0)
+    else:
+        proof = _prove(call, layouts, traced, choice, first, derived.out)
+        if isinstance(proof, str):
+            return proof
+        derived.direct = proof.arguments
+    derived.tier, derived.first = 1, first
+    return ""
+
+
+def _check_steps(traced: Traced, inputs: int, reason: str) -> None:
+    """Refuse to run a call op by op where the recorded ops are not all of it."""
     if traced.detaches:
-        raise Underivable(f"{base.reason}; and it detaches a value inside")
-    made = {r.i for n in traced.nodes for r in n.outs} | set(range(len(layouts)))
+        raise Underivable(f"{reason}; and it detaches a value inside")
+    made = {r.i for n in traced.nodes for r in n.outs} | set(range(inputs))
     if any(r.i not in made for n in traced.nodes for r in n.ins):
-        raise Underivable(f"{base.reason}; and it makes a tensor constant inside")
-    return base
+        raise Underivable(f"{reason}; and it makes a tensor constant inside")
 
 
 def _is_output(traced: Traced) -> bool:
@@ -222,11 +224,11 @@ class _Proof:
 def coordinates(
     context: MeshContext, states: Sequence[States], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Mesh coordinates whose local shapes cover all that occur: one where all divides, else first and last ranks.
+    """Mesh coordinates that cover all local shapes: one if all sizes divide evenly, else the first and last ranks.
 
-    Of runs that are not even any rank may hold another length.
+    With uneven interval shards, every rank may hold another length.
     """
-    found: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    by_shapes: dict[tuple[Any, ...], tuple[int, ...]] = {}
     ranks = [
         range(n)
         if any(isinstance(s[axis], IntervalShard) and not s[axis].even for s in states)  # type: ignore[union-attr]
@@ -240,8 +242,8 @@ def coordinates(
             local_shape_of(tuple(shape), context.sizes, coords, s)
             for s, shape in zip(states, shapes, strict=True)
         )
-        found.setdefault(local, coords)
-    return list(found.values())
+        by_shapes.setdefault(local, coords)
+    return list(by_shapes.values())
 
 
 def local_shape(
@@ -252,47 +254,53 @@ def local_shape(
 
 
 def _prove(
-    context: MeshContext,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Sequence[Tensor],
-    locals_: Sequence[Tensor],
+    call: TensorCall,
     layouts: Sequence[Layout],
     traced: Traced,
     choice: Choice,
     first: list[States],
     out: Any,
-    mode: Any,
 ) -> _Proof | str:
-    """The arguments with which ``func`` runs on the locals as it is, or why it does not."""
+    """The arguments with which the function runs on the local tensors as it is, or why it does not."""
     for k, node in enumerate(traced.nodes):
         if node.op is None:
-            ctx = local_context(context, node, traced.values, choice, k)
-            if not rule_book(context).composite(node.name).plain(ctx):
+            ctx = local_context(call.context, node, traced.values, choice, k)
+            if not rule_book(call.context).composite(node.name).plain(ctx):
                 return f"contains {node.name}, which needs its own local form"
-    layout = out if hasattr(out, "local_shape") else None
     reason = ""
-    for sized in (True, False) if func in _SIZED and layout is not None else (False,):
-        reason = ""
-        for coords in coordinates(context, first, [m.shape for m in layouts]):
-            shapes = [local_shape(context, m.shape, s, coords) for m, s in zip(layouts, first, strict=True)]
-            fakes = [fake_like(shape, t, mode) for shape, t in zip(shapes, locals_, strict=True)]
-            call_args: tuple[Any, ...] = (
-                (args[0], *layout.local_shape_at(coords)) if sized and layout else args
-            )
-            try:
-                with without_modes():
-                    local = trace(context, func, call_args, {} if sized else kwargs, tensors, fakes, mode)
-            except Exception as e:
-                reason = f"does not run on local shapes: {_first_line(e)}"
-                break
-            reason = _differs(context, traced, local, choice, coords)
-            if reason:
-                break
+    if call.func in _SIZED and isinstance(out, Layout):
+        reason = _why_not_local(call, layouts, traced, choice, first, out)
         if not reason:
-            return _Proof(tuple(layout.local_shape) if sized and layout is not None else None)
-    return reason
+            return _Proof(tuple(out.local_shape))
+    reason = _why_not_local(call, layouts, traced, choice, first)
+    return reason or _Proof(None)
+
+
+def _why_not_local(
+    call: TensorCall,
+    layouts: Sequence[Layout],
+    traced: Traced,
+    choice: Choice,
+    first: list[States],
+    sized: Layout | None = None,
+) -> str:
+    """Why the call does not give the local result on the local tensors of some rank; empty if it does on all ranks.
+
+    Args:
+        sized: the layout whose local shape replaces the size arguments, None to pass the arguments of the call.
+    """
+    context = call.context
+    for coords in coordinates(context, first, [m.shape for m in layouts]):
+        shapes = [local_shape(context, m.shape, s, coords) for m, s in zip(layouts, first, strict=True)]
+        args = call.args if sized is None else (call.args[0], *sized.local_shape_at(coords))
+        try:
+            local = call.trace(shapes, args, call.kwargs if sized is None else {})
+        except Exception as e:
+            return f"does not run on local shapes: {_first_line(e)}"
+        reason = _differs(context, traced, local, choice, coords)
+        if reason:
+            return reason
+    return ""
 
 
 def _differs(
@@ -344,7 +352,7 @@ def first_input_region(
     k: int,
     coords: tuple[int, ...] | None = None,
 ) -> Region | None:
-    """What the rank at ``coords`` (this rank by default) holds of the first input of node ``k``."""
+    """The region of the first input of node ``k`` that the rank at ``coords`` (by default this rank) holds."""
     if not node.ins:
         return None
     return region_of(values[node.ins[0].i].shape, context.sizes, coords or context.coords, choice.ins[k][0])
@@ -357,7 +365,7 @@ def _same(a: Any, b: Any) -> bool:
 def local_context(
     context: MeshContext, node: Node, values: Sequence[Value], choice: Choice, k: int
 ) -> LocalContext:
-    """What a composite needs to know to run on the locals."""
+    """The arguments of a composite's local function."""
     return LocalContext(
         mesh=context.mesh,
         node=node,

@@ -1,4 +1,4 @@
-"""From a torch call on global tensors to its local program: key, cache, special cases, fallback."""
+"""Runs a torch call on global tensors: builds its key, finds or derives its local program, runs it on the local tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright_dtensor._torch.core import (
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
-from meshwright_dtensor.dispatch.derive import derive, named_layouts
+from meshwright_dtensor.dispatch.derive import TensorCall, derive, named_layouts
 from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
@@ -40,7 +40,7 @@ _HASHED = frozenset(
 
 
 def _freeze(a: Any, tensors: list[Any]) -> Any:
-    """A hashable stand-in for an argument; its tensors are appended to ``tensors`` in pytree order."""
+    """A hashable key for an argument; its tensors are appended to ``tensors`` in pytree order."""
     t = type(a)
     if t is GlobalTensor:
         tensors.append(a)
@@ -61,7 +61,7 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
         if isinstance(a, DTensor):
             return ("dtensor", layout_of_dtensor(a))
         if functorch_active():
-            return object()  # equal to nothing: run on whole values, every time
+            return object()  # equal to nothing: run on gathered values, every time
         return (a.shape, a.dtype)
     if t is tuple or t is list or t is torch.Size:
         return (t, tuple([_freeze(x, tensors) for x in a]))
@@ -72,7 +72,7 @@ def _freeze(a: Any, tensors: list[Any]) -> Any:
     try:
         hash(a)
     except TypeError:
-        return object()  # equal to nothing: what cannot be compared is derived anew every time
+        return object()  # equal to nothing: derived again for every call
     return (t, a)
 
 
@@ -123,17 +123,9 @@ def dispatch(
     frozen = tuple(key)
     program = context.programs.get(frozen)
     if program is None:
-        handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(
-            func, getattr(func, "__name__", "")
-        )
-        if handler is not None:
-            return handler(func, args, kwargs)
-        if functorch_active():
-            return fallback.run_on_full(func, args, kwargs)
-        if kwargs.get("out") is not None:
-            return fallback.run_with_out(
-                func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k)
-            )
+        special = _special_handler(func, kwargs)
+        if special is not None:
+            return special(func, args, kwargs)
         context = _context_of(tensors)
         program = _make(context, func, args, kwargs, tensors, target)
         remember(context, frozen, program)
@@ -143,8 +135,22 @@ def dispatch(
     return _run(program, args, kwargs, tensors, site)
 
 
+def _special_handler(func: Callable[..., Any], kwargs: dict[str, Any]) -> tensor_methods.Handler | None:
+    """The handler of a call that has no local program: tensor methods, functorch transforms, ``out=``."""
+    handler = tensor_methods.HANDLERS.get(func) or tensor_methods.by_name(func, getattr(func, "__name__", ""))
+    if handler is not None:
+        return handler
+    if functorch_active():
+        return fallback.run_on_full
+    return _run_with_out if kwargs.get("out") is not None else None
+
+
+def _run_with_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fallback.run_with_out(func, args, kwargs, lambda f, a, k: dispatch(GlobalTensor, f, (), a, k))
+
+
 def _repeats(tensors: list[Any]) -> tuple[int, ...]:
-    """For every tensor the position at which it stands first: ``x * x`` is another program than ``x * y``."""
+    """For every tensor its first position among the arguments: ``x * x`` is another program than ``x * y``."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
 
@@ -179,15 +185,23 @@ def _run(
     if type(out) is not Layout:
         return _label(result, out, tensors, program.gathered_view)
     if program.returns_input:
-        for t in tensors:
-            if t is result or (type(t) is GlobalTensor and t._local is result and t._layout is out):
-                return t
+        same = _input_that_is(result, out, tensors)
+        if same is not None:
+            return same
     if program.gathered_view:
         return detached(result, out, tensors[0])
     made: Any = make_subclass(GlobalTensor, out.template)  # wrap(), without the call
     made._local = result
     made._layout = out
     return made
+
+
+def _input_that_is(result: Any, out: Layout, tensors: list[Any]) -> Any:
+    """The input that ``result`` is, so that the caller gets the same object; None if it is new."""
+    for t in tensors:
+        if t is result or (type(t) is GlobalTensor and t._local is result and t._layout is out):
+            return t
+    return None
 
 
 def _label(result: Any, out: Any, tensors: list[Any], gathered_view: bool) -> Any:
@@ -200,9 +214,8 @@ def _label(result: Any, out: Any, tensors: list[Any], gathered_view: bool) -> An
             else pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, Layout))
         )
         made = [_label(r, o, tensors, gathered_view) for r, o in zip(result, outs, strict=True)]
-        return type(result)(
-            made
-        )  # a tuple, a list, or one of torch's structseqs, which take one iterable too
+        # a tuple, a list or one of torch's structseqs: all of them take one iterable
+        return type(result)(made)
     return result
 
 
@@ -232,7 +245,9 @@ def _context_of(tensors: Sequence[Any]) -> MeshContext:
             )
         context = here if context is None else context
     if context is None:
-        raise UnsupportedError("no tensor of this call lies over a mesh")
+        raise UnsupportedError(
+            "no tensor of this call is on a device mesh; pass a global tensor or a mesh parameter"
+        )
     return context
 
 
@@ -244,18 +259,7 @@ def _make(
     tensors: list[Any],
     target: Target | None,
 ) -> Program | fallback.Replicated:
-    layouts, locals_ = [], []
-    for t in tensors:
-        if isinstance(t, GlobalTensor):
-            layouts.append(t._layout)
-            locals_.append(t._local)
-        elif isinstance(t, DTensor):
-            layouts.append(layout_of_dtensor(t))
-            own = isinstance(t, MeshParameter) and t._copy is not None
-            locals_.append(parameter_local(t, layouts[-1].states) if own else dtensor_local(t))
-        else:
-            layouts.append(layout_of(context, context.replicated, t.shape, t.dtype))
-            locals_.append(t)
+    layouts, locals_ = _layouts_and_locals(context, tensors)
     name, described = named_layouts(func, layouts)
     in_place = is_in_place(name) or kwargs.get("inplace") is True
     if in_place and isinstance(tensors[0] if tensors else None, DetachedView):
@@ -271,25 +275,23 @@ def _make(
     if target is not None:
         forced, goal = target.states(context, layouts)
         if in_place and forced:
-            # what is written stays as it lies: a write to a copy reaches it, or its gradient, never
+            # the written tensor keeps its layout: a write to a converted copy would be lost
             forced[0] = None
     try:
-        once = sorted(set(_repeats(tensors)))
-        weights = [isinstance(tensors[i], MeshParameter) for i in once]
-        d = derive(
+        repeats = _repeats(tensors)
+        distinct = sorted(set(repeats))
+        call = TensorCall(
             context,
             func,
             args,
             kwargs,
-            [tensors[i] for i in once],
-            [locals_[i] for i in once],
-            [layouts[i] for i in once],
-            weights,
-            [forced[i] for i in once],
-            goal,
+            [tensors[i] for i in distinct],
+            [locals_[i] for i in distinct],
+            frozenset(k for k, i in enumerate(distinct) if isinstance(tensors[i], MeshParameter)),
         )
+        d = derive(call, [layouts[i] for i in distinct], [forced[i] for i in distinct], goal)
         bare = all(type(t) is GlobalTensor for t in tensors)
-        places = [once.index(i) for i in _repeats(tensors)]
+        places = [distinct.index(i) for i in repeats]
         program = build(context, func, args, kwargs, layouts, places, d, bare)
         program.writes = in_place
     except Underivable as e:
@@ -297,3 +299,19 @@ def _make(
         return fallback.Replicated(context, func, in_place)
     note(context, name, d.tier, described, d.reason)
     return program
+
+
+def _layouts_and_locals(context: MeshContext, tensors: list[Any]) -> tuple[list[Layout], list[Tensor]]:
+    layouts, locals_ = [], []
+    for t in tensors:
+        if isinstance(t, GlobalTensor):
+            layouts.append(t._layout)
+            locals_.append(t._local)
+        elif isinstance(t, DTensor):
+            layouts.append(layout_of_dtensor(t))
+            has_copy = isinstance(t, MeshParameter) and t._copy is not None
+            locals_.append(parameter_local(t, layouts[-1].states) if has_copy else dtensor_local(t))
+        else:
+            layouts.append(layout_of(context, context.replicated, t.shape, t.dtype))
+            locals_.append(t)
+    return layouts, locals_

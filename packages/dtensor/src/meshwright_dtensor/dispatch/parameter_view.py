@@ -1,7 +1,7 @@
-"""Views of parameters as global tensors: what is not recorded by autograd may be written to, also through a view.
+"""Views of parameters as global tensors that can be written to where autograd does not record them.
 
-Such a view is read as the global tensor that it is.  A write goes to the stored value of the parameter, not to its compute
-copy or to what had to be gathered.
+A view is read as a global tensor.  A write to it goes to the stored value of the parameter, not to a compute copy or to a
+gathered value.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Tensor = torch.Tensor
 
 
 class ParameterView(DetachedView):
-    """What a function of torch gave of a parameter, or of such a view, that may be a view.
+    """A possible view of a parameter, or of another such view.
 
     Attributes:
-        shown: the global tensor that it is to computations.
+        shown: the global tensor that computations take.
     """
 
     shown: GlobalTensor
@@ -41,11 +41,11 @@ class ParameterView(DetachedView):
     _taken: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 
     def check_fresh(self) -> None:
-        """Look again if the parameter was written to after the view was taken."""
+        """Take the view again if the parameter was written to since."""
         if self._seen != _writes_to(self._parameter):
             origin = self.origin()
             if origin is not None:
-                self._look_again(origin)
+                self._refresh(origin)
         if isinstance(self.shown, DetachedView):
             self.shown.check_fresh()
 
@@ -63,27 +63,27 @@ class ParameterView(DetachedView):
         kind = kind_of(func)
         first = args[0] if args else None
         if kind in ("view", "alias") and isinstance(first, ParameterView):
-            return remembered(func(*_shown(args), **_shown(kwargs)), func, args, kwargs)
+            return as_parameter_views(func(*_shown(args), **_shown(kwargs)), func, args, kwargs)
         target = kwargs.get("tensor") if kind == "init" else first
         writes = kind in ("write", "fill", "init") or kwargs.get("inplace") is True
         if writes and isinstance(target, ParameterView):
             origin = target.origin()
             if origin is not None:
                 write_whole(origin, func, target, args, kwargs)
-                target._look_again(origin)
+                target._refresh(origin)
                 return None if getattr(func, "__name__", "") == "__setitem__" else target
         if isinstance(kwargs.get("out"), ParameterView):
             return write_out(func, args, kwargs)
         return func(*_shown(args), **_shown(kwargs))
 
     def origin(self) -> Origin | None:
-        """Where it comes from; None where one device has copied on the way."""
+        """How the view was taken of the parameter; None if it is a copy on one device."""
         parent, (func, args, kwargs, index) = self._parent, self._taken
         before = parent.origin() if isinstance(parent, ParameterView) else Origin.of(parent)
-        found = None if before is None else before.then(func, args, kwargs)
-        return found if isinstance(found, Origin) or found is None else found[index or 0]
+        origin = None if before is None else before.then(func, args, kwargs)
+        return origin if isinstance(origin, Origin) or origin is None else origin[index or 0]
 
-    def _look_again(self, origin: Origin) -> None:
+    def _refresh(self, origin: Origin) -> None:
         base = origin.base
         layout = layout_of_dtensor(base)
         with torch.no_grad():
@@ -95,38 +95,41 @@ class ParameterView(DetachedView):
 def viewed_or_written(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``func`` of a parameter, where it takes a view that autograd does not record, writes or draws.
+    """Run ``func`` on a parameter if it takes a view that autograd does not record, writes or draws.
 
-    NotImplemented where a parameter is an operand like any other.
+    NotImplemented if the parameter is an ordinary operand.
     """
     kind, grad = kind_of(func), torch.is_grad_enabled()
     first = args[0] if args else None
     if not isinstance(first, DTensor) or (kind == "fill" and isinstance(first, MeshParameter)):
         return NotImplemented
     if kind == "alias" and isinstance(first, MeshParameter) and func.__name__ == "detach":
-        local = dtensor_local(
-            first
-        ).detach()  # whose writes are counted as the parameter's: stock DTensor forgets that
-        return mesh_value(with_order_of(first, dtensor_from(local, dtensor_spec(first))))
+        return _detached(first)
     running = computing(first)
     if kind == "view":
         if not isinstance(first, MeshParameter) or (grad and first.requires_grad):
             return NotImplemented
-        if running or (
-            grad and not _idle_copy(first)
-        ):  # a forward may take it: the value that is computed with
-            return remembered(dispatch(MeshParameter, func, types, args, kwargs), func, args, kwargs)
-    elif (grad or running) and kind in ("draw", "new_empty"):
-        asks = kind == "new_empty" or func.__name__.endswith(
-            "_like"
-        )  # for shape and dtype only: autograd has no part in it
-        if not asks or not _idle_copy(first):
-            return NotImplemented
+        # a forward may need the view: it is one of the value that computations take
+        if running or (grad and not _idle_copy(first)):
+            return as_parameter_views(dispatch(MeshParameter, func, types, args, kwargs), func, args, kwargs)
+    elif (grad or running) and kind in ("draw", "new_empty") and not _reads_shape_only(func, first):
+        return NotImplemented
     return view_write_or_draw(func, args, kwargs)
 
 
+def _reads_shape_only(func: Callable[..., Any], x: DTensor) -> bool:
+    """Whether a draw reads no more than the stored shape and dtype, so that autograd has nothing to record."""
+    return (func.__name__ == "new_empty" or func.__name__.endswith("_like")) and _idle_copy(x)
+
+
+def _detached(parameter: MeshParameter) -> DTensor:
+    # detach() of the local tensor shares its version counter; stock DTensor's detach() does not
+    local = dtensor_local(parameter).detach()
+    return mesh_value(with_order_of(parameter, dtensor_from(local, dtensor_spec(parameter))))
+
+
 def _idle_copy(x: DTensor) -> bool:
-    """Whether a parameter has a compute copy and no forward is running, so that it is its stored value, dtype and all."""
+    """Whether a parameter has a compute copy and no forward runs: it then stands for its stored value."""
     copy = x._copy if isinstance(x, MeshParameter) else None
     return copy is not None and not copy.computing
 
@@ -144,15 +147,17 @@ def _writes_to(base: MeshParameter) -> int:
     return version_of(dtensor_local(base)) + (0 if base._copy is None else base._copy.touched)
 
 
-def remembered(result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``result``, what ``func`` made of a parameter or of a view of one, as views that know where they come from."""
+def as_parameter_views(
+    result: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The views that ``func`` gave of a parameter or of a view of one, as ParameterViews."""
     if isinstance(result, ParameterView):  # p.T is p.permute(1, 0)
         return result
     parent, *rest = args
     args, kwargs = (parent, *frozen_arguments(rest)), frozen_arguments(kwargs)
     if isinstance(result, GlobalTensor):
         return _view(result, (func, args, kwargs, None))
-    return type(result)([_view(one, (func, args, kwargs, index)) for index, one in enumerate(result)])
+    return type(result)([_view(view, (func, args, kwargs, index)) for index, view in enumerate(result)])
 
 
 def _view(

@@ -1,7 +1,6 @@
-"""Local programs: what a call does on this rank once it has been derived.
+"""Local programs: convert the tensor inputs of a call, run it on the local tensors, label the outputs.
 
-A program takes the call's arguments, converts the tensor inputs, runs on the locals and labels the outputs.  Autograd
-sees only what runs on the locals, so the backward pass runs in C++, except inside communication.
+Autograd records only the operations on local tensors, so the backward pass runs in C++, except inside communication.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class Program:
     """A cached local program.
 
     Attributes:
-        targets: per tensor argument the states it is converted to, None where it is taken as it is.
-        unchanged: every argument is a global tensor taken as it is.
+        targets: per tensor argument the states it is converted to, None for no conversion.
+        unchanged: every argument is a global tensor that is not converted.
         local: (args, kwargs, locals) or (locals, site) -> local outputs, by ``takes_arguments``.
-        out: tree of layouts, the outputs.
+        out: tree of layouts of the outputs.
         returns_input: an output may be an input itself.
         writes: the first argument is written to.
         gathered_view: outputs alias an input on one device, but not here.
@@ -83,7 +82,7 @@ def build(
 
     Args:
         layouts: of every tensor argument.
-        places: for every tensor argument, which input of the derivation it is (the same one may stand twice).
+        places: for every tensor argument, its input of the derivation (one tensor may be given twice).
         bare: every tensor argument is a plain :class:`GlobalTensor`.
     """
     targets = tuple(
@@ -116,33 +115,21 @@ def _composite_runner(
 def _direct_runner(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sized: tuple[Any, ...] | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]:
+    """Calls ``func`` with the local tensors in place of its tensors: the shortest way that the arguments allow."""
     if sized is not None:
         return lambda a, k, locals_: func(locals_[0], *sized)
     places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-    flat = not any(
-        isinstance(a, Tensor) for i, a in enumerate(args) if i not in places for a in pytree.tree_leaves(a)
-    )
-    flat = flat and not any(isinstance(v, Tensor) for v in pytree.tree_leaves(kwargs))
-    if flat and places == [0] and not kwargs:
-        return lambda a, k, locals_: func(locals_[0], *a[1:])
-    if flat and places == [0, 1] and len(args) == 2 and not kwargs:
-        return lambda a, k, locals_: func(locals_[0], locals_[1])
-    if flat:
-
-        def run(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
-            values = list(a)
-            for place, t in zip(places, locals_, strict=True):
-                values[place] = t
-            return func(*values, **k)
-
-        return run
-
+    if not _has_tensors([*(a for a in args if not isinstance(a, Tensor)), kwargs]):
+        if places == [0] and not kwargs:
+            return lambda a, k, locals_: func(locals_[0], *a[1:])
+        if places == [0, 1] and len(args) == 2 and not kwargs:
+            return lambda a, k, locals_: func(locals_[0], locals_[1])
+        return _flat_runner(func, places)
     first: Any = args[0] if args else None
-    rest = (*args[1:], *kwargs.values())
     if (
         type(first) in (list, tuple)
         and all(isinstance(x, Tensor) for x in first)
-        and not any(isinstance(x, Tensor) for x in pytree.tree_leaves(rest))
+        and not _has_tensors((args[1:], kwargs))
     ):
         return lambda a, k, locals_: func(locals_, *a[1:], **k)  # cat, stack
 
@@ -154,8 +141,24 @@ def _direct_runner(
     return run_nested
 
 
+def _has_tensors(tree: Any) -> bool:
+    return any(isinstance(x, Tensor) for x in pytree.tree_leaves(tree))
+
+
+def _flat_runner(
+    func: Callable[..., Any], places: list[int]
+) -> Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]:
+    def run(a: tuple[Any, ...], k: dict[str, Any], locals_: list[Tensor]) -> Any:
+        values = list(a)
+        for place, t in zip(places, locals_, strict=True):
+            values[place] = t
+        return func(*values, **k)
+
+    return run
+
+
 class _Steps:
-    """Tier 2: the recorded ops one by one on the locals, with conversions between them."""
+    """Tier 2: runs the recorded ops one by one on the local tensors, with conversions between them."""
 
     def __init__(self, context: MeshContext, d: Derivation, inputs: Sequence[int]) -> None:
         self.context, self.out_tree = context, d.traced.out
@@ -232,28 +235,27 @@ def _random_step(context: MeshContext, d: Derivation, k: int) -> Callable[[list[
         return lambda locals_: node.op(*node.args, **node.kwargs)
     pairs = zip(node.ins, d.choice.ins[k], strict=True)
     layouts = [layout_of(context, s, values[r.i].shape, values[r.i].dtype) for r, s in pairs]
-
-    alike, shape_only = draws_by_element(node.op), "_like." in node.name
+    by_element, shape_only = draws_by_element(node.op), "_like." in node.name
 
     def run(locals_: list[Tensor]) -> Any:
         tensors = [locals_[order[x.i]] for x in leaves if isinstance(x, Ref)]
         following = iter(tensors)
         a, kw = pytree.tree_unflatten([next(following) if isinstance(x, Ref) else x for x in leaves], spec)
-        if not alike:
-            return node.op(*a, **kw)  # multinomial: its inputs are whole
+        if not by_element:
+            return node.op(*a, **kw)  # multinomial: its inputs are replicated
         parts = [
             Part(tuple(m.shape), dim_order_of(t), m.region) for m, t in zip(layouts, tensors, strict=True)
         ]
         if not shape_only:
             return run_random(node.op, a, kw, parts)
-        with torch.no_grad():  # as torch's own rand_like does: the op below it has no derivative
+        with torch.no_grad():  # as torch's own rand_like does: its op has no derivative
             return run_random(node.op, a, kw, parts)
 
     return run
 
 
 def remember(context: MeshContext, key: Any, program: Any) -> None:
-    """Keep a program, forgetting the oldest when there are too many (a scalar that varies makes many keys)."""
+    """Keep a program, and drop the oldest when there are too many (a scalar that varies makes many keys)."""
     if len(context.programs) >= MAX_PROGRAMS:
         context.programs.popitem(last=False)
     context.programs[key] = program

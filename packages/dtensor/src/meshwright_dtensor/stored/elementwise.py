@@ -1,8 +1,7 @@
-"""Elementwise arithmetic on DTensors that lie alike, done on their local parts.
+"""Elementwise functions on DTensors with the same placements, run on their local tensors.
 
-What optimizers do to parameters, gradients and states needs no communication and no sharding propagation.  Stock DTensor
-propagates every function anew for each shape, over the product of what each mesh axis allows, which took 20 s at the first
-step of a small model on two axes, and unwraps every call afterwards.
+The arithmetic of optimizers needs no communication and no sharding propagation.  Stock DTensor propagates every function
+for each shape, over all combinations of placements: 20 s at the first step of a small model on two axes.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_
 
 Tensor = torch.Tensor
 
-_ALSO = frozenset(
+_UNTAGGED = frozenset(
     "zeros_like ones_like full_like empty_like copy_ zero zero_ copy fill_ masked_fill_ clamp_min clamp_max".split()
 )
-"""Elementwise, though torch does not tag them so."""
-_NOT = frozenset("max min rrelu rrelu_".split())
-"""With forms that are not elementwise, or random."""
-_QUESTIONS = frozenset({"is_complex", "is_floating_point"})
+"""Elementwise functions that torch does not tag as pointwise."""
+_NOT_ELEMENTWISE = frozenset("max min rrelu rrelu_".split())
+"""Tagged functions that have forms which are not elementwise, or are random."""
+_QUERIES = frozenset({"is_complex", "is_floating_point"})
 _PLAIN_OPTIONS = frozenset(
     "out memory_format dtype alpha value rounding_mode weight min max fill_value".split()
 )
-"""Keywords that leave the result where the operands are."""
+"""Keywords with which the result keeps the placements of the operands."""
 
 
 @cache
 def is_elementwise(name: str) -> bool:
     """Whether each element of the result depends on the same element of each operand, and on no random numbers."""
     base = name.removeprefix("_foreach_")
-    if base in _NOT:
+    if base in _NOT_ELEMENTWISE:
         return False
-    packet = getattr(torch.ops.aten, base, None)
-    if base in _ALSO:
+    if base in _UNTAGGED:
         return True
+    packet = getattr(torch.ops.aten, base, None)
     if packet is None or base.startswith("__"):
         return False
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
@@ -47,26 +46,26 @@ def is_elementwise(name: str) -> bool:
 
 @cache
 def _quick_kind(func: Callable[..., Any]) -> str:
-    """How :func:`fast_elementwise` may run a function: "", "question", "new" (it gives a new tensor) or "in place"."""
+    """How :func:`fast_elementwise` runs a function: "", "query", "new" (a new tensor) or "in place"."""
     name = getattr(func, "__name__", "")
-    if name in _QUESTIONS:
-        return "question"
+    if name in _QUERIES:
+        return "query"
     if name.startswith("_foreach_") or not is_elementwise(name):
         return ""
     return "in place" if name.endswith("_") else "new"
 
 
 def fast_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """:func:`on_local_parts` for what optimizers do thousands of times a step; NotImplemented where that must look closer.
+    """The fast path of :func:`on_local_parts` for the calls that optimizers make thousands of times a step.
 
-    That is: tensors of one and the same spec object, as the gradient and the states of a parameter are, and numbers.  A new
-    result is a stock DTensor.
+    The operands are numbers and tensors with the same spec object, as a parameter's gradient and states are; NotImplemented
+    for others.  A new result is a stock DTensor.
     """
     kind = _quick_kind(func)
     if not kind or not args or torch.is_grad_enabled():
         return NotImplemented
     first = args[0]
-    if kind == "question":
+    if kind == "query":
         return func(dtensor_local(first))
     if not isinstance(first, DTensor):
         return NotImplemented
@@ -94,17 +93,17 @@ def fast_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 def on_local_parts(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``func`` on the local tensors, if it is elementwise and all operands lie alike; else NotImplemented.
+    """``func`` on the local tensors, if it is elementwise and all operands have the same placements; else NotImplemented.
 
-    Operands of one element may be plain or replicated.  Results are stock DTensors that lie as the operands do; whoever
-    calls gives them the class that they should have.  An in-place function returns its first argument.
+    Operands of one element may be plain or replicated.  Results are stock DTensors with the placements of the operands.  An
+    in-place function returns its first argument.
     """
     if not is_elementwise(name) or not kwargs.keys() <= _PLAIN_OPTIONS:
         return NotImplemented
     if name.startswith("_foreach_"):
         return _foreach(func, name, args, kwargs)
     flat = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    first = _common(flat)
+    first = _reference(flat)
     out = kwargs.get("out")
     if first is None or (out is not None and (not isinstance(out, DTensor) or out.shape != first.shape)):
         return NotImplemented
@@ -115,7 +114,7 @@ def on_local_parts(
 
 
 def _order_of(x: DTensor) -> Any:
-    """The states of what lies in runs; None of all else. Two of one spec may hold their elements in different orders."""
+    """The states of a permuted tensor, else None: two tensors of one spec may differ in the order of their elements."""
     return getattr(x, "_order", None)
 
 
@@ -138,40 +137,39 @@ def same_specs(columns: Sequence[Sequence[Any]]) -> bool:
 
 
 def _foreach(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same for a list of tensors in the first place, and lists or single values in the others."""
-    if (
-        not args
-        or not isinstance(args[0], (list, tuple))
-        or any(isinstance(x, (list, tuple)) for x in kwargs.values())
-    ):
+    """``func`` of a list of tensors, and of lists or single values."""
+    if torch.is_grad_enabled() or any(_is_list(x) for x in kwargs.values()):
         return NotImplemented
-    columns = [a for a in args if isinstance(a, (list, tuple))]
-    if any(len(c) != len(columns[0]) for c in columns):
+    if not args or not _is_list(args[0]) or not all(isinstance(x, DTensor) for x in args[0]):
         return NotImplemented
+    columns = [a for a in args if _is_list(a)]
     single = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    firsts = columns[0]
-    if torch.is_grad_enabled() or not all(isinstance(x, DTensor) for x in firsts):
+    if any(len(c) != len(columns[0]) for c in columns) or not _have_same_placements(columns, single):
         return NotImplemented
-    quick = all(_is_number(x) for x in single) and same_specs(columns)
-    if quick and any(
-        p.is_partial()
-        for spec in {id(s): s for s in map(dtensor_spec, firsts)}.values()
-        for p in spec.placements
-    ):
-        return NotImplemented
-    if not quick:
-        for members in zip(*columns, strict=True):
-            if _common([*(x for x in members if isinstance(x, Tensor)), *single]) is not members[0]:
-                return NotImplemented
-    values = [list(map(_local, a)) if isinstance(a, (list, tuple)) else _local(a) for a in args]
+    values = [list(map(_local, a)) if _is_list(a) else _local(a) for a in args]
     result = func(*values, **{k: _local(x) for k, x in kwargs.items()})
     if name.endswith("_"):
         return result
-    return type(result)(_wrapped(r, first) for r, first in zip(result, firsts, strict=True))
+    return type(result)(_wrapped(r, first) for r, first in zip(result, columns[0], strict=True))
 
 
-def _common(tensors: Sequence[Tensor]) -> DTensor | None:
-    """The first of the tensors that all others lie like; None where some lie otherwise, or autograd would record them."""
+def _is_list(x: Any) -> bool:
+    return isinstance(x, (list, tuple))
+
+
+def _have_same_placements(columns: Sequence[Sequence[Any]], single: Sequence[Tensor]) -> bool:
+    """Whether the tensors of each row, and the single ones, correspond part to part, without partial values."""
+    if same_specs(columns) and all(map(_is_number, single)):
+        specs = {id(spec): spec for spec in map(dtensor_spec, columns[0])}.values()
+        return not any(p.is_partial() for spec in specs for p in spec.placements)
+    return all(
+        _reference([*(x for x in row if isinstance(x, Tensor)), *single]) is row[0]
+        for row in zip(*columns, strict=True)
+    )
+
+
+def _reference(tensors: Sequence[Tensor]) -> DTensor | None:
+    """The tensor whose placements all others have; None if they differ, or if autograd would record the call."""
     first: DTensor | None = None
     grad = torch.is_grad_enabled()
     for x in tensors:
@@ -181,20 +179,20 @@ def _common(tensors: Sequence[Tensor]) -> DTensor | None:
             first = x
     if first is None or any(p.is_partial() for p in dtensor_spec(first).placements):
         return None
-    alike = all(
+    same = all(
         x is first or (parts_correspond(first, x) if isinstance(x, DTensor) else _is_number(x, first.ndim))
         for x in tensors
     )
-    return first if alike else None
+    return first if same else None
 
 
 def _is_number(x: Tensor, dims: int = 0) -> bool:
-    """Whether it is one for all elements of a tensor of so many dims, whose shape it leaves as it is."""
+    """Whether ``x`` is one plain number that broadcasts to a tensor of ``dims`` dims without changing its shape."""
     return type(x) is Tensor and x.dim() <= min(dims, 1) and x.numel() == 1
 
 
 def parts_correspond(first: DTensor, x: DTensor) -> bool:
-    """Whether each rank's part of `x` belongs to its part of `first`: one element to one, or one number to all."""
+    """Whether each rank's part of `x` corresponds to its part of `first`, element by element or as one number."""
     spec, other = dtensor_spec(first), dtensor_spec(x)
     if other is spec or other.shape == spec.shape:
         same = other is spec or (other.placements == spec.placements and other.mesh == spec.mesh)
@@ -203,7 +201,7 @@ def parts_correspond(first: DTensor, x: DTensor) -> bool:
 
 
 def assigns_under_mask(x: Any, mask: Any, value: Any) -> bool:
-    """Whether ``x[mask] = value`` is a number for elements of each rank's part."""
+    """Whether ``x[mask] = value`` assigns a number, with a mask that is sharded as ``x``."""
     return (
         isinstance(x, DTensor)
         and isinstance(mask, DTensor)

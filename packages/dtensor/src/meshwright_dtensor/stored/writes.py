@@ -1,8 +1,8 @@
-"""Writes to stored DTensors (parameters, gradients, optimizer states) and through views of them.
+"""Writes to stored DTensors (parameters, gradients, optimizer states) and to views of them.
 
-Elementwise writes run on each rank's part, through a view too where it lies in the memory of its base.  Every other write
-is made on the whole value, which is gathered, viewed in the same way and written to as on one device; each rank then keeps
-its part.  Such writes are collective calls.
+Elementwise writes run on each rank's part, also through a view that shares the memory of its base.  For any other write
+the whole value is gathered, viewed in the same way and written to as on one device; each rank then keeps its part.  Such
+writes are collective calls.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 def view_write_or_draw(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, views: bool = True
 ) -> Any:
-    """``func`` of a stored DTensor that is no view, where it takes views, writes or draws.
+    """Run ``func`` on a stored DTensor that is no view, if it takes a view, writes or draws.
 
-    NotImplemented for all else, and for what goes element by element over DTensors alone, which needs no help.
+    NotImplemented for other functions, and for writes that stock DTensor or the elementwise path can do.
     """
     kind = kind_of(func)
     if not kind or kind == "alias" or (kind == "view" and not views):
@@ -56,46 +56,52 @@ def view_write_or_draw(
     kwargs = kwargs or {}
     first = args[0] if args else None
     if kind == "view":
-        found = view_of(first, func, args[1:], kwargs) if isinstance(first, DTensor) else NotImplemented
-        # a list is no tensor yet: stock DTensor would meet it as a plain one
-        lists = (
-            found is NotImplemented and func.__name__ == "__getitem__" and not mixes_plain_tensors(args, {})
-        )
-        return run_by_rules(func, args, kwargs) if lists else found
+        return _view_or_index(first, func, args, kwargs)
     if kind == "set data":
         return set_data(*args)
-    if kind == "write":
-        name = func.__name__
-        if isinstance(first, DTensor) and _is_elementwise(name) and not mixes_plain_tensors(args, kwargs):
-            return NotImplemented
-        if name == "__setitem__" and assigns_under_mask(*args):
-            return NotImplemented
-        return write(func, args, kwargs)
-    if kind == "init":
+    if kind == "write" and _is_plain_write(first, func.__name__, args, kwargs):
+        return NotImplemented
+    if kind in ("write", "init"):
         return write(func, args, kwargs)
     if kind == "fill":
         if isinstance(first, DTensor):
             _refuse_leaf(first)
         run_by_rules(func, args, kwargs)
         return first
-    with torch.no_grad():
-        if (
-            kind == "new_empty"
-        ):  # what torch.nn.init computes in: it changes its shape in place, which only a global tensor can
+    if kind == "new_empty":
+        # torch.nn.init changes the shape of the result in place, which only a global tensor can
+        with torch.no_grad():
             return func(as_global(first), *args[1:], **kwargs)
     return run_by_rules(func, args, kwargs)
 
 
+def _view_or_index(
+    first: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    view = view_of(first, func, args[1:], kwargs) if isinstance(first, DTensor) else NotImplemented
+    # stock DTensor would take a list as an index for a plain tensor
+    if view is NotImplemented and func.__name__ == "__getitem__" and not mixes_plain_tensors(args, {}):
+        return run_by_rules(func, args, kwargs)
+    return view
+
+
+def _is_plain_write(first: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a write is elementwise over DTensors only, or assigns a number under a mask."""
+    if isinstance(first, DTensor) and _is_elementwise(name) and not mixes_plain_tensors(args, kwargs):
+        return True
+    return name == "__setitem__" and assigns_under_mask(*args)
+
+
 class MeshView(MeshValue):
-    """A view of a stored DTensor: writes reach its base, and what it shows is what the base holds."""
+    """A view of a stored DTensor: a write reaches its base, and a read gives the base's present value."""
 
     _origin: Origin
     _shares: bool
-    """Whether its local tensor lies in the memory of the base's."""
+    """Whether its local tensor shares memory with that of the base."""
     _saved: DTensor | None = None
 
     def current(self) -> DTensor:
-        """What the base holds now, as a tensor that is no view (a collective call where the memory is not the base's)."""
+        """The present value as a tensor that is no view (a collective call where the memory is not shared)."""
         if not self._shares:
             value, _ = self._origin.value()
             set_dtensor_parts(self, dtensor_local(value), copied_spec(value))
@@ -114,7 +120,7 @@ class MeshView(MeshValue):
         return self.current().redistribute(*args, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # in memory of its own, which torch can pickle, and kept alive with the view as MeshValue does
+        # a copy, which torch can pickle; kept alive with the view, as in MeshValue
         self._saved = self.__deepcopy__({})
         return self._saved.__reduce_ex__(protocol)
 
@@ -127,15 +133,15 @@ class MeshView(MeshValue):
 def view_of(x: DTensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``func(x, *args)`` as views of the base of ``x``; NotImplemented where one device copies."""
     origin = x._origin if isinstance(x, MeshView) else Origin.of(x)
-    found = origin.then(func, args, kwargs)
-    if found is None:
+    origins = origin.then(func, args, kwargs)
+    if origins is None:
         return NotImplemented
-    return _view(found) if isinstance(found, Origin) else tuple(map(_view, found))
+    return _view(origins) if isinstance(origins, Origin) else tuple(map(_view, origins))
 
 
 def _view(origin: Origin) -> MeshView:
     value, shares = origin.value()
-    # a spec of its own: nothing that goes by the spec alone takes a copy for what it lies like
+    # a copied spec: the fast path compares specs by identity and must not take the view for its base
     view: Any = dtensor_from(dtensor_local(value), copied_spec(value))
     view.__class__ = MeshView
     view._origin, view._shares = origin, shares
@@ -143,10 +149,10 @@ def _view(origin: Origin) -> MeshView:
 
 
 def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function that writes to its first argument; what it returns on one device."""
+    """Run a function that writes to its first argument, and return its result on one device."""
     name = getattr(func, "__name__", "")
     target = args[0] if args else kwargs.get("tensor")
-    if not isinstance(target, DTensor):  # a plain tensor, which takes what lies over a mesh
+    if not isinstance(target, DTensor):  # a plain tensor, which takes whole values
         return func(*pytree.tree_map(whole_value, args), **pytree.tree_map(whole_value, kwargs))
     if isinstance(target, MeshView):
         origin = target._origin
@@ -155,7 +161,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             with stock_call():
                 _refuse_leaf(origin.base)
                 if on_local_parts(func, name, (target, *rest), options) is not NotImplemented:
-                    count_write(origin.base)  # the memory is the base's, the count was the view's own
+                    count_write(origin.base)  # torch has counted the write for the view only
                     return target
     else:
         origin = Origin.of(target)
@@ -168,7 +174,7 @@ def write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``out=`` that lies over a mesh: compute without it, then write the result into it.
+    """``out=`` with stored DTensors: compute without it, then write the result into it.
 
     Raises:
         UnsupportedError: the result has another shape, to which torch would resize ``out``.
@@ -176,18 +182,18 @@ def write_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     rest = {key: value for key, value in kwargs.items() if key != "out"}
     result, out = func(*args, **rest), kwargs["out"]
     outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
-    for one, value in zip(outs, results, strict=True):
+    for target, value in zip(outs, results, strict=True):
         if torch.is_grad_enabled() and value.requires_grad:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)}: functions with out=... do not support automatic differentiation, but one of "
                 "the arguments requires grad; call it under torch.no_grad(), or without out="
             )
-        if one.shape != value.shape:
+        if target.shape != value.shape:
             raise UnsupportedError(
-                f"out= of shape {list(one.shape)} does not fit the result of shape {list(value.shape)} of "
-                f"{getattr(func, '__name__', func)}, and what lies over a mesh is not resized; pass one of the right shape"
+                f"out= of shape {list(target.shape)} does not fit the result of shape {list(value.shape)} of "
+                f"{getattr(func, '__name__', func)}, and a tensor on a mesh is not resized; pass one of the right shape"
             )
-        one.copy_(value.detach())
+        target.copy_(value.detach())
     return out
 
 
@@ -207,7 +213,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 def mixes_plain_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether plain or global tensors of more than one number are among the arguments, which stock DTensor does not mix."""
+    """Whether the arguments contain plain or global tensors with dims, which stock DTensor does not accept."""
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
             if not isinstance(x, DTensor) and x.dim():
@@ -237,7 +243,7 @@ def _write_parts(
 def write_whole(
     origin: Origin, func: Callable[..., Any], target: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Write to the whole value of the base, viewed as ``target`` views it; every rank keeps its part.
+    """Write to the gathered value of the base, through the same view as ``target``; every rank keeps its part.
 
     Raises:
         UnsupportedError: the function would change the shape, or autograd would have to record it.
