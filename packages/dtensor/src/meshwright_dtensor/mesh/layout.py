@@ -1,4 +1,4 @@
-"""Layouts: how one global value lies over a mesh."""
+"""Layout: the placement of one global value on a mesh."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Layout:
 
     @property
     def box(self) -> Box:
-        """(offset, length) per tensor dim: which part of the global value this rank holds, if it is one box.
+        """(offset, length) per tensor dim of the part of the global value that this rank holds.
 
         Raises:
-            UsageError: it is several, because a dim is sharded in runs; :attr:`region` has them all.
+            UsageError: the part is several boxes, because of an interval shard; :attr:`region` has them all.
         """
         box = single_box(self.region)
         if box is None:
@@ -93,10 +93,10 @@ class Layout:
         return local_shape_of(tuple(self.shape), self.context.sizes, tuple(coords), self.states)
 
     def inside(self, axes: Sequence[int]) -> Layout:
-        """The same part of this rank as one of the value that the ranks along `axes` (numbers, in order) hold together.
+        """This rank's part as a part of the value that the ranks along `axes` (numbers, in order) hold together.
 
-        What this rank's place on all other axes leaves is that value: its shape is global there. On a dim that axes of
-        both kinds shard, the others must be the outer ones.
+        That value is the local part with respect to all other axes.  If `axes` and other axes shard the same dim, the other
+        axes must be the outer ones.
         """
         context = self.context
         others = tuple("I" if axis in axes else s for axis, s in enumerate(self.states))
@@ -132,7 +132,7 @@ def _layout(context: MeshContext, states: States, shape: tuple[int, ...], dtype:
 
 
 def placement_of(state: State) -> Placement:
-    """The torch placement of a state: ``I`` and ``X`` are both Replicate, Runs are a :class:`RunShard`."""
+    """The torch placement of a state: ``I`` and ``X`` are both Replicate, an interval shard is a :class:`RunShard`."""
     if isinstance(state, IntervalShard):
         return RunShard(int(state), state.intervals)
     if isinstance(state, int):
@@ -141,7 +141,7 @@ def placement_of(state: State) -> Placement:
 
 
 def stored_placement(state: State) -> Placement:
-    """The placement that a parameter's DTensor has: where the state is Runs, Shard of the permuted tensor."""
+    """The placement of a parameter's DTensor: for an interval shard, Shard of the permuted tensor."""
     return Shard(int(state)) if isinstance(state, int) else placement_of(state)
 
 

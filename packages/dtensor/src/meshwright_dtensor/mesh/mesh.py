@@ -1,7 +1,4 @@
-"""Start-up and meshes: the process group from torchrun's environment, and the mesh of a plan.
-
-The mesh that is meant where a call names none.
-"""
+"""Process groups and device meshes: start-up from torchrun's environment, the mesh of a plan, and ending groups."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def init(device: str | None = None) -> torch.device:
-    """Join the process group that torchrun describes, or make a world of one; every entry point calls it.
+    """Join the process group that torchrun describes, or make a world of one rank; every entry point calls it.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; by default cuda where there is one, else cpu.
@@ -44,7 +41,7 @@ def init(device: str | None = None) -> torch.device:
         raise UsageError(f"device {device!r} is not known; use 'cpu' or 'cuda'")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "device 'cuda' was asked for, but torch.cuda.is_available() is False here; use device='cpu'"
+            "device='cuda' is requested, but torch.cuda.is_available() is False here; use device='cpu'"
         )
     settle_at_exit()
     if not dist.is_initialized():
@@ -83,20 +80,20 @@ def build_mesh(plan: ParallelPlan, device: str | None = None) -> DeviceMesh:
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """The process group of the ranks that differ from this one in their places on `axes` only.
+    """The process group of the ranks that differ from this rank on `axes` only.
 
     Args:
-        axes: names of mesh axes, in mesh order. For more than one, the first call for a combination makes the group and
-            must come on every rank of the mesh alike.
+        axes: names of mesh axes, in mesh order. With several axes, the first call makes the group and is collective: every
+            rank of the mesh must make it.
     """
     return mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh, tuple(axes))
 
 
 def restrict_world(size: int) -> dist.ProcessGroup | None:
-    """Make ranks 0 to `size` - 1 the whole world for everything that follows (a collective call).
+    """Make ranks 0 to `size` - 1 the default process group (a collective call).
 
     Returns:
-        The group of those ranks, which is the default one now; None on ranks that are left out, where nothing changes.
+        The group of those ranks; None on all other ranks, where nothing changes.
     """
     group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
@@ -106,7 +103,7 @@ def restrict_world(size: int) -> dist.ProcessGroup | None:
 
 
 def set_default_world(group: dist.ProcessGroup) -> None:
-    """Make `group` the whole world for everything that follows, on its ranks."""
+    """Make `group` the default process group, on its ranks."""
     set_default_group(group)
 
 
@@ -116,7 +113,7 @@ def live_process_groups() -> frozenset[dist.ProcessGroup]:
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """End process groups that nothing uses any more; those that are gone already, and the default one, are left alone."""
+    """Destroy process groups that are not used any more; skip destroyed groups and the default group."""
     alive = live_process_groups()
     for group in groups:
         if group in alive and group is not dist.group.WORLD:

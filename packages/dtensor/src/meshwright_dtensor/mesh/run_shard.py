@@ -1,4 +1,4 @@
-"""RunShard: runs as a torch placement, for people who place tensors themselves.
+"""RunShard: an interval shard as a torch placement, for users who place tensors themselves.
 
     mw.distribute(qkv, mesh, [RunShard.parts(0, (64, 32, 32), 2)])
 
@@ -29,7 +29,7 @@ from meshwright_dtensor.sharding.intervals import (
 class RunShard(Shard):
     """Shard of tensor dim ``dim`` of which rank ``r`` of the axis owns ``intervals[r]``, in that order.
 
-    A placement of global tensors: stock DTensor would cut chunks, and is not given one.
+    Only global tensors have it: stock DTensor would shard in chunks.
 
     Args:
         dim: the tensor dim; negative counts from the end.
@@ -76,7 +76,7 @@ class RunShard(Shard):
         return cls(dim, intervals_of(state, size, ranks))
 
     def state(self, dim: int) -> int:
-        """The state of a value sharded like this on non-negative ``dim``: Runs, or the dim where these are plain chunks."""
+        """The state for non-negative ``dim``: an IntervalShard, or the dim itself if the intervals are plain chunks."""
         return interval_shard(dim, self.intervals)
 
     def __eq__(self, other: object) -> bool:

@@ -124,10 +124,10 @@ MeshView.__torch_function__ = classmethod(_view_call)  # type: ignore[assignment
 
 
 def optimizer_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """``func`` by stock DTensor, where it can, without partial values in what it shows.
+    """``func`` on local tensors or by stock DTensor, with partial results completed.
 
     Raises:
-        UnsupportedError: a fused step meets tensors that do not lie alike.
+        UnsupportedError: the tensors of a fused step have different placements.
     """
     name = getattr(func, "__name__", "")
     kwargs = kwargs or {}
@@ -158,7 +158,7 @@ def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         try:
             with stock_call(), quiet_exchanges():
                 return func(*args, **kwargs)
-        except NotImplementedError:  # it has no rule, and says so on every rank before anything is moved
+        except NotImplementedError:  # no rule: raised on every rank before any communication
             if fused:
                 raise
     if by_list:
@@ -167,7 +167,7 @@ def _by_stock(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _completed(x: MeshValue) -> MeshValue:
-    """``x`` itself, from now on without partial values: what is written to it must not go to another tensor."""
+    """``x`` itself, completed in place: a later write must reach this tensor."""
     whole = _complete(x)
     if whole is not x:
         set_dtensor_parts(x, dtensor_local(whole), dtensor_spec(whole))
@@ -175,7 +175,7 @@ def _completed(x: MeshValue) -> MeshValue:
 
 
 def _complete(x: DTensor) -> DTensor:
-    """``x`` without partial values: on one axis after the other, as norms of norms."""
+    """``x`` with partial values reduced, one axis after the other, as norms of norms."""
     if not any(p.is_partial() for p in x.placements):
         return x
     return settled(x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements]))
@@ -204,7 +204,7 @@ def _on_locals(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
 
 
 def _check_alike(name: str, members: Sequence[Tensor]) -> None:
-    """All that has the shape of the parameter, which comes first, lies as it does."""
+    """Refuse tensors that have the shape of the parameter, which comes first, and other placements."""
     first = members[0]
     if not isinstance(first, DTensor):
         return
@@ -212,14 +212,14 @@ def _check_alike(name: str, members: Sequence[Tensor]) -> None:
         if other.shape != first.shape or first.dim() == 0:
             continue  # a count of steps
         same = isinstance(other, DTensor) and other.placements == first.placements
-        if not same or not _same_runs(first, other):
-            lies = other.placements if isinstance(other, DTensor) else "whole"
+        if not same or not _same_order(first, other):
+            placements = other.placements if isinstance(other, DTensor) else "a plain tensor"
             raise UnsupportedError(
-                f"{name} on a parameter of shape {list(first.shape)} that lies as {first.placements} met a state that lies "
-                f"as {lies}; load optimizer states with optimizer.load_state_dict(), or use fused=False"
+                f"{name} on a parameter of shape {list(first.shape)} with placements {first.placements} is given a state with "
+                f"other placements ({placements}); load optimizer states with optimizer.load_state_dict(), or use fused=False"
             )
 
 
-def _same_runs(a: Tensor, b: Tensor) -> bool:
-    runs = [permuted_layout(x) for x in (a, b)]
-    return runs[0] is runs[1] or (None not in runs and runs[0].states == runs[1].states)  # type: ignore[union-attr]
+def _same_order(a: Tensor, b: Tensor) -> bool:
+    first, second = permuted_layout(a), permuted_layout(b)
+    return first is second or (first is not None and second is not None and first.states == second.states)

@@ -1,6 +1,6 @@
-"""Stored DTensors (parameters, gradients, optimizer states) as whole values and as global tensors, and back.
+"""Stored DTensors (parameters, gradients, optimizer states) as gathered values and as global tensors, and back.
 
-What is stored, not what is computed with: a parameter's compute copy plays no part here.
+This is the stored value of a parameter, never its compute copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SITE = Site(function="write")
 
 
 def stored_layout(x: DTensor) -> Layout:
-    """How the stored value lies over the mesh."""
+    """The layout of the stored value."""
     layout = getattr(x, "_layout", None)
     if isinstance(layout, Layout):
         return layout
@@ -47,10 +47,10 @@ def gather_stored(x: DTensor) -> Tensor:
 
 
 def whole_value(x: Any) -> Any:
-    """``x`` as one device has it, without autograd: the whole of what lies over a mesh, anything else as it is.
+    """The whole value of a global tensor or stored DTensor, without autograd; anything else as it is.
 
     Raises:
-        UnsupportedError: autograd would record what is done with it.
+        UnsupportedError: autograd would have to record its use.
     """
     if not isinstance(x, Tensor):
         return x
@@ -67,7 +67,7 @@ def whole_value(x: Any) -> Any:
 
 
 def _current(x: DTensor) -> DTensor:
-    """What a view of a stored DTensor shows now."""
+    """The present value of a view; another DTensor itself."""
     current = getattr(x, "current", None)
     return x if current is None else current()  # type: ignore[no-any-return]
 
@@ -99,9 +99,9 @@ def as_stored(x: Any) -> Any:
 
 
 def run_by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``func`` on stored DTensors as on global tensors: sharded where a rule allows it, random numbers those of one device.
+    """Run ``func`` on stored DTensors as on global tensors: sharded where a rule allows it, with one device's random numbers.
 
-    The result is stored again, unless autograd records it.
+    The result is a stored DTensor again, unless autograd records it.
     """
     args, kwargs = pytree.tree_map(as_global, (args, dict(kwargs)))
     if torch.is_grad_enabled() and any(

@@ -1,8 +1,8 @@
-"""DTensors whose local parts lie in runs: gradients and optimizer states of a parameter that is sharded in runs.
+"""Permuted DTensors: gradients and optimizer states of a parameter with an interval shard.
 
-To stock DTensor such a tensor is a plain shard of the *permuted* value, which is right for whatever works element by
-element, and wrong for everything else.  So the tensor carries its layout: elementwise results carry it on, reductions over
-everything pass, and all that would show the permuted order is refused, or given in true order (``full_tensor``).
+Stock DTensor takes such a tensor for a plain shard of the *permuted* value.  That is right for elementwise functions and
+wrong for all others.  So the tensor carries its layout: elementwise results have it too, reductions over all elements are
+allowed, and functions that depend on the order are refused, or give true order (``full_tensor``).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _QUERIES = frozenset(
 _REDUCTIONS = frozenset(
     "norm vector_norm linalg_vector_norm _foreach_norm sum mean max min amax amin any all count_nonzero".split()
 )
-"""Functions that give the same for any order of the elements, if they reduce all of them."""
+"""Functions whose result does not depend on the order of the elements, if they reduce all of them."""
 
 _SITE = Site(function="canonical")
 
 
 class PermutedDTensor(DTensor):
-    """A DTensor with the layout of a parameter that is sharded in runs.
+    """A DTensor with the layout of a parameter that has an interval shard.
 
-    ``to_local()`` is this rank's part in the order of its runs; ``full_tensor()`` and ``redistribute()`` give true order.
+    ``to_local()`` is this rank's part in the order of its intervals; ``full_tensor()`` and ``redistribute()`` give true order.
     """
 
     _layout: Layout
@@ -74,7 +74,7 @@ class PermutedDTensor(DTensor):
 
 
 def with_order_of(first: Any, result: DTensor) -> DTensor:
-    """``result``, elementwise from ``first`` and others that lie in the same runs, which it may be itself."""
+    """``result``, computed elementwise from ``first``, with the element order of ``first``."""
     layout = permuted_layout(first)
     if layout is None or type(result) is not DTensor:
         return result
@@ -89,7 +89,7 @@ def is_permuted(states: Iterable[Any]) -> bool:
 
 
 def as_permuted(dtensor: DTensor, layout: Layout) -> DTensor:
-    """``dtensor``, marked as lying in the runs of ``layout``, if there are any."""
+    """``dtensor`` as a PermutedDTensor of ``layout``, if that has an interval shard."""
     if not is_permuted(layout.states):
         return dtensor
     dtensor.__class__ = PermutedDTensor
@@ -99,7 +99,7 @@ def as_permuted(dtensor: DTensor, layout: Layout) -> DTensor:
 
 
 def permuted_layout(x: Any) -> Layout | None:
-    """The layout of a parameter or DTensor that lies in runs, else None."""
+    """The layout of a parameter or DTensor with an interval shard, else None."""
     return None if getattr(x, "_order", None) is None else x._layout  # type: ignore[no-any-return]
 
 
@@ -125,9 +125,9 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         result = on_local_parts(func, name, args, kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
-        known = {id(x) for x in operands}
+        seen = {id(x) for x in operands}
         for out in pytree.tree_leaves(result):
-            if not isinstance(out, DTensor) or id(out) in known or not layouts:
+            if not isinstance(out, DTensor) or id(out) in seen or not layouts:
                 continue
             if name in _REDUCTIONS and not out.dim():
                 continue
@@ -148,9 +148,9 @@ def _stored(layout: Layout) -> tuple[Placement, ...]:
 
 
 def _goes_with(x: DTensor, layout: Layout) -> bool:
-    own = permuted_layout(x)
-    if own is not None:
-        return own.states == layout.states
+    other = permuted_layout(x)
+    if other is not None:
+        return other.states == layout.states
     return all(p.is_replicate() for p in x.placements) and x.dim() == 0
 
 
@@ -176,11 +176,11 @@ def redistributed(
 
 
 def canonical(x: DTensor, parameter: DTensor | None = None) -> DTensor:
-    """A stock DTensor of the same value in true order: what may leave the program (state dicts, checkpoints).
+    """A stock DTensor of the same value in true order, for state dicts and checkpoints.
 
     Args:
-        x: a parameter, gradient or optimizer state; a collective call where it lies in runs, else ``x`` itself.
-        parameter: the parameter that it belongs to, where ``x`` has lost its own layout (a state that stock DTensor made).
+        x: a parameter, gradient or optimizer state; a collective call where it has an interval shard, else ``x`` itself.
+        parameter: the parameter of ``x``, needed where stock DTensor made ``x`` and its layout is lost.
     """
     layout = permuted_layout(x)
     if layout is None and parameter is not None and x.shape == parameter.shape:
@@ -234,15 +234,15 @@ def local_part_of(x: Tensor, layout: Layout) -> Tensor:
     """This rank's part in ``layout`` of a global value or a DTensor, a new tensor without autograd."""
     if not isinstance(x, DTensor):
         return read_region(x.detach(), layout.region).clone()
-    own = permuted_layout(x)
-    if own is None:
+    source = permuted_layout(x)
+    if source is None:
         context = MeshContext.of(x.device_mesh)
-        own = layout_of(context, states_of(x.placements, x.ndim, context.ndim), x.shape, x.dtype)
-    if own.context.mesh != layout.context.mesh:
+        source = layout_of(context, states_of(x.placements, x.ndim, context.ndim), x.shape, x.dtype)
+    if source.context.mesh != layout.context.mesh:
         raise UnsupportedError(
-            f"a DTensor over {own.context.mesh} does not go with a parameter over {layout.context.mesh}; give its full_tensor()"
+            f"a DTensor over {source.context.mesh} does not go with a parameter over {layout.context.mesh}; give its full_tensor()"
         )
-    conversion = conversion_between(layout.context, own.states, layout.states, layout.shape)
+    conversion = conversion_between(layout.context, source.states, layout.states, layout.shape)
     with torch.no_grad():
         local = dtensor_local(x).detach()
         return local.clone() if conversion is None else conversion.forward(local, _SITE)

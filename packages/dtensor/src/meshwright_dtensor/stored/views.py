@@ -1,7 +1,7 @@
-"""Views of stored DTensors: how one was taken of its base, and what it shows.
+"""Views of stored DTensors: their base, the functions that took them, and their present value.
 
-A view remembers its base and the functions that took it.  It lies in the base's memory where stock DTensor takes it so, or
-where every rank holds all; elsewhere it is a copy, which is taken again whenever it is read.
+A view shares memory with its base where stock DTensor's view does, or where every rank holds the whole value.  Elsewhere
+it is a copy, which is taken again at each read.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What a view was taken of, and how.
+    """The base of a view and the steps that take it.
 
     Attributes:
-        sketch: a meta tensor that views another as the view does the base on one device.
+        sketch: the view on one device, as a meta tensor.
     """
 
     base: DTensor
@@ -73,23 +73,25 @@ class Origin:
     def then(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Origin] | Origin | None:
-        """The origins of what ``func`` gives of this view; None where it copies on one device.
+        """The origins of the views that ``func`` takes of this view; None where it copies on one device.
 
-        Raises what it raises on one device.
+        Raises the errors of one device.
         """
         if getattr(func, "__name__", "") == "__getitem__" and not _is_basic(args[0]):
             return None
         args, kwargs = frozen_arguments((args, dict(kwargs)))
         made = func(self.sketch, *args, **kwargs)
         if not isinstance(made, Tensor):
-            step = [Step(func, args, kwargs, i) for i in range(len(made))]
-            return [Origin(self.base, one, (*self.steps, own)) for one, own in zip(made, step, strict=True)]
+            return [
+                Origin(self.base, sketch, (*self.steps, Step(func, args, kwargs, i)))
+                for i, sketch in enumerate(made)
+            ]
         if not share_memory(made, self.sketch):
             return None
         return Origin(self.base, made, (*self.steps, Step(func, args, kwargs)))
 
     def value(self) -> tuple[DTensor, bool]:
-        """What the view shows, a stock DTensor, and whether it lies in the base's memory.
+        """The present value as a stock DTensor, and whether it shares memory with the base.
 
         A collective call where it does not.
         """
@@ -105,7 +107,7 @@ class Origin:
                 return stock, share_memory(dtensor_local(stock), local)
             whole = gather_stored(base)
             part = self(whole)
-            found = DTensor.from_local(
+            value = DTensor.from_local(
                 part,
                 layout.mesh,
                 [Replicate()] * layout.context.ndim,
@@ -113,12 +115,12 @@ class Origin:
                 shape=part.shape,
                 stride=part.stride(),
             )
-            return found, share_memory(whole, local)
+            return value, share_memory(whole, local)
 
     def _by_stock(self, x: DTensor) -> DTensor | None:
-        """The view of ``x`` by stock DTensor; None where it knows none.
+        """The view of ``x`` by stock DTensor; None where it has no rule.
 
-        Only while all ranks hold equal parts: they then fail alike, and none is left alone in a collective call.
+        Only with even shards: all ranks then fail together, and none waits in a collective call.
         """
         try:
             with stock_call():
@@ -143,26 +145,26 @@ def _is_even(x: DTensor) -> bool:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index is made of numbers, slices, None and Ellipsis, with which indexing gives a view."""
+    """Whether an index has only numbers, slices, None and Ellipsis: indexing then gives a view."""
     return all(
-        one is None or one is Ellipsis or isinstance(one, slice) or _is_number(one)
-        for one in (index if isinstance(index, tuple) else (index,))
+        x is None or x is Ellipsis or isinstance(x, slice) or _is_number(x)
+        for x in (index if isinstance(index, tuple) else (index,))
     )
 
 
-def _is_number(one: Any) -> bool:
-    if isinstance(one, Tensor):
-        return type(one) is Tensor and one.dim() == 0 and one.dtype not in (torch.bool, torch.uint8)
-    return hasattr(one, "__index__") and not isinstance(one, bool) and getattr(one, "ndim", 0) == 0
+def _is_number(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return type(x) is Tensor and x.dim() == 0 and x.dtype not in (torch.bool, torch.uint8)
+    return hasattr(x, "__index__") and not isinstance(x, bool) and getattr(x, "ndim", 0) == 0
 
 
 def frozen_arguments(tree: Any) -> Any:
-    """Arguments that take a view, as they are now: an index that is a tensor may count on afterwards."""
+    """Copies of the arguments that take a view: a tensor used as an index may change later."""
     return pytree.tree_map(_frozen, tree)
 
 
 def _frozen(x: Any) -> Any:
-    if isinstance(x, (DTensor, GlobalTensor)):  # here for its shape only (``view_as``)
+    if isinstance(x, (DTensor, GlobalTensor)):  # only its shape is read (``view_as``)
         return torch.empty((), dtype=x.dtype).expand(x.shape)
     if isinstance(x, slice):
         return slice(*[b.clone() if type(b) is Tensor else b for b in (x.start, x.stop, x.step)])

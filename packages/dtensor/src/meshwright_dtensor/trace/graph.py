@@ -1,8 +1,8 @@
-"""Values and nodes: what a callable does to tensors, recorded while it runs (on fake tensors, as a rule).
+"""Records the operations of a callable as nodes over values while it runs, usually on fake tensors.
 
-The recorder watches from outside: a dispatch mode sees the aten ops, a function mode sees the torch functions they
-belong to.  A *composite* (linear, attention, embedding, cross-entropy, dropout) is recorded as one node; all else is
-recorded op by op.  Mutations are put in single-assignment form: a mutated tensor gets a new value.
+A dispatch mode sees the aten ops, a function mode the torch functions they belong to.  A *composite* (linear, attention,
+embedding, cross-entropy, dropout) is recorded as one node, all other functions op by op.  Mutations are in
+single-assignment form: a mutated tensor gets a new value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 _ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 _QUERIES = frozenset({aten.sym_size.int, aten._local_scalar_dense.default})
 DEVICE = torch.ops.prim.device.default
-"""Autograd asks fake tensors for theirs again and again."""
+"""Autograd calls it on fake tensors again and again, so it is not recorded."""
 
 
 class Ref:
@@ -53,7 +53,7 @@ def is_ref(x: object) -> bool:
 
 @dataclass(slots=True)
 class Value:
-    """A tensor that was seen: geometry, dtype, and where it came from (``"param:fqn"``, ``"input:name"``...)."""
+    """A recorded tensor: geometry, dtype, and origin (``"param:fqn"``, ``"input:name"``...)."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -76,8 +76,7 @@ class Value:
 class Call:
     """Address of a torch function call: the ``occurrence``-th call of ``function`` within one forward of ``module``.
 
-    Only calls that a tensor derived from an input or a parameter takes part in are counted: those are the calls
-    that the runtime sees.
+    Only calls with a tensor that is derived from an input or a parameter are counted: the dispatcher sees no others.
     """
 
     module: str
@@ -106,28 +105,28 @@ class Node:
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, Ref})
-"""Leaves of nearly all arguments: pytree, which knows of every type, is ten times as slow to say so."""
+"""Types of nearly all leaves: this test is ten times as fast as pytree's."""
 
 
 def leaves(tree: Any, kind: type[T]) -> list[T]:
     """The leaves of this kind in a tree of arguments, in pytree order; a Ref is a leaf."""
-    found: list[T] = []
-    _collect(tree, kind, found)
-    return found
+    result: list[T] = []
+    _collect(tree, kind, result)
+    return result
 
 
-def _collect(tree: Any, kind: type[T], found: list[T]) -> None:
-    own = type(tree)
-    if own is tuple or own is list:
+def _collect(tree: Any, kind: type[T], result: list[T]) -> None:
+    node = type(tree)
+    if node is tuple or node is list:
         for x in tree:
-            _collect(x, kind, found)
-    elif own is dict:
+            _collect(x, kind, result)
+    elif node is dict:
         for x in tree.values():
-            _collect(x, kind, found)
+            _collect(x, kind, result)
     elif isinstance(tree, kind):
-        found.append(tree)
-    elif own not in _PLAIN:
-        found.extend(x for x in pytree.tree_leaves(tree, is_leaf=is_ref) if isinstance(x, kind))
+        result.append(tree)
+    elif node not in _PLAIN:
+        result.extend(x for x in pytree.tree_leaves(tree, is_leaf=is_ref) if isinstance(x, kind))
 
 
 def is_product(op: Any) -> bool:
@@ -167,7 +166,7 @@ class ModuleFrame:
 
 
 class _Functions(TorchFunctionMode):
-    """Tells the recorder which torch function is running and records composites as one node."""
+    """Notifies the recorder of each torch function."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -184,7 +183,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Recorder(TorchDispatchMode):
-    """Context manager that records what runs inside as :attr:`nodes` over :attr:`values`.
+    """Context manager that records the operations inside as :attr:`nodes` over :attr:`values`.
 
     Args:
         composites: torch function -> its composite.
@@ -200,7 +199,7 @@ class Recorder(TorchDispatchMode):
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.detaches = False
-        """Whether a computed tensor was detached: as an alias it is not among the nodes."""
+        """Whether a computed tensor was detached: an alias, which has no node."""
         self.frames: list[ModuleFrame] = [ModuleFrame("")]
         self._composites = composites or {}
         self._functions = _Functions(self)
@@ -214,7 +213,7 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             self.mark(tensor)
 
-    # ---- module frames, pushed and popped by whoever watches modules
+    # ---- module frames, pushed and popped by the caller's module hooks
     def enter_module(self, name: str) -> None:
         """The forward of module ``name`` begins."""
         self.frames.append(ModuleFrame(name))
@@ -251,14 +250,14 @@ class Recorder(TorchDispatchMode):
         self._kept.append(tensor)  # an id must not be reused while we map it
 
     def _tree(self, tree: Any) -> Any:
-        own = type(tree)
-        if own is tuple or own is list:
-            return own([self._tree(x) for x in tree])
-        if own is dict:
+        node = type(tree)
+        if node is tuple or node is list:
+            return node([self._tree(x) for x in tree])
+        if node is dict:
             return {key: self._tree(x) for key, x in tree.items()}
         if isinstance(tree, torch.Tensor):
             return self.ref(tree)
-        if own in _PLAIN:
+        if node in _PLAIN:
             return tree
         return pytree.tree_map(lambda x: self.ref(x) if isinstance(x, torch.Tensor) else x, tree)
 
@@ -347,7 +346,7 @@ class Recorder(TorchDispatchMode):
         return meta(*args, **kwargs) if meta is not None and is_fake(args[0]) else func(*args, **kwargs)
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` depends on no values: torch detaches what its ``*_like`` functions have just made."""
+        """Whether ``tensor`` depends on no values: torch detaches the results of its ``*_like`` functions."""
         if id(tensor) not in self._tainted:
             return True
         made = self.nodes[-1] if self.nodes else None
@@ -390,7 +389,7 @@ class Recorder(TorchDispatchMode):
         """A node was added; `tensors`: those among its arguments, in the order of its `ins`."""
 
     def _reversion(self, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` and its aliases a new value: what they held has been overwritten."""
+        """Give ``tensor`` and its aliases a new value: the old one is overwritten."""
         old = self._index[id(tensor)]
         new = len(self.values)
         self.values.append(_value(tensor))
