@@ -1,9 +1,8 @@
 """Random numbers of one device, on any layout: draw the whole tensor, keep the rank's box.
 
-Every rank draws every number, in the order in which one device draws it, so masks and initial values are
-equal bit for bit and every generator ends in the state it has on one device. Time is that of the whole tensor
-on each rank. Memory is bounded where drawing in pieces gives the same numbers, which depends on the op, the
-build and the processor and is therefore tried on a small tensor first.
+Every rank draws every number in the order of one device, so masks and initial values are equal bit for bit, and every
+generator ends in the state of one device. Each rank takes the time of the whole tensor. Memory is bounded where drawing in
+pieces gives the same numbers; that depends on the op, the build and the processor, so it is tried on a small tensor first.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ PIECE_NUMEL = 1 << 22
 
 _BLOCK = 16
 
-# Ops that overwrite their first argument with numbers that depend on nothing but scalars.
+# Ops that overwrite their first argument with numbers that depend on scalars only.
 _FILLS = frozenset(
     f"aten::{name}_"
     for name in ("normal", "uniform", "exponential", "random", "log_normal", "cauchy", "geometric")
 )
-# Ops of tensors that draw equally many numbers for each element, whatever its value.
+# Ops that draw the same count of numbers for each element, whatever its value.
 _ELEMENTWISE = frozenset(
     f"aten::{name}"
     for name in (
@@ -53,38 +52,36 @@ _ELEMENTWISE = frozenset(
         "native_dropout",
     )
 )
-# Ops without tensors: they name the shape of the whole result.
+# Ops without tensor arguments: they are given the global shape.
 _FACTORIES = frozenset(f"aten::{name}" for name in ("rand", "randn", "randint", "randperm", "normal"))
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a local tensor lies: the global `shape`, the dims by decreasing stride (`dim_order`) and the
-    rank's `box` (or region).
-    """
+    """A local tensor's place: the global `shape`, the dims by decreasing stride (`dim_order`), the rank's `box` (or region)."""
 
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
     box: Place
 
 
-class _How(threading.local):
+class _Settings(threading.local):
     """How this thread draws; `whole`: never in pieces."""
 
     whole = False
 
 
-_HOW = _How()
+_SETTINGS = _Settings()
 
 
 @contextlib.contextmanager
 def without_pieces() -> Iterator[None]:
-    """Inside, tensors are drawn whole: who watches random operations from below must see one for each."""
-    before, _HOW.whole = _HOW.whole, True
+    """Inside, tensors are drawn whole: a dispatch mode then sees one random operation for each."""
+    before, _SETTINGS.whole = _SETTINGS.whole, True
     try:
         yield
     finally:
-        _HOW.whole = before
+        _SETTINGS.whole = before
 
 
 def draw_full_then_slice(
@@ -109,8 +106,8 @@ def draw_full_then_slice(
     count = 1
     for size in shape:
         count *= size
-    one = single_box(box)
-    if one == whole_box(shape):
+    only_box = single_box(box)
+    if only_box == whole_box(shape):
         full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
         draw(full)
         return full
@@ -121,22 +118,20 @@ def draw_full_then_slice(
     contiguous = _is_contiguous(shape, strides)
     if (
         piece_numel is not None
-        and not _HOW.whole
-        and one is not None
+        and not _SETTINGS.whole
+        and only_box is not None
         and count > 2 * piece_numel
         and torch.device(device).type == "cpu"
         and _pieces_agree(draw, dtype, contiguous, generator)
     ):
-        return _draw_in_pieces(draw, shape, dim_order, dtype, one, piece_numel)
+        return _draw_in_pieces(draw, shape, dim_order, dtype, only_box, piece_numel)
     full = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
     draw(full)
     return copy_region(full, box)
 
 
 def draws_by_element(op: OpOverload) -> bool:
-    """Whether `run_random` can run `op`: how many numbers it draws does not depend on values that other ranks
-    hold.
-    """
+    """Whether `run_random` can run `op`: the count of numbers it draws does not depend on values of other ranks."""
     return _kind(op) is not None
 
 
@@ -211,9 +206,7 @@ def _kind(op: OpOverload) -> str | None:
 
 
 def _widen(local: torch.Tensor, part: Part) -> torch.Tensor:
-    """A tensor of the global shape with `local` in its box and zeros, which any of these ops accepts,
-    elsewhere.
-    """
+    """A tensor of the global shape with `local` in its box and zeros, which all of these ops accept, elsewhere."""
     strides = dense_strides(part.shape, part.dim_order)
     full = torch.empty_strided(part.shape, strides, dtype=local.dtype, device=local.device).zero_()
     write_region(full, part.box, local)
@@ -230,9 +223,7 @@ def _pieces_agree(
     contiguous: bool,
     generator: torch.Generator | None,
 ) -> bool:
-    """Whether drawing in pieces gives the numbers and the final state of drawing at once: tried, the stream
-    restored.
-    """
+    """Whether drawing in pieces gives the numbers and the final state of drawing at once; the generator is restored."""
     stream = torch.default_generator if generator is None else generator
     start = stream.get_state()
     try:
@@ -259,8 +250,7 @@ def _draw_in_pieces(
 ) -> torch.Tensor:
     """Draw along memory, piece after piece, and copy whole rows into the box as they come.
 
-    A row is the part of the tensor inside its first `depth` dims (in memory order): the largest that fits in
-    a piece.
+    A row is the largest part of the tensor inside of its first `depth` dims (in memory order) that fits into a piece.
     """
     sizes = [shape[dim] for dim in dim_order]
     spans = [box[dim] for dim in dim_order]
@@ -276,9 +266,8 @@ def _draw_in_pieces(
     drawn = held = done = 0  # elements drawn, of these still in the buffer, rows finished
     while drawn < total:
         left = total - drawn
-        count = (
-            left if left < piece_numel + _BLOCK else piece_numel
-        )  # the last piece is never shorter than a block
+        # the last piece is never shorter than a block
+        count = left if left < piece_numel + _BLOCK else piece_numel
         draw(buffer[held : held + count])
         drawn += count
         held += count
@@ -299,7 +288,7 @@ def _copy_rows(
     outer: Sequence[int],
     spans: Sequence[tuple[int, int]],
 ) -> None:
-    """Copy what `rows` (numbers `first` and on, counted through the `outer` dims) has in common with the box."""
+    """Copy the part of `rows` (from number `first` on, counted through the `outer` dims) that is in the box."""
     inner = slice_of(rows, ((0, rows.shape[0]), *spans[len(outer) :]))
     step = outer[-1]
     start, width = spans[len(outer) - 1]

@@ -69,7 +69,7 @@ def fake_mode() -> AbstractContextManager[Any]:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Inside, torch does not log a failed trial on fake tensors: whoever tries says what came of it."""
+    """Inside, torch does not log a failed run on fake tensors: the caller handles the failure."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -107,7 +107,7 @@ def dtensor_from(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def settled(tensor: DTensor) -> DTensor:
-    """The same, once the collective that makes its local tensor has ended: torch would wait at the first use, if ever."""
+    """The same DTensor, once the collective that computes its local tensor has ended; torch waits only at the first use."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if isinstance(tensor._local_tensor, AsyncCollectiveTensor):
@@ -117,7 +117,7 @@ def settled(tensor: DTensor) -> DTensor:
 
 @contextmanager
 def quiet_exchanges() -> Iterator[None]:
-    """Inside, torch does not log that a dim is changed for another by a gather on CPUs: the value is right."""
+    """Inside, torch does not warn that gloo changes the sharded dim by a gather: the value is right."""
     logger = logging.getLogger("torch.distributed.tensor._collective_utils")
     before, logger.disabled = logger.disabled, True
     try:
@@ -127,13 +127,13 @@ def quiet_exchanges() -> Iterator[None]:
 
 
 def with_dtype(spec: Any, dtype: torch.dtype) -> Any:
-    """The spec of a DTensor of another dtype that lies alike."""
+    """The spec of a DTensor with the same placements and another dtype."""
     meta = spec.tensor_meta
     return replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
 def count_write(tensor: DTensor) -> None:
-    """Let autograd, and whoever keeps copies, know that a DTensor was written to in a way that was not counted."""
+    """Count a write to a DTensor that torch has not counted, for autograd and for compute copies."""
     if not tensor._local_tensor.is_inference():
         torch.autograd.graph.increment_version(tensor._local_tensor)
 
@@ -279,8 +279,8 @@ def op_returns_fresh_tensor(op: Any) -> bool:
 
 def out_overload(op: Any) -> Any:
     """The overload of the same operator that writes into `out`, or None."""
-    packet, own = op._overloadpacket, op._overloadname
-    names = {"default": ("out",), "Tensor": ("Tensor_out", "out")}.get(own, (f"{own}_out",))
+    packet, overload = op._overloadpacket, op._overloadname
+    names = {"default": ("out",), "Tensor": ("Tensor_out", "out")}.get(overload, (f"{overload}_out",))
     return next((getattr(packet, name) for name in names if name in packet.overloads()), None)
 
 
@@ -299,7 +299,7 @@ def replace_code(function: Any, donor: Any) -> Any:
 
 
 def fake_mode_active() -> bool:
-    """Whether a FakeTensorMode is on the stack; it lies below every ordinary mode, whichever was entered first."""
+    """Whether a FakeTensorMode is active; it is below every ordinary mode, whichever was entered first."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -311,12 +311,12 @@ def is_fake(x: Any) -> bool:
 
 
 def stock_call() -> AbstractContextManager[Any]:
-    """Inside, torch functions do not ask subclasses: a DTensor is handled by its dispatch alone."""
+    """Inside, torch functions do not call ``__torch_function__`` of subclasses: DTensor's dispatch handles them."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def unwatched() -> AbstractContextManager[Any]:
-    """Inside, no function mode sees torch functions: even reading a shape is one, and takes ten times as long when seen."""
+    """Inside, no function mode sees torch functions: reading a shape under one takes ten times as long."""
     return torch._C.DisableTorchFunction()
 
 

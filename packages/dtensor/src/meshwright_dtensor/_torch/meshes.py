@@ -1,4 +1,4 @@
-"""Private torch names that end what torch remembers of meshes and groups."""
+"""Clears torch's private caches of meshes and process groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch.distributed.tensor import _redistribute, debug
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of sharding decisions and of ways to redistribute: they hold the meshes, and so the
-    process groups, that they were made with, and hand them out again for an equal mesh whose groups are new.
+    """Clear DTensor's caches of sharding propagation and redistribution.
+
+    They keep meshes alive with their process groups, and return them for an equal mesh whose groups are new.
     """
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute.clear_redistribute_planner_cache()
@@ -17,10 +18,10 @@ def forget_meshes() -> None:
 
 
 def forget_failed_join() -> None:
-    """Let the next default group have its usual name, by which ranks find each other, where making one has failed.
+    """Reset torch's count of groups after a failed start-up, so that the next default group has its usual name.
 
-    torch counts the groups of a process, and starts over only when a default group is destroyed; a rank whose peer left
-    while it joined would wait for its peers under another name for ever.
+    torch resets the count only when a default group is destroyed.  Without this, a rank whose peer left during start-up
+    would wait for its peers under another name for ever.
     """
     if not dist.is_initialized():
         distributed_c10d._world.group_count = 0

@@ -1,4 +1,4 @@
-"""Shapes of ops whose own meta kernel in torch refuses what the op itself accepts."""
+"""Meta kernels and FLOP formulas that torch lacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grouped_mm(
 METAS: MappingProxyType[Any, Callable[..., Tensor]] = MappingProxyType(
     {torch.ops.aten._grouped_mm.default: grouped_mm}
 )
-"""Op overload -> what gives a fake result from fake inputs."""
+"""Op overload -> its meta kernel."""
 
 
 def grouped_mm_flops(
@@ -40,24 +40,24 @@ def grouped_mm_flops(
     out_dtype: Any = None,
     **_: Any,
 ) -> int:
-    """Operations of ``aten._grouped_mm``: every row of a 2-D operand meets the matrix of one group."""
+    """Operations of ``aten._grouped_mm``: every row of a 2-D operand is multiplied by the matrix of one group."""
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return 2 * groups * int(a.shape[-2]) * int(a.shape[-1]) * int(b.shape[-1])
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of attention in one operation: of its two products, masked or not."""
+    """Operations of the two products of fused attention, masked or not."""
     batch, width, out_width = query.shape[:-1], query.shape[-1], value.shape[-1]
     return 2 * math.prod(batch) * int(key.shape[-2]) * int(width + out_width)
 
 
 def rnn_layer_flops(x: Tensor, by_input: Tensor, by_state: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of one layer of an LSTM on a CPU: of (length, rows, features), each meets both weights."""
+    """Operations of one layer of an LSTM on a CPU: each row and step of ``x`` is multiplied by both weights."""
     return 2 * math.prod(x.shape[:-1]) * (by_input.numel() + by_state.numel())
 
 
 def rnn_flops(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
-    """Operations of all layers of an RNN in one operation, as on GPUs: each of its steps meets every weight."""
+    """Operations of a fused RNN of several layers, as on GPUs: each step is multiplied by every weight."""
     return 2 * math.prod(x.shape[:-1]) * sum(w.numel() for w in weights if w.dim() == 2)
 
 

@@ -1,6 +1,4 @@
-"""Tensor memory that lives in unlinked files on a disk: the kernel may write it out and drop it when memory
-is short.
-"""
+"""Tensor memory in unlinked files on a disk: the kernel may write it out and drop it when memory is short."""
 
 from __future__ import annotations
 
@@ -26,10 +24,9 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def file_system(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the file system that holds `directory` ("ext4", "tmpfs"), or None where the system does not
-    say.
+    """The type of the file system of `directory` ("ext4", "tmpfs"), or None if the system does not say.
 
-    Source: the mount table, `mounts` in the format of proc(5); the last mount on the longest path wins.
+    It is read from the mount table, `mounts` in the format of proc(5); the last mount on the longest path counts.
     """
     try:
         lines = mounts.read_text().splitlines()
@@ -41,9 +38,8 @@ def file_system(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
         fields = line.split(" ")
         if "-" not in fields[6:]:
             continue
-        point = re.sub(
-            r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]
-        )  # blanks are written \040
+        # blanks are written \040
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         if place == point or place.startswith(point.rstrip("/") + "/"):
             kind = fields[fields.index("-", 6) + 1]
             if best is None or len(point) >= best[0]:
@@ -52,11 +48,9 @@ def file_system(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
 
 
 def choose_directory(given: str | os.PathLike[str] | None = None) -> Path:
-    """The directory for mapped files: `given`, or MESHWRIGHT_INIT_DIR, or that of the usual places with
-    the most room.
+    """The directory for mapped files: `given`, or MESHWRIGHT_INIT_DIR, or the default directory with the most room.
 
-    Never one that keeps files in memory. Raises UsageError if the named one cannot serve, or none of the
-    usual ones can.
+    Never one on a file system in memory. Raises UsageError if the given directory, or every default one, is unusable.
     """
     source = "directory"
     if given is None and os.environ.get(ENVIRONMENT):
@@ -92,10 +86,9 @@ def _unfit(directory: Path) -> str | None:
 
 
 class MappedFiles:
-    """Makes tensors in files of one directory. A file has no name once its tensor exists and goes when the
-    storage goes.
+    """Makes tensors in files of one directory. A file is unlinked once its tensor exists, and freed with its storage.
 
-    hollow: files take no room on the disk, and nothing is to be written into them.
+    hollow: files take no room on the disk, and nothing may be written into them.
     """
 
     def __init__(self, directory: Path, hollow: bool = False) -> None:

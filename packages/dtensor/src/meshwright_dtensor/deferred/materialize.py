@@ -1,14 +1,12 @@
-"""Deferred initialisation: build a model larger than memory with its own constructor, then keep only a rank's
-boxes.
+"""Deferred initialisation: build a model larger than memory with its own constructor, then keep only a rank's boxes.
 
     with deferred_init():
         model = Model(config)                      # any code; values of one device, bit for bit
     shard = local_values(model.weight, box)        # only this box, in memory
 
-Inside the context every large CPU tensor lives in a memory-mapped file on a disk. The code that fills it runs
-as ever, in the same order, with the same numbers; the kernel keeps as many of the pages as it has room for.
-Nothing is recorded or replayed, so nothing can come out different. The price is disk space for the model,
-once per rank, and about 1.6 times the time.
+Inside the context every large CPU tensor is a memory-mapped file on a disk. The code that fills it runs unchanged, in the
+same order, with the same numbers; the kernel keeps as many of the pages as fit into memory. Nothing is recorded or
+replayed. It costs disk space for the model, once per rank, and about 1.6 times the time.
 
     with deferred_init(values=False):
         model = Model(config)                      # to plan for: neither memory, nor disk, nor time for values
@@ -42,13 +40,13 @@ from meshwright_dtensor.sharding.boxes import Place, copy_region
 
 MIN_BYTES = 1 << 16
 
-# Makers whose result is whatever the memory holds, or zeros: a new file is zeros already.
+# Factories of uninitialised or zero tensors: a new file is all zeros.
 _EMPTY = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided")
     + ("zeros", "zeros_like", "new_zeros")
 )
-# Makers that are defined by an op in place on an empty tensor: the same numbers, drawn straight into the file.
+# Factories that equal an in-place op on an empty tensor: it fills the file directly, with the same numbers.
 _FILLED: Mapping[str, str] = {
     "aten::ones": "one",
     "aten::ones_like": "one",
@@ -63,13 +61,13 @@ _FILLED: Mapping[str, str] = {
     "aten::clone": "copy",
     "aten::_to_copy": "copy",
 }
-# Makers without tensors that have a version for a given output.
+# Factories without tensor arguments that have an out= overload.
 _WITH_OUT = frozenset(
     f"aten::{name}" for name in ("arange", "linspace", "eye", "randint", "randperm", "normal", "tril_indices")
 )
 
 
-# What only changes values, beside pointwise and random ops in place.
+# In-place ops that only change values, in addition to pointwise and random ones.
 _WRITERS = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "masked_fill_"))
 
 
@@ -77,8 +75,7 @@ _WRITERS = frozenset(f"aten::{name}" for name in ("copy_", "fill_", "zero_", "ma
 def deferred_init(
     *, directory: str | os.PathLike[str] | None = None, min_bytes: int = MIN_BYTES, values: bool = True
 ) -> Iterator[None]:
-    """Inside, CPU tensors of at least `min_bytes` are made in files of `directory`; values are those of one
-    device.
+    """Inside, CPU tensors of at least `min_bytes` are made in files of `directory`, with the values of one device.
 
     `directory` is by default MESHWRIGHT_INIT_DIR, else the temporary directory, /var/tmp or the current one,
     whichever has the most room; it is never a file system in memory. A file is freed with its tensor and never has a
@@ -112,8 +109,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
-    """A copy of the `box` (or region) of `tensor` in ordinary memory, without holes, the dims in the same memory order,
-    detached.
+    """A detached, dense copy of the `box` (or region) of `tensor` in ordinary memory, with the same memory order of dims.
 
     Works for any tensor. The rest of a deferred tensor is never read into ordinary memory.
     """
@@ -124,10 +120,9 @@ def local_values(tensor: torch.Tensor, box: Place) -> torch.Tensor:
 
 
 class _MappedInit(TorchDispatchMode):
-    """Sees every op below autograd and moves large results into files: made there where possible, else copied
-    there.
+    """Sees every op below autograd and puts large results into files: computed there where possible, else copied.
 
-    hollow: where floating-point values go that nobody wants; None where all are wanted.
+    hollow: the files of floating-point values that are never read; None if all values are needed.
     """
 
     def __init__(
@@ -158,25 +153,15 @@ class _MappedInit(TorchDispatchMode):
         if result is not None:
             return result
         result = func(*args, **kwargs)
-        known = set() if op_name(func) == "aten::lift_fresh" else {_storage(tensor) for tensor in inputs}
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, known), result)
+        shared = set() if op_name(func) == "aten::lift_fresh" else {_storage(tensor) for tensor in inputs}
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._moved(tensor, shared), result)
 
     def _made_in_file(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> torch.Tensor | None:
-        """The result of `func`, computed straight into a file; None if it is small or `func` is not one to do
-        so.
-        """
+        """The result of `func`, computed directly in a file; None if it is small or `func` cannot do so."""
         name = op_name(func)
-        pointwise = torch.Tag.pointwise in func.tags
-        if not (name in _EMPTY or name in _FILLED or name in _WITH_OUT or pointwise):
-            return None
-        if not op_returns_fresh_tensor(func):
-            return None
-        if pointwise and not any(self._is_large(tensor) for tensor in inputs):
-            return None
-        device = kwargs.get("device")
-        if (device is not None and torch.device(device).type != "cpu") or kwargs.get("pin_memory"):
+        if not self._may_compute_in_file(func, kwargs, inputs):
             return None
         sketch = _sketch(func, args, kwargs)
         if sketch is None or not self._is_large(sketch):
@@ -196,11 +181,23 @@ class _MappedInit(TorchDispatchMode):
         target = next(reversed(accepted))
         return out(*args, **named, **{target: self._new(sketch)})
 
-    def _moved(self, tensor: torch.Tensor, known: set[int]) -> torch.Tensor:
+    def _may_compute_in_file(self, func: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> bool:
+        name = op_name(func)
+        pointwise = torch.Tag.pointwise in func.tags
+        if not (name in _EMPTY or name in _FILLED or name in _WITH_OUT or pointwise):
+            return False
+        if not op_returns_fresh_tensor(func) or kwargs.get("pin_memory"):
+            return False
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            return False
+        return not pointwise or any(self._is_large(tensor) for tensor in inputs)
+
+    def _moved(self, tensor: torch.Tensor, shared: set[int]) -> torch.Tensor:
         """`tensor`, or its copy in a file if it is large, new and in ordinary memory."""
         if not _is_plain(tensor) or tensor.device.type != "cpu" or not self._is_large(tensor):
             return tensor
-        if _storage(tensor) in known or is_mapped(tensor) or tensor.is_conj() or tensor.is_neg():
+        if _storage(tensor) in shared or is_mapped(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         if tensor.untyped_storage().nbytes() < math.prod(tensor.shape) * tensor.dtype.itemsize:
             return tensor  # a small one, expanded
@@ -223,7 +220,7 @@ class _MappedInit(TorchDispatchMode):
 
 
 def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call does nothing but change values that nobody wants."""
+    """Whether a call only changes values that are never read."""
     tags = func.tags
     writes = (
         torch.Tag.pointwise in tags or torch.Tag.nondeterministic_seeded in tags or op_name(func) in _WRITERS
@@ -233,7 +230,7 @@ def _only_writes(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """An ordinary dense tensor; subclasses (fake, distributed, quantised ones) keep their own ways."""
+    """Whether it is an ordinary dense tensor, not a fake, distributed or quantised one."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
     return plain and tensor.layout == torch.strided and not tensor.is_quantized
 
@@ -243,9 +240,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The result on the meta device: its shape, strides and dtype; None if torch cannot say or it is on a
-    device.
-    """
+    """The result on the meta device: its shape, strides and dtype; None if torch cannot tell, or if it is not on the CPU."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
@@ -258,10 +253,8 @@ def _sketch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
         meta_kwargs = {**meta_kwargs, "generator": None}
     try:
         result = func(*meta_args, **meta_kwargs)
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # no meta kernel, or a user's error that the real call shall report
+    # no meta kernel, or a user's error, which the real call will raise
+    except (NotImplementedError, RuntimeError):
         return None
     return result
 

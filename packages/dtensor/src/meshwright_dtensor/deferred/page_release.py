@@ -1,7 +1,7 @@
-"""Keeps pages of mapped files out of a process: what was written stays in the file, and in the kernel's cache while there is room.
+"""Unmaps the pages of mapped files: the data stays in the file, and in the kernel's page cache while there is room.
 
-The kernel maps each page that is touched and never unmaps it by itself, so that a process which fills files of any size would
-look as large as they are (RssFile of proc(5)).
+The kernel maps each page that is touched and does not unmap it by itself, so the resident size of a process that fills
+files grows with them (RssFile of proc(5)).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from meshwright_dtensor._torch.core import weak_storage
 
 CEILING = 256 << 20
-"""Bytes of mapped files that a process holds at most, beyond those that it had, but for what it fills between two looks."""
+"""Bytes of mapped files that a process keeps, beyond those at the start; it may exceed them for one interval."""
 
 INTERVAL = 0.01
-"""Seconds between two looks: so much is written meanwhile that the ceiling may be passed by."""
+"""Seconds between two checks; the ceiling may be exceeded by the bytes written meanwhile."""
 
-_DONTNEED = 4  # of a shared mapping: pages are unmapped, and lose nothing
+_DONTNEED = 4  # on a shared mapping: pages are unmapped, and no data is lost
 
 
 def release(storage: torch.UntypedStorage) -> None:
@@ -39,7 +39,7 @@ def _advise(address: int, nbytes: int) -> None:
 
 
 class Resident:
-    """Watches how much of its storages is mapped, and unmaps it where that is too much."""
+    """Keeps the mapped bytes of its storages below a ceiling."""
 
     def __init__(self, ceiling: int = CEILING) -> None:
         self._ceiling = ceiling
@@ -49,14 +49,14 @@ class Resident:
         self._base = mapped_bytes()
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Watch this one too; it lives no longer for it."""
+        """Add a storage; it is not kept alive."""
         with self._lock:
             self._storages.append(weak_storage(storage))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, about the ceiling is mapped at most (see INTERVAL), and afterwards nothing."""
-        # one call may fill more than memory has, so that another thread has to look while it runs
+        # a thread, because a single call may fill more than fits into memory
         thread = threading.Thread(target=self._watch, daemon=True, name="meshwright-resident")
         thread.start()
         try:
@@ -85,7 +85,7 @@ class Resident:
 
 
 def mapped_bytes() -> int:
-    """Bytes of files that are mapped into this process and present: RssFile and RssShmem; 0 where the system does not say."""
+    """Resident bytes of mapped files of this process (RssFile and RssShmem); 0 if the system does not say."""
     with suppress(OSError, IndexError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
     return 0
