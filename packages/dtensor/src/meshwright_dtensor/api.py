@@ -28,7 +28,7 @@ Placements = Sequence[Placement | State] | Mapping[str, Placement | State]
 def distribute(
     tensor: Tensor, mesh: DeviceMesh | Placements | None = None, placements: Placements | None = None
 ) -> GlobalTensor:
-    """Lay a global value over a mesh: ``distribute(x, mesh, [Shard(0)])``, ``distribute(x, {"tp": Shard(0)})``.
+    """Distribute a global value: ``distribute(x, mesh, [Shard(0)])``, ``distribute(x, {"tp": Shard(0)})``.
 
     Args:
         tensor: the global value, the same on every rank.
@@ -44,8 +44,8 @@ def distribute(
         UsageError: no placements, no mesh where it takes one, or no such axis.
         UnsupportedError: a dim that is too short to be sharded, or is not there.
     """
-    known = tensor.global_layout.context.mesh if isinstance(tensor, GlobalTensor) else None
-    mesh, placements = resolve_mesh(mesh, placements, known)
+    current = tensor.global_layout.context.mesh if isinstance(tensor, GlobalTensor) else None
+    mesh, placements = resolve_mesh(mesh, placements, current)
     if isinstance(tensor, GlobalTensor):
         return tensor.redistribute(placements)
     context = MeshContext.of(mesh)
@@ -96,13 +96,13 @@ def as_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = Tr
 
 
 def resolve_mesh(
-    mesh: DeviceMesh | Placements | None, placements: Placements | None, known: DeviceMesh | None = None
+    mesh: DeviceMesh | Placements | None, placements: Placements | None, current: DeviceMesh | None = None
 ) -> tuple[DeviceMesh, Sequence[Placement | State]]:
-    """Mesh and placements of a call that may leave the mesh out and give the placements in its place.
+    """Mesh and placements of a call, in which the mesh may be left out and the placements come second.
 
     Args:
-        mesh, placements: as they were given.
-        known: the mesh that the tensor lies over already.
+        mesh, placements: as the caller gave them.
+        current: the mesh of the tensor, if it has one.
 
     Raises:
         UsageError: no placements, no mesh where it takes one, or no such axis.
@@ -111,15 +111,15 @@ def resolve_mesh(
         mesh, placements = None, mesh
     if placements is None or not (mesh is None or isinstance(mesh, DeviceMesh)):
         raise UsageError("no placements; give one per mesh axis: distribute(tensor, mesh, [Shard(0)])")
-    over = mesh or known or _around(placements)
-    return over, _by_axis(placements, over)
+    chosen = mesh or current or _default_mesh(placements)
+    return chosen, _by_axis(placements, chosen)
 
 
-def _around(placements: Placements) -> DeviceMesh:
-    """The mesh of the surrounding `with mesh:`; outside of one, all ranks as one axis, for one placement.
+def _default_mesh(placements: Placements) -> DeviceMesh:
+    """The mesh of the surrounding `with mesh:`; outside of one, for one placement, all ranks as one axis.
 
     Raises:
-        UsageError: there is no mesh around, and more than one axis is meant.
+        UsageError: there is no surrounding mesh, and several placements.
     """
     entered = entered_mesh()
     if entered is not None:
@@ -144,8 +144,8 @@ def _by_axis(placements: Placements, mesh: DeviceMesh) -> Sequence[Placement | S
     names = mesh.mesh_dim_names or ()
     for axis in placements:
         if axis not in names:
-            known = ", ".join(names) or "none that have names"
+            listed = ", ".join(names) or "none that have names"
             raise UsageError(
-                f"placement of mesh axis {axis!r}; the axes of the mesh are {known}; use one of them"
+                f"placement of mesh axis {axis!r}; the axes of the mesh are {listed}; use one of them"
             )
     return [placements.get(axis, "I") for axis in names]

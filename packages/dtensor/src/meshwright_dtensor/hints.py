@@ -1,9 +1,9 @@
-"""Hints: a user says where a parameter or an activation should lie, and everything else is arranged around it.
+"""Sharding hints: a user fixes the placement of a parameter or activation, and the planner keeps it.
 
     mw.mark_sharding(model.layers[0].up.weight, {"tp": Shard(0)})      # before planning: the planner keeps to it
-    x = mw.mark_sharding(x, {"tp": Shard(1)})                          # in a forward: the value is brought there
+    x = mw.mark_sharding(x, {"tp": Shard(1)})                          # in a forward: the value is redistributed
 
-On one device, and on mesh axes that the mesh does not have, a mark does nothing.
+A mark has no effect on one device, nor on axes that the mesh does not have.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _WATCHER: ContextVar[Callable[[dict[str, State]], None] | None] = ContextVar("_W
 
 
 def mark_sharding(tensor: torch.Tensor, placements: Mapping[str, Placement | State]) -> torch.Tensor:
-    """Say how a tensor should lie on some mesh axes.
+    """Fix the placement of a tensor on some mesh axes.
 
     Args:
         tensor: a parameter before planning, or an activation inside a forward.
-        placements: mesh axis -> Shard(dim), Replicate(), a dim or "I". Axes left out are left to the planner.
+        placements: mesh axis -> Shard(dim), Replicate(), a dim or "I". The planner decides on all other axes.
 
     Returns:
-        A parameter itself; of an activation the same value, redistributed where it is a global tensor.
+        The parameter itself; for an activation the same value, redistributed if it is a global tensor.
 
     Raises:
-        UsageError: the placement is none of these, or the parameter lies over a mesh already.
+        UsageError: the placement is none of these, or the parameter is on a mesh already.
         UnsupportedError: the tensor has no such dim, or an activation's dim is too short to be sharded over the axis.
     """
     wanted = {axis: _state(tensor, axis, placement) for axis, placement in placements.items()}
     if isinstance(tensor, DTensor):
         raise UsageError(
-            "mark_sharding of a parameter that lies over a mesh already; mark it before plan() and parallelize(), or write "
+            "mark_sharding of a parameter that is on a device mesh already; mark it before plan() and parallelize(), or write "
             "the placement into plan.parameters"
         )
     if isinstance(tensor, nn.Parameter):
@@ -74,17 +74,17 @@ def observe_marks(seen: Callable[[dict[str, State]], None]) -> Iterator[None]:
 
 
 def marks_of(parameter: torch.Tensor) -> dict[str, State]:
-    """mesh axis -> state that a user has marked a parameter with."""
-    found: dict[str, State] = vars(parameter).get(_ATTRIBUTE, {})
-    return found
+    """Mesh axis -> state, from the marks on a parameter."""
+    marks: dict[str, State] = vars(parameter).get(_ATTRIBUTE, {})
+    return marks
 
 
 def _state(tensor: torch.Tensor, axis: str, placement: Any) -> State:
-    known = isinstance(placement, Placement) or (
+    is_placement = isinstance(placement, Placement) or (
         isinstance(placement, int) and not isinstance(placement, bool)
     )
     state: State = "P"
-    if known or placement == "I":
+    if is_placement or placement == "I":
         state = states_of([placement], tensor.dim(), 1)[0]
     if state not in ("I",) and not isinstance(state, int):
         raise UsageError(

@@ -1,8 +1,8 @@
 """Mesh parameters: stock DTensors that take part in global tensor computations.
 
 The class of an ordinary ``nn.Parameter`` over a DTensor is swapped for :class:`MeshParameter`; optimizers and tools see
-a DTensor with a DTensor gradient, while torch functions that meet an activation run through the core.  Autograd's leaf
-is the local tensor inside, so gradients are accumulated in C++; ``parameter.grad`` shows that gradient as a DTensor.
+a DTensor with a DTensor gradient, and torch functions with an activation run through the dispatcher.  Autograd's leaf
+is the local tensor inside, so gradients are accumulated in C++; ``parameter.grad`` is that gradient as a DTensor.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Tensor = torch.Tensor
 
 
 class MeshParameter(DTensor):
-    """A parameter over a mesh: a DTensor with one state per mesh axis.
+    """A parameter on a mesh: a DTensor with one state per mesh axis.
 
-    State ``X`` on an axis says that gradients stay partial sums there until an engine (data parallel) reduces them.
+    With state ``X`` on an axis, gradients stay partial sums there until an engine (data parallel) reduces them.
     """
 
     _layout: Layout
     _key: tuple[str, Layout]
-    _order: States | None  # the states, where it lies in runs
+    _order: States | None  # the states, if one is an interval shard
     _copy: ComputeCopy | None = None
     _shown_gradient: DTensor | None = None
 
@@ -68,13 +68,13 @@ class MeshParameter(DTensor):
 
     @property
     def compute_layout(self) -> Layout:
-        """How the value that computations take lies over the mesh: that of the compute copy, if there is one."""
+        """The layout of the value that computations take: of the compute copy, if there is one."""
         return self._layout if self._copy is None else self._copy.layout
 
     def compute_with(self, copy: ComputeCopy | None) -> None:
-        """Let computations take `copy` instead of the stored part (None: the stored part again)."""
+        """Let computations take `copy` instead of the stored value (None: the stored value again)."""
         self._copy = copy
-        self._key = ("parameter", self.compute_layout)  # stands for it in the keys of programs
+        self._key = ("parameter", self.compute_layout)  # its part in the keys of programs
 
     @property
     def grad(self) -> DTensor | None:  # type: ignore[override]
@@ -100,7 +100,7 @@ class MeshParameter(DTensor):
             value = value.current() if isinstance(value, MeshView) else value
             if value.placements != self.placements:
                 raise UnsupportedError(
-                    f"a gradient with placements {value.placements} does not go with a parameter with {self.placements}; "
+                    f"a gradient with placements {value.placements} does not fit a parameter with {self.placements}; "
                     "redistribute it first"
                 )
             same = permuted_layout(value) is permuted_layout(self)
@@ -114,7 +114,7 @@ class MeshParameter(DTensor):
         self.grad = None
 
     def requires_grad_(self, requires_grad: bool = True) -> MeshParameter:
-        """Switch the gradient on or off, for the leaf inside too."""
+        """Switch the gradient on or off, also for the leaf inside."""
         self.requires_grad = requires_grad
         return self
 
@@ -141,7 +141,7 @@ class MeshParameter(DTensor):
             )
 
     def copy_(self, other: Any, non_blocking: bool = False) -> MeshParameter:
-        """Overwrite the value; a plain tensor is the global value (as in ``load_state_dict`` of a one-device checkpoint)."""
+        """Overwrite the value; a plain tensor is the global value, as in ``load_state_dict`` of a one-device checkpoint."""
         if isinstance(other, Tensor) and not isinstance(other, DTensor):
             if hasattr(other, "full_tensor"):  # a global tensor
                 other = other.full_tensor()
@@ -158,9 +158,9 @@ class MeshParameter(DTensor):
         return self
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part, connected to autograd; a gradient for it is the gradient of the part.
+        """This rank's part, recorded by autograd; its gradient is the gradient of the part.
 
-        Where a dim is sharded in runs the part is in the order of the runs (``global_layout.region`` names them).
+        With an interval shard the part is in the order of its intervals (``global_layout.region``).
         """
         if grad_placements is not None:
             raise UnsupportedError(
@@ -188,7 +188,7 @@ class MeshParameter(DTensor):
         return whole.view_as(whole) if whole.dtype == self._layout.dtype else whole.to(self._layout.dtype)
 
     def _whole_stored(self) -> Tensor:
-        """The whole value as it is stored, in its own precision."""
+        """The whole stored value, in the stored precision."""
         layout, local = self._layout, dtensor_local(self).detach()
         conversion = conversion_between(
             layout.context, layout.states, layout.context.replicated, layout.shape
@@ -197,21 +197,21 @@ class MeshParameter(DTensor):
 
     @property
     def global_layout(self) -> Layout:
-        """How the parameter lies over the mesh; ``placements`` calls runs a plain shard, of the permuted tensor."""
+        """The layout of the parameter; in ``placements``, an interval shard is a plain shard of the permuted tensor."""
         return self._layout
 
     def redistribute(  # type: ignore[override]
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """As stock DTensor does; a parameter in runs comes out in true order, without autograd."""
+        """As stock DTensor does; a parameter with an interval shard gives true order, without autograd."""
         if is_permuted(self._layout.states):
             return redistributed(self, self._layout, placements, device_mesh, options)
         source: DTensor = self
-        if not torch.is_grad_enabled():  # the leaf inside has a gradient, of which torch would warn
+        if not torch.is_grad_enabled():  # torch would warn about the gradient of the leaf inside
             source = dtensor_from(dtensor_local(self).detach(), dtensor_spec(self))
         with stock_call(), quiet_exchanges():
-            found = DTensor.redistribute(source, device_mesh, placements, **options)
-        return found if options.get("async_op") else settled(found)
+            result = DTensor.redistribute(source, device_mesh, placements, **options)
+        return result if options.get("async_op") else settled(result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with stock_call():
@@ -234,14 +234,14 @@ def new_mesh_parameter(dtensor: DTensor, states: States, requires_grad: bool = T
     expected = tuple(stored_placement(s) for s in states)
     if tuple(dtensor.placements) != expected or "P" in states:
         raise UnsupportedError(
-            f"parameter placements {tuple(dtensor.placements)} do not go with states {states}; they should be {expected}"
+            f"parameter placements {tuple(dtensor.placements)} do not fit states {states}; they should be {expected}"
         )
     leaf = dtensor_local(dtensor).detach().requires_grad_(requires_grad)
     parameter: Any = nn.Parameter(dtensor_from(leaf.detach(), dtensor_spec(dtensor)), requires_grad)
     if requires_grad:
-        # before the class is swapped: autograd's own hook on the wrapper, which no gradient should ever reach
+        # before the class is swapped: a hook on the wrapper itself, which no gradient may reach
         parameter.register_hook(_refuse_gradient)
-    # nn.Parameter went through a cached op of torch, which may have put an equal mesh of an earlier run in its place
+    # nn.Parameter calls a cached op of torch, which may return an equal mesh of an earlier run
     set_dtensor_parts(parameter, leaf, dtensor_spec(dtensor))
     parameter.__class__ = MeshParameter
     parameter._layout = layout_of(context, states, dtensor.shape, dtensor.dtype)
@@ -258,7 +258,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
-    """The DTensor whose part on this rank is `local`, an optimizer state of the shape of the parameter's own part."""
+    """An optimizer state as a DTensor with the layout of the parameter; `local` is this rank's part."""
     spec = dtensor_spec(parameter)
     if local.dtype != spec.tensor_meta.dtype:
         spec = with_dtype(spec, local.dtype)
@@ -268,7 +268,7 @@ def state_like(parameter: MeshParameter, local: Tensor) -> DTensor:
 def layout_of_dtensor(dtensor: DTensor) -> Layout:
     """The layout in which computations take a DTensor with Replicate, Shard and Partial(sum) placements.
 
-    For a mesh parameter that is the layout of its compute copy, if it has one.
+    For a mesh parameter with a compute copy, the layout of the copy.
     """
     if isinstance(dtensor, MeshParameter):
         return dtensor.compute_layout
@@ -281,7 +281,7 @@ def layout_of_dtensor(dtensor: DTensor) -> Layout:
 
 
 def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
-    """The local tensor of a parameter (or any DTensor) in ``states``, connected to autograd."""
+    """The local tensor of a parameter (or any DTensor) in ``states``, recorded by autograd."""
     layout = layout_of_dtensor(p)
     if isinstance(p, MeshParameter):
         local = dtensor_local(p) if p._copy is None else p._copy.take()

@@ -1,4 +1,4 @@
-"""The communication log: every collective that a parallel model performs, with where and why.
+"""The communication log: every collective of a parallel model, with the module and the reason.
 
 ``with communication() as log: ...`` collects :class:`CommEvent` from conversions, composites and engines.
 """
@@ -34,7 +34,7 @@ class CommEvent:
         axis: mesh axis name.
         nbytes: bytes of the full tensor on that axis (the local input of a reduction, the local output of a gather).
         phase: ``forward`` or ``backward``.
-        module: fully qualified name of the module whose forward asked for it, where known.
+        module: fully qualified name of the module whose forward needed it, where known.
         function: torch function or engine that needed it.
         why: the states converted, such as ``"P->I"``.
     """
@@ -51,7 +51,7 @@ class CommEvent:
 class CommLog:
     """Events in the order they were performed on this rank."""
 
-    # a backward pass runs on threads of its own, so this cannot be a context variable
+    # not a context variable: a backward pass runs on other threads
     _active: ClassVar[tuple[CommLog, ...]] = ()
 
     def __init__(self) -> None:
@@ -110,6 +110,6 @@ def record(
     function: str = "",
     why: str = "",
 ) -> None:
-    """Report a collective to the open logs; free when there is none."""
+    """Report a collective to the open logs."""
     if CommLog._active:
         CommLog.emit(CommEvent(kind, axis, nbytes, phase, module, function, why))

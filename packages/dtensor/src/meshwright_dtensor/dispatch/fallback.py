@@ -1,7 +1,4 @@
-"""Tier 3 and the ways round: run on whole values, always right, and say so.
-
-Also here: ``out=``, ``autograd.Function`` and checkpointing with global tensors.
-"""
+"""Tier 3: runs a call replicated, on gathered values. Also ``out=``, ``autograd.Function`` and checkpointing."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ Tensor = torch.Tensor
 
 
 def whole(x: Any, site: Site = NOWHERE) -> Any:
-    """The whole value of a global tensor or mesh parameter, connected to autograd; anything else as it is."""
+    """The gathered value of a global tensor or mesh parameter, recorded by autograd; anything else as it is."""
     if isinstance(x, GlobalTensor):
         if isinstance(x, DetachedView):
             x.check_fresh()
@@ -42,16 +39,16 @@ def whole(x: Any, site: Site = NOWHERE) -> Any:
 
 
 def label(context: MeshContext, tree: Any) -> Any:
-    """``tree`` with every plain tensor labelled as a global tensor that every rank holds whole."""
+    """``tree`` with every plain tensor labelled as a replicated global tensor."""
 
-    def one(x: Any) -> Any:
+    def labelled(x: Any) -> Any:
         if isinstance(x, Tensor) and not isinstance(x, (GlobalTensor, DTensor)):
             return wrap(x, layout_of(context, context.replicated, x.shape, x.dtype))
         return x
 
     if isinstance(tree, tuple) and hasattr(tree, "n_fields"):  # structseq: a pytree leaf
-        return type(tree)([one(x) for x in tree])
-    return pytree.tree_map(one, tree)
+        return type(tree)([labelled(x) for x in tree])
+    return pytree.tree_map(labelled, tree)
 
 
 class Replicated:
@@ -63,7 +60,7 @@ class Replicated:
         self.context, self.func, self.in_place = context, func, in_place
 
     def run(self, args: Any, kwargs: Any, site: Site) -> Any:
-        """Run on whole values; a write goes back into the shards it belongs to."""
+        """Run on gathered values; a write is copied back into this rank's part."""
         if self.in_place:
             return self._write(args, kwargs, site)
         full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
@@ -82,7 +79,7 @@ class Replicated:
         if not isinstance(target, GlobalTensor):
             if isinstance(target, DTensor):
                 raise UnsupportedError(
-                    f"{function_name(self.func)} on a parameter over a mesh has no local form; change it on one device "
+                    f"{function_name(self.func)} on a mesh parameter has no local form; change it on one device "
                     "before parallelize, or write through parameter.data with a DTensor"
                 )
             return self.func(target, *rest, **full_kwargs)
@@ -105,7 +102,7 @@ class Replicated:
 
 
 def run_on_full(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run on whole plain values and return them plain: inside a functorch transform a label would be lost.
+    """Run on gathered plain values and return plain results: a functorch transform would lose the labels.
 
     Raises:
         UnsupportedError: a sharded tensor that needs a gradient would have to be gathered inside the transform.
@@ -153,10 +150,10 @@ def run_with_out(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], ru
 
 
 def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A user's ``autograd.Function``: its forward and backward are given whole plain values on every rank.
+    """A user's ``autograd.Function``: its forward and backward get gathered plain values on every rank.
 
-    Parameters that they reach in other ways (a reversible layer runs its modules inside) make global tensors of what
-    they compute; those leave as whole values, too.
+    If they use parameters in other ways (a reversible layer runs its modules inside), their results are global tensors and
+    are gathered too.
     """
     if cls is CheckpointFunction:
         function, preserve, *rest = args
@@ -169,15 +166,15 @@ def run_function(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     context = first._layout.context if isinstance(first, GlobalTensor) else layout_of_dtensor(first).context
     site = current_site(getattr(cls, "__name__", "Function"))
     full_args, full_kwargs = pytree.tree_map(lambda x: whole(x, site), (args, kwargs))
-    # a Function may save its input by identity or write to it: never hand it storage that others hold
+    # a Function may save its input by identity or write to it, so it gets no tensor that is used elsewhere
     aliased = {id(whole(t)) for t in tensors if isinstance(t, GlobalTensor)}
     full_args = tuple(x.view_as(x) if isinstance(x, Tensor) and id(x) in aliased else x for x in full_args)
-    return label(context, _leaving_whole(cls).apply(*full_args, **full_kwargs))
+    return label(context, _with_plain_results(cls).apply(*full_args, **full_kwargs))
 
 
 @cache
-def _leaving_whole(cls: Any) -> Any:
-    """A subclass whose forward and backward return plain whole values: autograd cannot see into global tensors."""
+def _with_plain_results(cls: Any) -> Any:
+    """A subclass whose forward and backward return plain gathered values: autograd does not know global tensors."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return pytree.tree_map(whole, cls.forward(*args, **kwargs))
@@ -185,7 +182,7 @@ def _leaving_whole(cls: Any) -> Any:
     def backward(ctx: Any, *gradients: Any) -> Any:
         return pytree.tree_map(whole, cls.backward(ctx, *gradients))
 
-    own = {"forward": staticmethod(forward)}
+    methods = {"forward": staticmethod(forward)}
     if cls.backward is not torch.autograd.Function.backward:  # else it has vjp
-        own["backward"] = staticmethod(backward)
-    return type(cls.__name__, (cls,), own)
+        methods["backward"] = staticmethod(backward)
+    return type(cls.__name__, (cls,), methods)

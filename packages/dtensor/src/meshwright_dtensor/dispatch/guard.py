@@ -1,10 +1,10 @@
-"""What goes past ``__torch_function__``, and how each of it is caught.
+"""Catches ``autograd.Function.apply``, which bypasses ``__torch_function__``.
 
-A global tensor carries the Python dispatch key, so whatever reaches the dispatcher with it (functorch, C++ extensions,
-scripted functions, torch.compile) raises instead of reading a wrong value.  One thing never reaches the
-dispatcher: ``autograd.Function.apply`` hands its arguments straight to ``forward`` and builds its own graph.  Its code
-is therefore replaced, once, when the first global tensor is made; not the attribute but the code, because models keep
-``apply = MyFunction.apply`` from import time.  Calls without global tensors take the original path.
+A global tensor carries the Python dispatch key, so functorch, C++ extensions, scripted functions and torch.compile raise
+when they reach torch's dispatcher with it.  ``autograd.Function.apply`` never reaches it: it passes its arguments to
+``forward`` and builds its own graph.  Its code is therefore replaced once, when the first global tensor or mesh parameter
+is made; not the attribute, because models keep ``apply = MyFunction.apply`` from import time.  Calls without global
+tensors run the original code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def install_guard(run: Runner, is_global: Callable[[Any, Any], bool]) -> None:
 
     Args:
         run: called with (Function class, args, kwargs).
-        is_global: called with (Function class, argument); tells the arguments that the class must not see as they are.
+        is_global: called with (Function class, argument); whether the class must not get this argument as it is.
     """
     function = torch.autograd.Function.__dict__["apply"].__func__
     if hasattr(function, _ROUTE):
@@ -45,7 +45,7 @@ def install_guard(run: Runner, is_global: Callable[[Any, Any], bool]) -> None:
 
 
 class _Host:
-    """Lends its method's code; ``__class__`` in it is the class of the function that receives the code."""
+    """Donor of the code of ``apply``; ``__class__`` in it is the class of the function that receives the code."""
 
     def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]
         return __class__.__dict__["apply"].__func__._meshwright_route(cls, args, kwargs)  # type: ignore[name-defined]

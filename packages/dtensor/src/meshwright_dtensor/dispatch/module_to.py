@@ -1,4 +1,4 @@
-"""`module.to(dtype)` inside a forward: some models cast a router to the dtype it has already, in every call."""
+"""Allows `module.to(dtype)` without effect inside a forward: some models cast a router to its own dtype in every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright_dtensor.parameter import MeshParameter
 
 @dataclass
 class KeptApply:
-    """In place of a module's `_apply`, which cannot swap mesh or fake parameters: what changes nothing is let through."""
+    """Replaces a module's `_apply`, which cannot swap mesh or fake parameters: conversions without effect pass."""
 
     module: nn.Module
 
@@ -38,7 +38,7 @@ class KeptApply:
 
 
 def install_module_to(model: nn.Module) -> None:
-    """Let modules that hold mesh parameters be converted to what they are already; idempotent."""
+    """Let modules with mesh parameters be converted to their own dtype and device; idempotent."""
     for module in model.modules():
         if any(isinstance(p, MeshParameter) for p in module._parameters.values()):
             kept: Any = module

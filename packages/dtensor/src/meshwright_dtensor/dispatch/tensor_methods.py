@@ -1,4 +1,4 @@
-"""Torch functions that are about the tensor object itself rather than about a computation."""
+"""Tensor methods and attributes that are no computation: ``.grad``, ``.data``, ``backward()``, hooks, strides, storage."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 def _gradient_of(t: DTensor, g: Tensor) -> DTensor:
-    """What autograd captured at the leaf of a DTensor, as a DTensor like it."""
+    """The gradient at the leaf of a DTensor, as a DTensor with the same spec."""
     copy = getattr(t, "_copy", None)
     if copy is not None:
         g = copy.stored_gradient(g)
@@ -80,7 +80,7 @@ def _gradient_of(t: DTensor, g: Tensor) -> DTensor:
 
 
 def _gradient_states(x: GlobalTensor) -> tuple[Any, ...]:
-    """The dual states: the gradient of a gradient has to come back as the value lies."""
+    """The dual states, so that the gradient of a gradient has the states of the value."""
     return tuple({"X": "P", "P": "X"}.get(s, s) if isinstance(s, str) else s for s in x._layout.states)
 
 
@@ -150,14 +150,14 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
                 seed, layout_of(out._layout.context, out._layout.context.replicated, seed.shape, seed.dtype)
             )
         local_seeds.append(None if seed is None else local_in(seed, states))
-    found = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
+    gradients = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
     return tuple(
         wrap(g, layout_of(t._layout.context, _gradient_states(t), t._layout.shape, g.dtype))
         if isinstance(t, GlobalTensor) and g is not None
         else _gradient_of(t, g)
         if isinstance(t, DTensor) and g is not None
         else g
-        for t, g in zip(inputs, found, strict=True)
+        for t, g in zip(inputs, gradients, strict=True)
     )
 
 
@@ -199,14 +199,14 @@ def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _cut_off(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """The global tensor of ``local``, which is that of ``x`` without its history."""
-    if is_of_copy(x._local):  # torch forgets of what this is a view
+    """The global tensor of ``local``, the local tensor of ``x`` without its autograd history."""
+    if is_of_copy(x._local):  # a detached tensor has no _base
         mark_as_copy(local)
     return detached(local, x._layout, x) if isinstance(x, DetachedView) else wrap(local, x._layout)
 
 
-class _Forgetful(dict[Any, Any]):
-    """A memory that keeps nothing."""
+class _EmptyMemo(dict[Any, Any]):
+    """A memo that keeps nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -215,8 +215,8 @@ class _Forgetful(dict[Any, Any]):
 def _data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     other = _cut_off(x, x._local.data)
-    # one memory, two version counters: what either has gathered could go stale unseen, so neither keeps it
-    x._memo, other._memo = _Forgetful(), _Forgetful()
+    # they share memory but not a version counter, so neither may keep converted values
+    x._memo, other._memo = _EmptyMemo(), _EmptyMemo()
     return other
 
 
@@ -249,7 +249,7 @@ def _conjugate_transposed(func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 def _reshape_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.t_()`` and its like: the same object, from now on what ``x.t()`` is."""
+    """``x.t_()`` and the like: the same object becomes ``x.t()``."""
     x = args[0]
     if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
         raise RuntimeError(
@@ -262,7 +262,7 @@ def _reshape_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return x
 
 
-# attributes that compute: their function form has a local program, the getter on the local tensor would show a part
+# attributes that compute: the function has a local program; the getter on the local tensor would return one rank's part
 _GETTERS: dict[Any, tuple[Handler, Handler | None]] = {
     torch.Tensor.grad: (_gradient, _set_gradient),
     torch.Tensor._grad: (_gradient, _set_gradient),
@@ -301,7 +301,7 @@ HANDLERS = MappingProxyType(_handlers())
 
 
 def by_name(func: Callable[..., Any], name: str) -> Handler | None:
-    """The handler of a function that is known by its name only."""
+    """The handler for a function name, None if it has none."""
     if name in _STORAGE:
         return _storage
     if writes_lists(name):

@@ -1,7 +1,8 @@
-"""Compute copies: what a mesh parameter is computed with, where that is not its stored part.
+"""Compute copies: the value that computations take of a mesh parameter, if it is not the stored value.
 
 A parameter may be stored in shards (ZeRO) or in another precision (fp32 master weights) than it is computed with. Its
-compute copy is a plain leaf tensor with a layout of its own; an engine fills it, and takes the gradients that arrive at it.
+compute copy (the unsharded parameter of FSDP2) is a plain leaf tensor with its own layout; an engine fills it and takes its
+gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class ComputeCopy(ABC):
     """The compute copy of one mesh parameter.
 
     Attributes:
-        layout: how the copy lies over the mesh, and its dtype.
-        touched: how often the parameter was written to by functions that torch's version counters do not see.
+        layout: of the copy, with its dtype.
+        touched: number of writes to the parameter that torch's version counters do not count.
     """
 
     __slots__ = ("layout", "touched")
@@ -40,15 +41,15 @@ class ComputeCopy(ABC):
 
     @abstractmethod
     def take(self) -> torch.Tensor:
-        """The copy, up to date and connected to autograd; a collective call where it has to be gathered."""
+        """The copy, up to date and recorded by autograd; a collective call where it has to be gathered."""
 
     @abstractmethod
     def leaf(self) -> torch.Tensor:
-        """The tensor at which autograd accumulates, as it is."""
+        """The leaf at which autograd accumulates the gradient."""
 
     @abstractmethod
     def stored_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part, in the stored layout and dtype, of a complete gradient of the copy."""
+        """This rank's part of a complete gradient of the copy, in the stored layout and dtype."""
 
     @abstractmethod
     def follow(self, requires_grad: bool) -> None:
@@ -56,31 +57,31 @@ class ComputeCopy(ABC):
 
 
 def mark_as_copy(leaf: torch.Tensor) -> None:
-    """Note that `leaf` is the compute copy of a parameter: writes to views of it must not pass for writes to that."""
+    """Mark `leaf` as a compute copy: a write to a view of it is no write to the parameter."""
     leaf.__dict__[_IS_COPY] = True
 
 
 def is_of_copy(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is marked as a compute copy, or a view of one that is."""
+    """Whether the tensor is a marked compute copy or a view of one."""
     return _IS_COPY in (tensor if tensor._base is None else tensor._base).__dict__
 
 
 def refuse_write_to_copy(written: torch.Tensor) -> None:
-    """Raise if what is about to be written to is a view of a compute copy, which is gathered anew before it is used again.
+    """Refuse a write to a view of a compute copy, which is gathered again before its next use.
 
     Raises:
-        UnsupportedError: it is.
+        UnsupportedError: the tensor is such a view.
     """
     if is_of_copy(written):
         raise UnsupportedError(
             f"a write to a view, of shape {list(written.shape)}, of a parameter that is sharded by zero or computed in another "
-            "precision: the view was taken for autograd and shows what is computed with, so the write would not reach the "
+            "precision: the view was taken for autograd and is one of the compute copy, so the write would not reach the "
             "parameter; take the view under torch.no_grad(), or write to parameter.data"
         )
 
 
 def touch(values: object) -> None:
-    """Note a write to every parameter among the arguments of a function (lists are looked into)."""
+    """Count a write to every parameter among the arguments of a function, lists included."""
     if isinstance(values, (tuple, list)):
         for value in values:
             touch(value)
@@ -91,7 +92,7 @@ def touch(values: object) -> None:
 
 
 def computing(values: object) -> bool:
-    """Whether a parameter among the arguments has a compute copy and a forward runs, which takes the copy, dtype and all."""
+    """Whether a parameter among the arguments has a compute copy while a forward runs, which takes the copy."""
     if isinstance(values, (tuple, list)):
         return any(map(computing, values))
     copy = getattr(values, "_copy", None)

@@ -1,7 +1,7 @@
-"""Functions that write to lists of tensors (``torch._foreach_add_``), one tensor after the other.
+"""Functions that write to lists of tensors (``torch._foreach_add_``), run on one tensor after the other.
 
-They give nothing, so tracing sees no operation in them, and each tensor of a list may lie otherwise than the next: every
-write is left to the tensor's own method, which knows where it goes.
+They return nothing, so tracing records no operation, and the tensors of a list may have different layouts: each write is
+made by the in-place method of the tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 _PREFIX = "_foreach_"
 _METHODS = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}
-"""Those whose method has another name."""
+"""Functions whose method has another name."""
 
 
 def writes_lists(name: str) -> bool:
@@ -22,18 +22,18 @@ def writes_lists(name: str) -> bool:
 
 
 def one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """``func``, a function for which `writes_lists`, by the methods of the tensors."""
+    """Run ``func``, for which `writes_lists` is true, by the methods of the tensors."""
     name = func.__name__.removeprefix(_PREFIX)
     targets, *rest = args
     options = dict(kwargs)
-    if name in ("addcdiv_", "addcmul_"):  # their methods take the factor by name only
+    if name in ("addcdiv_", "addcmul_"):  # the methods take the factor as a keyword only
         factor = rest.pop() if len(rest) > 2 else options.pop("scalars", options.pop("value", 1))
         options["value"] = factor.tolist() if isinstance(factor, torch.Tensor) else factor
     for index, target in enumerate(targets):
-        own = {key: _of(value, index) for key, value in options.items()}
-        getattr(target, _METHODS.get(name, name))(*[_of(value, index) for value in rest], **own)
+        keywords = {key: _item(value, index) for key, value in options.items()}
+        getattr(target, _METHODS.get(name, name))(*[_item(value, index) for value in rest], **keywords)
 
 
-def _of(value: Any, index: int) -> Any:
-    """What a list holds for one tensor; anything else is for all."""
+def _item(value: Any, index: int) -> Any:
+    """The item of a list; any other value is the same for all tensors."""
     return value[index] if isinstance(value, (list, tuple)) else value

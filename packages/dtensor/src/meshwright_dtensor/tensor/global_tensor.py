@@ -1,9 +1,9 @@
-"""Global tensors: activations that speak globally and lie on this rank as a plain local tensor.
+"""Global tensors: activations with a global shape that are stored on this rank as a plain local tensor.
 
 A :class:`GlobalTensor` wraps a local tensor above autograd: each torch call on it looks up a local program by
-(function, layouts, static arguments), runs it on the locals and labels the outputs.  Autograd records plain local ops.
-The wrapper carries the Python dispatch key and a meta tensor's geometry, so code that goes past
-``__torch_function__`` raises instead of reading local values as if they were global.
+(function, layouts, static arguments), runs it on the local tensors and labels the outputs.  Autograd records plain local
+ops.  The wrapper carries the Python dispatch key and a meta tensor's geometry, so code that bypasses
+``__torch_function__`` raises instead of reading local values as global ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GlobalTensor(torch.Tensor):
     _layout: Layout
     _memo: dict[Any, tuple[int, bool, Tensor]] | None = None
 
-    # ---- what is asked on every line of a model must not go through the dispatcher
+    # ---- models read these on every line, so they bypass the dispatcher
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self._layout.shape
@@ -118,7 +118,7 @@ class GlobalTensor(torch.Tensor):
     # ---- layout
     @property
     def global_layout(self) -> Layout:
-        """How the value lies over the mesh."""
+        """The layout of the value."""
         return self._layout
 
     @property
@@ -154,7 +154,7 @@ class GlobalTensor(torch.Tensor):
         return f"GlobalTensor(local={self._local.detach()!r}, {self._layout!r})"
 
     def __format__(self, spec: str) -> str:
-        # models look modules up by f"expert_{index}"; a bare f"{loss}" on one rank only must not wait for the others
+        # models look modules up by f"expert_{index}"; f"{loss}" on one rank only must not wait for other ranks
         number = self._layout.ndim == 0 and (spec != "" or self._layout.replicated)
         return self.detach().item().__format__(spec) if number else repr(self)
 
@@ -196,16 +196,16 @@ class GlobalTensor(torch.Tensor):
 
 
 class DetachedView(GlobalTensor):
-    """A copy of what on one device is a view: the tensor it would alias had to be moved.
+    """A copy of a tensor that is a view on one device: its base had to be moved.
 
-    Reading it is right until its base is modified in place; writing to it in place would not reach the base.  Both raise.
+    A read after the base was modified in place, and every in-place write, raises: neither would reach the other tensor.
     """
 
     _base_tensor: Tensor
     _base_version: int
 
     def check_fresh(self) -> None:
-        """Refuse to be read once the base has changed."""
+        """Raise if the base was written to since the view was taken."""
         if version_of(self._base_tensor) != self._base_version:
             raise UnsupportedError(
                 f"this tensor ({self._layout!r}) is a view whose base was modified in place after the view was taken; on one "
@@ -237,7 +237,7 @@ def wrap(local: Tensor, layout: Layout, cls: type[GlobalTensor] = GlobalTensor) 
 
 
 def detached(local: Tensor, layout: Layout, base: Tensor) -> DetachedView:
-    """The view ``local`` of ``base``, or of what ``base`` is itself a detached view of."""
+    """The view ``local`` of ``base``, or of the base of ``base`` if that is a detached view."""
     view: Any = wrap(local, layout, DetachedView)
     if isinstance(base, DetachedView):
         origin = base._base_tensor
@@ -249,12 +249,12 @@ def detached(local: Tensor, layout: Layout, base: Tensor) -> DetachedView:
 
 
 def version_of(t: Tensor) -> int:
-    """How often ``t`` was written to; torch does not count that in inference mode, where writes go unseen."""
+    """The number of writes to ``t``; -1 in inference mode, where torch does not count them."""
     return -1 if t.is_inference() else t._version
 
 
 def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
-    """The local tensor of ``t`` in ``states``; gathered and reduced values and aliases are made once per tensor."""
+    """The local tensor of ``t`` in ``states``; gathered and reduced values and aliases are kept with the tensor."""
     layout = t._layout
     if states == layout.states:
         return t._local
@@ -272,7 +272,7 @@ def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
         if kept is not None and kept[0] == local._version and kept[1] == grad:
             return kept[2]
     result = conversion.apply(local, site)
-    # every layer cuts the same mask: one copy, which all of them keep for their backward passes
+    # every layer slices the same mask: all of them keep one copy for their backward passes
     if (conversion.keep or not local.is_floating_point()) and not local.is_inference():
         if memo is None:
             memo = t._memo = {}
@@ -281,7 +281,7 @@ def local_in(t: GlobalTensor, states: States, site: Site = NOWHERE) -> Tensor:
 
 
 def _through(t: GlobalTensor, states: States, site: Site) -> GlobalTensor:
-    """``t`` in other states as a tensor with memory of its own, kept with ``t`` as long as it is up to date."""
+    """``t`` in other states as a global tensor with its own kept values, as long as it is up to date."""
     local = local_in(t, states, site)
     layout = t._layout
     kept: Any = t.__dict__.get("_middle")
@@ -292,7 +292,7 @@ def _through(t: GlobalTensor, states: States, site: Site) -> GlobalTensor:
 
 
 def _reduced_first(source: States, target: States) -> States | None:
-    """Where a Partial becomes X: stop at I, so that its one reduction is shared with every other consumer."""
+    """The states between ``source`` and ``target`` where a Partial becomes X by way of I: all readers share the reduction."""
     if not any(a == "P" and b == "X" for a, b in zip(source, target, strict=True)):
         return None
     return tuple("I" if a == "P" and b == "X" else a for a, b in zip(source, target, strict=True))
