@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, in one place: the page to read when torch changes."""
+"""Every private name of torch that this package uses."""
 
 from __future__ import annotations
 

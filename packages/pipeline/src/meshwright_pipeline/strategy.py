@@ -1,4 +1,4 @@
-"""Pipeline parallelism: ranks along the axis `pp` share the modules of a model, and microbatches pass from one to the next."""
+"""The strategy of pipeline parallelism: each rank of the axis `pp` holds some stages of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Pipeline(Strategy):
-    """Each rank holds its stages; the other axes of the mesh work inside of a stage."""
+    """Each rank holds its stages; the other axes of the mesh work inside a stage."""
 
     name: ClassVar[str] = "pipeline"
     axis: ClassVar[str] = "pp"
@@ -42,13 +42,13 @@ class Pipeline(Strategy):
         return degree_refusal(request, degree)
 
     def ways(self, request: SearchRequest, degree: int) -> Iterable[Mapping[str, Any]]:
-        """Every installed schedule, with numbers of microbatches that are worth a look."""
+        """Every installed schedule, with the numbers of microbatches to try."""
         from meshwright_pipeline.planning.search_space import pipeline_choices
 
         return pipeline_choices(request, degree) if degree > 1 else ({},)
 
     def cost(self, request: SearchRequest, degree: int, link: Link) -> StrategyCost:
-        """A step of the schedule in thought, with the stages that cutting at even costs leaves."""
+        """The cost of a simulated step of the schedule, with stages of even cost."""
         from meshwright_pipeline.planning.cost import cost
 
         return cost(request, degree, link) if degree > 1 else StrategyCost()

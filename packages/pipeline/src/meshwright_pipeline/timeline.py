@@ -1,7 +1,8 @@
-"""A schedule drawn as text, and a real step as a trace that Perfetto opens."""
+"""Draws a schedule as text, and writes a step that has run as a Perfetto trace."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ from meshwright_pipeline.runtime.executor import Span
 
 
 def planned(plan: ParallelPlan) -> Timetable:
-    """The timetable of a plan, in which a forward takes 1, a backward 2 and messages nothing.
+    """The timetable of a plan: a forward takes 1, a backward 2, and messages take no time.
 
     Raises:
         PlanError: the schedule cannot run the pipeline.
-        UsageError: the plan has none.
+        UsageError: the plan has no pipeline.
     """
     rule = plan.pipeline
     if rule is None:
@@ -36,7 +37,7 @@ def planned(plan: ParallelPlan) -> Timetable:
 
 
 def text(table: Timetable, width: int = 110) -> str:
-    """A line for every rank, time from left to right: F and B with their microbatch, dots where it waits."""
+    """One line per rank, time from left to right: actions with their microbatch, dots where the rank waits."""
     cell = max(len(str(action.microbatch)) for actions in table.ranks for action in actions) + 2
     several = len({action.stage for action in table.ranks[0]}) > 1
     cell += (1 + max(len(str(a.stage)) for a in table.ends)) if several else 0
@@ -67,50 +68,51 @@ def text(table: Timetable, width: int = 110) -> str:
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
     """The part of a step in which the average rank did not compute; `spans` per rank."""
-    length = max(span.end for own in spans for span in own) - min(span.start for own in spans for span in own)
-    busy = sum(span.end - span.start for own in spans for span in own)
+    all_spans = list(itertools.chain.from_iterable(spans))
+    length = max(span.end for span in all_spans) - min(span.start for span in all_spans)
+    busy = sum(span.end - span.start for span in all_spans)
     return 1.0 - busy / (length * len(spans))
 
 
 def write_trace(model: nn.Module, path: str | os.PathLike[str]) -> float:
-    """Write the last step of a pipelined model as a Perfetto trace, one track for each rank of the axis; call it on every rank.
+    """Write the last step of a pipelined model as a Perfetto trace, with one track per rank of the axis.
 
-    The first rank of the axis writes. Clocks are each rank's own since its step began.
+    Call it on every rank; the first rank of the axis writes. Times count from the start of the step on each rank.
 
     Returns:
-        The bubble that was measured: the part of the step in which the average rank did not compute.
+        The measured bubble: the part of the step in which the average rank did not compute.
 
     Raises:
-        UsageError: the model is no pipeline, or has run no step.
+        UsageError: the model is not pipelined, or has run no step.
     """
     call = call_of(model)
     if call is None or call.last is None:
         raise UsageError("there is no step to write: give a pipelined model that has been called")
-    told: list[Any] = [None] * dist.get_world_size(call.context.group)
-    dist.all_gather_object(told, call.last.spans, group=call.context.group)
+    gathered: list[Any] = [None] * dist.get_world_size(call.context.group)
+    dist.all_gather_object(gathered, call.last.spans, group=call.context.group)
     if call.rank == 0:
-        events = [event for rank, spans in enumerate(told) for event in _events(rank, spans)]
+        events = [event for rank, spans in enumerate(gathered) for event in _events(rank, spans)]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return bubble(told)
+    return bubble(gathered)
 
 
 def _events(rank: int, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """In the format of Chrome's trace viewer, which Perfetto reads: microseconds."""
-    found: list[dict[str, Any]] = [
+    """In the format of Chrome's trace viewer, which Perfetto reads. Times are in microseconds."""
+    events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"pp rank {rank}"}}
     ]
     for span in spans:
         action = span.action
         if span.waited > 0:
             start = span.start - span.waited
-            found.append(_span(rank, "wait", start, span.waited, {"for": str(action)}))
+            events.append(_span(rank, "wait", start, span.waited, {"for": str(action)}))
         details = {"stage": action.stage, "microbatch": action.microbatch}
-        found.append(
+        events.append(
             _span(
                 rank, f"{NAMES[action.kind]} {action.microbatch}", span.start, span.end - span.start, details
             )
         )
-    return found
+    return events
 
 
 def _span(rank: int, name: str, start: float, length: float, details: dict[str, Any]) -> dict[str, Any]:

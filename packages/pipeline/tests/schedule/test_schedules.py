@@ -78,7 +78,7 @@ def test_looped_bfs_shrinks_the_bubble_of_gpipe(ranks: int, count: int) -> None:
 
 @pytest.mark.parametrize("schedule", [ZBV(), DualPipeV()], ids=lambda s: s.name)
 def test_a_v_has_two_stages_a_rank(schedule: Schedule) -> None:
-    with pytest.raises(UsageError, match="two stages a rank"):
+    with pytest.raises(UsageError, match="two stages per rank"):
         timetable(schedule, Shape(2, 2, 8))
     assert [schedule.owner(stage, Shape(3, 6, 6)) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     with pytest.raises(UsageError, match="at least 8 microbatches"):
@@ -88,7 +88,7 @@ def test_a_v_has_two_stages_a_rank(schedule: Schedule) -> None:
 def test_it_takes_whole_groups() -> None:
     with pytest.raises(UsageError, match="groups of 4"):
         timetable(Interleaved(), Shape(4, 8, 6))
-    with pytest.raises(UsageError, match="one stage a rank"):
+    with pytest.raises(UsageError, match="one stage per rank"):
         timetable(OneForwardOneBackward(), Shape(2, 4, 4))
 
 

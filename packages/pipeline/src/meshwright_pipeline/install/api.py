@@ -1,4 +1,4 @@
-"""A pipeline by itself: stages and schedule on ordinary parameters, with no other parallelism."""
+"""pipeline(model, plan): stages and schedule on ordinary parameters, without other parallelism."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshwright_pipeline.install.validate import check_division
 
 
 def pipeline(model: nn.Module, plan: ParallelPlan) -> nn.Module:
-    """Spread `model` over the stages of `plan`, in place; every parameter stays an ordinary one.
+    """Divide `model` into the stages of `plan`, in place; every parameter stays an ordinary one.
 
     Args:
-        model: an ordinary module, built alike on every rank, with no optimizer over its parameters yet.
+        model: an ordinary module, the same on every rank, with no optimizer over its parameters yet.
         plan: its only axis with more than one rank is "pp". `meshwright_parallel.parallelize` takes any plan.
 
     Returns:
         `model`, of which this rank holds its stages. A call runs a step of the schedule and returns the loss, whose
-        `backward()` hands over the gradients.
+        `backward()` passes the gradients to the parameters.
 
     Raises:
         PlanError: the plan does not fit the run or the model, or has other axes.

@@ -1,4 +1,4 @@
-"""What must hold of a plan with stages before a model is divided."""
+"""Validates a plan with stages before a model is divided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright_pipeline.partition.units import batch_norm_module, ownership
 
 
 def check_division(model: nn.Module, plan: ParallelPlan) -> None:
-    """That the stages of `plan` fit the model, and its schedule the stages; nothing is changed.
+    """Check that the stages of `plan` fit the model, and its schedule the stages.
 
     Raises:
         PlanError: naming field, value, rule and fix.
@@ -27,7 +27,7 @@ def check_division(model: nn.Module, plan: ParallelPlan) -> None:
     shape = Shape(degree, len(rule.stages), rule.microbatches)
     checked_timetable(schedule_named(rule.schedule), shape)
     if plan.precision is not None and plan.precision.parameters == "fp16":
-        text = "a step runs its backward passes before a scaler can scale the loss, and small gradients would be lost"
+        text = "a step runs its backward passes before a gradient scaler can scale the loss, so small gradients would be lost"
         raise PlanError("precision.parameters", "fp16", f"{text}; take bf16", "bf16")
     norm = batch_norm_module(model) if rule.microbatches > 1 else None
     if norm is not None:

@@ -1,7 +1,7 @@
 """Agreement between ranks: before a step within a stage, and at its end between all ranks of the run.
 
 At the end of a step all ranks have the loss, or all have the same error. Each rank sends one message to rank 0, which
-answers all of them. A collective would do the same while all ranks live. But only its neighbours in the ring notice at
+answers all of them. A collective would do the same while all ranks live. But only the next ranks in the ring notice at
 once that a rank has died; the others would wait until the timeout of the group.
 """
 

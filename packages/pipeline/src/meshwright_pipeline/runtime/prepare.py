@@ -42,7 +42,7 @@ MAX_SIGNATURES = 64
 
 @dataclass
 class Prepared:
-    """What batches of one signature are run with.
+    """Everything that batches of one signature need.
 
     Attributes:
         stages: the stages of this rank.
@@ -66,7 +66,7 @@ class Prepared:
 
 
 class Preparation:
-    """Prepares batches, and caches what it has prepared by signature.
+    """Prepares batches, with a cache by signature.
 
     Args:
         skeleton: the structure of the model on the meta device.

@@ -134,8 +134,8 @@ class Stage:
                     module.__dict__[name] = map_leaves(values(path), output)
                 continue
             module = unit.get_submodule(path)
-            own = self.own_hooks.get(module, frozenset())
-            user_hooks = {number: hook for number, hook in hooks_of(module).items() if number not in own}
+            ours = self.own_hooks.get(module, frozenset())
+            user_hooks = {number: hook for number, hook in hooks_of(module).items() if number not in ours}
             call_hooks(module, user_hooks, map_leaves(values(path), output))
         return map_leaves(values(""), result.output)
 

@@ -1,1 +1,1 @@
-"""The schedules of this package."""
+"""The seven schedules of this package."""

@@ -12,7 +12,7 @@ from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
 
 
 class GPipe(Schedule):
-    """Every stage holds the activations of all microbatches. With several stages a rank it is looped, breadth first."""
+    """Every stage holds the activations of all microbatches. With several stages per rank it runs breadth first."""
 
     name: ClassVar[str] = "gpipe"
 

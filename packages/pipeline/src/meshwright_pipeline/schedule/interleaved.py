@@ -1,4 +1,4 @@
-"""One forward, one backward, over several stages a rank: a smaller bubble for more messages.
+"""Interleaved 1F1B: several stages per rank, a smaller bubble and more messages.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, 2.2.
 """
@@ -13,23 +13,23 @@ from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
 
 
 class Interleaved(Schedule):
-    """Microbatches go through the stages of a rank in groups of as many as there are ranks."""
+    """Microbatches go through the stages of a rank in groups, one microbatch per rank."""
 
     name: ClassVar[str] = "interleaved"
     stages_each: ClassVar[int] = 2
     most_each: ClassVar[int] = 4
 
     def refusal(self, shape: Shape) -> str | None:
-        """Microbatches in whole groups."""
+        """Microbatches must form whole groups."""
         if shape.microbatches % shape.ranks:
             return (
-                f"it takes microbatches in groups of {shape.ranks}, one for each rank, and {shape.microbatches} do not divide "
-                "by that; change pipeline.microbatches"
+                f"it takes microbatches in groups of {shape.ranks}, one for each rank, and {shape.microbatches} is not a multiple "
+                "of that; change pipeline.microbatches"
             )
         return None
 
-    def ahead(self, rank: int, shape: Shape) -> int:
-        """Forwards that a rank runs before forwards and backwards take turns."""
+    def warmup(self, rank: int, shape: Shape) -> int:
+        """Forwards of a rank before forwards and backwards take turns."""
         return (shape.each - 1) * shape.ranks + 2 * (shape.ranks - 1 - rank)
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
@@ -42,6 +42,6 @@ class Interleaved(Schedule):
         mirror = dict(zip(stages, reversed(stages), strict=True))
         forwards = [Action("F", stage, m) for stage, m in order]
         backwards = [Action("B", mirror[stage], m) for stage, m in order]
-        ahead = min(total, self.ahead(rank, shape))
-        turns = itertools.chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
-        return [*forwards[:ahead], *turns, *backwards[total - ahead :]]
+        warmup = min(total, self.warmup(rank, shape))
+        turns = itertools.chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        return [*forwards[:warmup], *turns, *backwards[total - warmup :]]

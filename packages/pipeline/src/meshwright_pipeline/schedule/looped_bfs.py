@@ -1,4 +1,4 @@
-"""All forwards, then all backwards, over several stages a rank.
+"""All forwards, then all backwards, over several stages per rank.
 
 Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
 """
@@ -12,7 +12,7 @@ from meshwright_dtensor.schedule.schedule import Action, Schedule, Shape
 
 
 class LoopedBFS(Schedule):
-    """Every microbatch goes through a stage before the next stage begins; backwards in the mirrored order."""
+    """All microbatches pass a stage before the next stage starts; backwards in the reverse order."""
 
     name: ClassVar[str] = "looped-bfs"
     stages_each: ClassVar[int] = 2

@@ -17,18 +17,18 @@ class OneForwardOneBackward(Schedule):
     name: ClassVar[str] = "1f1b"
 
     def refusal(self, shape: Shape) -> str | None:
-        """One stage a rank."""
+        """One stage per rank."""
         if shape.each != 1:
-            return f"it runs one stage a rank, and the plan has {shape.each}; use interleaved, or as many stages as ranks"
+            return f"it runs one stage per rank, and the plan has {shape.each}; use interleaved, or as many stages as ranks"
         return None
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
         count = shape.microbatches
-        ahead = min(count, shape.ranks - 1 - rank)
-        found = [Action("F", rank, m) for m in range(ahead)]
+        warmup = min(count, shape.ranks - 1 - rank)
+        actions = [Action("F", rank, m) for m in range(warmup)]
         for m in range(count):
-            if m + ahead < count:
-                found.append(Action("F", rank, m + ahead))
-            found.append(Action("B", rank, m))
-        return found
+            if m + warmup < count:
+                actions.append(Action("F", rank, m + warmup))
+            actions.append(Action("B", rank, m))
+        return actions

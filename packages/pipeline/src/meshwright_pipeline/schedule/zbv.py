@@ -1,10 +1,11 @@
-"""Two stages a rank along a V, split backwards: as little memory as 1f1b, and hardly a bubble.
+"""Two stages per rank along a V, with split backwards: the memory of 1F1B and hardly a bubble.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (ZB-V in "Zero Bubble Pipeline Parallelism", 2023, 6).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -12,14 +13,14 @@ from meshwright_dtensor.schedule.schedule import Action, Kind, Schedule, Shape
 
 
 class VShaped(Schedule):
-    """The first and the last stage are on rank 0: stages go down the ranks and come back."""
+    """Stages go from the first rank to the last and back: the first and the last stage are on rank 0."""
 
     stages_each: ClassVar[int] = 2
 
     def refusal(self, shape: Shape) -> str | None:
-        """Two stages a rank."""
+        """Two stages per rank."""
         if shape.each != 2 or shape.stages != 2 * shape.ranks:
-            return f"it runs two stages a rank, and the plan has {shape.stages} on {shape.ranks} ranks"
+            return f"it runs two stages per rank, and the plan has {shape.stages} on {shape.ranks} ranks"
         return None
 
     def owner(self, stage: int, shape: Shape) -> int:
@@ -27,53 +28,52 @@ class VShaped(Schedule):
         return stage if stage < shape.ranks else shape.stages - 1 - stage
 
 
-class Counted:
-    """Writes actions down; each kind takes the microbatches of a stage in turn."""
+class ActionWriter:
+    """Writes the actions of a rank; each kind takes the microbatches of a stage in turn."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self._next: dict[tuple[Kind, int], int] = {}
+        self._counts = Counter[tuple[Kind, int]]()
 
     def add(self, stage: int, *kinds: Kind) -> None:
-        """The next microbatch of each of these kinds."""
+        """Append the next microbatch of each of these kinds."""
         for kind in kinds:
-            microbatch = self.count(kind, stage)
-            self.actions.append(Action(kind, stage, microbatch))
-            self._next[kind, stage] = microbatch + 1
+            self.actions.append(Action(kind, stage, self.count(kind, stage)))
+            self._counts[kind, stage] += 1
 
     def count(self, kind: Kind, stage: int) -> int:
-        """How many there are already."""
-        return self._next.get((kind, stage), 0)
+        """How many actions of a kind a stage has."""
+        return self._counts[kind, stage]
 
 
 class ZBV(VShaped):
-    """Every rank holds 2 x ranks halves at most, which is what the first rank of 1f1b holds."""
+    """Every rank holds at most 2 x ranks microbatches of its two half-size stages: as much as the first rank of 1F1B."""
 
     name: ClassVar[str] = "zbv"
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
         ranks, down, up = shape.ranks, rank, shape.stages - 1 - rank
-        total = max(2 * ranks - 1, shape.microbatches)  # fewer leave gaps
-        found = Counted()
+        total = max(2 * ranks - 1, shape.microbatches)  # with fewer microbatches, those beyond are dropped at the end
+        writer = ActionWriter()
         for _ in range(2 * (ranks - rank) - 1):
-            found.add(down, "F")
+            writer.add(down, "F")
         for _ in range(rank):
-            found.add(up, "F")
-            found.add(down, "F")
+            writer.add(up, "F")
+            writer.add(down, "F")
         for _ in range(ranks - rank):
-            found.add(up, "F", "I", "W")
-        while found.count("F", up) < found.count("F", down) or found.count("F", down) < total:
-            if found.count("F", down) < total:
-                found.add(down, "F")
-            found.add(down, "I", "W")
-            found.add(up, "F", "I", "W")
+            writer.add(up, "F", "I", "W")
+        while writer.count("F", up) < writer.count("F", down) or writer.count("F", down) < total:
+            if writer.count("F", down) < total:
+                writer.add(down, "F")
+            writer.add(down, "I", "W")
+            writer.add(up, "F", "I", "W")
         for _ in range(rank):
-            found.add(down, "I")
-            found.add(up, "I")
+            writer.add(down, "I")
+            writer.add(up, "I")
         for _ in range(ranks - rank):
-            found.add(down, "I", "W")
+            writer.add(down, "I", "W")
         for stage in (up, down):
-            while found.count("W", stage) < found.count("I", stage):
-                found.add(stage, "W")
-        return [action for action in found.actions if action.microbatch < shape.microbatches]
+            while writer.count("W", stage) < writer.count("I", stage):
+                writer.add(stage, "W")
+        return [action for action in writer.actions if action.microbatch < shape.microbatches]
