@@ -18,8 +18,8 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 WeakTensorKeys = _WeakIdKeyDictionary
 """A dict with tensors as keys, by identity, that keeps none of them alive."""
 
-OWN_PARTS = frozenset(vars(nn.Module()))
-"""Names of the attributes that torch itself keeps in every module."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Names of the attributes of every torch module."""
 
 
 def op_name(op: Any) -> str:
@@ -32,20 +32,20 @@ def arguments_of(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def target_of(op: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The tensor that a call of an overload writes to, and returns; None where there is not just one."""
-    written = [
+def written_tensor(op: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The tensor that a call of an overload writes to and returns; None unless there is exactly one."""
+    places = [
         i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     ]
-    if len(written) != 1:
+    if len(places) != 1:
         return None
-    name = op._schema.arguments[written[0]].name
-    found = args[written[0]] if written[0] < len(args) else kwargs.get(name)
-    return found if isinstance(found, torch.Tensor) else None
+    (place,) = places
+    value = args[place] if place < len(args) else kwargs.get(op._schema.arguments[place].name)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of an overload draws random numbers: attention may, and does not where its dropout is 0."""
+    """Whether a call of an overload draws random numbers. Attention draws none where its dropout is 0."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for place, argument in enumerate(op._schema.arguments):
@@ -55,15 +55,15 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def draws_of_its_own(kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation with these arguments draws from another generator than the default one, which it may name."""
+def uses_other_generator(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation with these arguments draws from another generator than the default one."""
     default: Any = torch.default_generator
     given = kwargs.get("generator")
     return given is not None and bool(given._cdata != default._cdata)
 
 
-def by_the_batch(module: nn.Module) -> bool:
-    """Whether a module normalises by the statistics of the rows that it is given: in eval() too, where it has no others."""
+def normalises_by_batch(module: nn.Module) -> bool:
+    """Whether a module normalises by batch statistics: in training, or without running statistics."""
     return isinstance(module, _BatchNorm) and (
         module.training or (module.running_mean is None and module.running_var is None)
     )
@@ -74,19 +74,19 @@ def hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
     return module._forward_hooks
 
 
-def forget_hooks(module: nn.Module) -> None:
-    """Take all forward hooks off a module."""
+def remove_hooks(module: nn.Module) -> None:
+    """Remove all forward hooks of a module."""
     module._forward_hooks.clear()
 
 
 def pre_hooks_of(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
-    """Those that run before its forward."""
+    """The forward pre-hooks of a module by their ids."""
     return module._forward_pre_hooks
 
 
 @contextlib.contextmanager
 def forward_hooks(module: nn.Module, hooks: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a module has these forward hooks and no other."""
+    """Inside, a module has exactly these forward hooks."""
     before = dict(module._forward_hooks)
     module._forward_hooks.clear()
     module._forward_hooks.update(hooks)
@@ -97,23 +97,23 @@ def forward_hooks(module: nn.Module, hooks: Mapping[int, Callable[..., Any]]) ->
         module._forward_hooks.update(before)
 
 
-def take_over(model: nn.Module, call: Callable[..., Any]) -> None:
+def replace_call(model: nn.Module, call: Callable[..., Any]) -> None:
     """Make `model(...)` be `call(...)`."""
     model.__dict__["_call_impl"] = call
 
 
 def ordinary_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `model(...)` is without `take_over`: hooks and forward."""
+    """`model(...)` as it is without `replace_call`: hooks and forward."""
     return nn.Module._call_impl(model, *args, **kwargs)
 
 
-def stock_call() -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch functions do not ask subclasses."""
+def without_subclasses() -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch functions do not dispatch to tensor subclasses."""
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
 def leaf_of(parameter: nn.Parameter) -> torch.Tensor:
-    """The leaf at which autograd accumulates, of an ordinary parameter or of one that is stored over a mesh."""
+    """The leaf at which autograd accumulates the gradient of a parameter, ordinary or over a mesh."""
     copy = getattr(parameter, "_copy", None)
     if copy is not None:
         return copy.leaf()  # type: ignore[no-any-return]
@@ -121,34 +121,34 @@ def leaf_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def stored_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """That of the memory of a parameter; while a forward runs, one over a mesh shows that of its compute copy."""
+    """The dtype of a parameter's memory; during a forward, one over a mesh shows the dtype of its compute copy."""
     return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).dtype
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the backward pass that runs now has finished; after those that are queued already."""
+    """Call `callback` once at the end of the running backward pass, after callbacks that are already queued."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def remove_parameter(module: nn.Module, name: str) -> None:
-    """Take a parameter out of a module; its name stands for nothing afterwards."""
+    """Remove a parameter from a module."""
     del module._parameters[name]
 
 
 def remove_buffer(module: nn.Module, name: str) -> None:
-    """Take a buffer out of a module."""
+    """Remove a buffer from a module."""
     del module._buffers[name]
     module._non_persistent_buffers_set.discard(name)
 
 
 def tensors_in(module: nn.Module) -> list[dict[str, Any]]:
-    """The tables in which a module, not those inside of it, keeps its parameters and its buffers."""
+    """The dicts in which a module holds its own parameters and buffers."""
     return [module._parameters, module._buffers]
 
 
 @contextlib.contextmanager
 def parameters_swapped(pairs: list[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-    """Inside, modules hold these tensors in the place of their parameters."""
+    """Inside, modules hold these tensors in place of their parameters."""
     before = [(module, name, module._parameters[name]) for module, name, _ in pairs]
     for module, name, tensor in pairs:
         module._parameters[name] = tensor  # type: ignore[assignment]
@@ -160,16 +160,16 @@ def parameters_swapped(pairs: list[tuple[nn.Module, str, torch.Tensor]]) -> Iter
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of a parameter's gradient, in its own memory."""
+    """This rank's part of a parameter's gradient (the same memory)."""
     gradient = parameter.grad
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node:
-    """The node of autograd that makes the gradient of a tensor, that of a leaf included."""
+    """The autograd node of a tensor; of a leaf, its AccumulateGrad."""
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def leaf_variable(node: torch.autograd.graph.Node) -> torch.Tensor | None:
-    """The leaf at which a node accumulates, None of any other node."""
+    """The leaf of an AccumulateGrad node; None of any other node."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined, no-any-return]

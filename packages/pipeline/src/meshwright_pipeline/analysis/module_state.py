@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import OWN_PARTS, tensors_in
+from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
 from meshwright_pipeline.trace.state_writes import Place
 
 State = dict[Place, Any]
@@ -50,7 +50,7 @@ def module_state(parts: Iterable[tuple[str, nn.Module]]) -> State:
     state: State = {}
     for path, part in parts:
         parameters, buffers = tensors_in(part)
-        attributes = {name: value for name, value in part.__dict__.items() if name not in OWN_PARTS}
+        attributes = {name: value for name, value in part.__dict__.items() if name not in MODULE_ATTRIBUTES}
         for name, value in (attributes | parameters | buffers).items():
             state[path, name] = _comparable(value, 0, seen)
     return state

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.model.batch_size import BatchSize
-from meshwright_pipeline._torch import forget_hooks, pytree, tensors_in
+from meshwright_pipeline._torch import pytree, remove_hooks, tensors_in
 from meshwright_pipeline.analysis.half_batches import half_of, row_difference, written_from_rows
 from meshwright_pipeline.analysis.loss_preview import (
     LONGEST,
@@ -313,7 +313,7 @@ def _with_stubs(model: nn.Module, units: Sequence[str]) -> tuple[nn.Module, list
     """The skeleton in full precision, with stubs for parameters outside of units; and its large tensors."""
     generator, large = torch.Generator().manual_seed(0), list[Tensor]()
     for part in model.modules():
-        forget_hooks(part)  # they would count the trial as a step
+        remove_hooks(part)  # they would count the trial as a step
         parameters, buffers = tensors_in(part)
         for name, tensor in list(parameters.items()):
             if tensor is not None and tensor.is_floating_point():

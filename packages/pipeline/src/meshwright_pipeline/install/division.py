@@ -18,7 +18,7 @@ from meshwright_dtensor.schedule.registry import schedule_named
 from meshwright_dtensor.schedule.schedule import Schedule, Shape
 from meshwright_dtensor.schedule.timetable import Timetable, timetable
 from meshwright_dtensor.strategy import Division
-from meshwright_pipeline._torch import hooks_of, take_over
+from meshwright_pipeline._torch import hooks_of, replace_call
 from meshwright_pipeline.install.optimizer_guard import watch_steps
 from meshwright_pipeline.install.placeholders import replace_unit
 from meshwright_pipeline.partition.units import Ownership, ownership
@@ -105,7 +105,7 @@ class StageDivision(Division):
         model.__dict__[_ATTRIBUTE] = call
         model.register_load_state_dict_pre_hook(_IgnoreKeys(self.elsewhere))
         watch_steps(model.parameters(), self.group, device)
-        take_over(model, call)
+        replace_call(model, call)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.utils.names import listing
-from meshwright_pipeline._torch import stock_call
+from meshwright_pipeline._torch import without_subclasses
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.forward_hooks import signature_of
 from meshwright_pipeline.trace.meta_model import move_to_meta
@@ -49,7 +49,7 @@ class Placeholder(torch.Tensor):
         first = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder)), None)
         what = "a value of another stage" if first is None else first._what
         try:
-            with stock_call():
+            with without_subclasses():
                 result = func(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(

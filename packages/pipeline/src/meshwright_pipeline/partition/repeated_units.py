@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_pipeline._torch import OWN_PARTS, hooks_of, pre_hooks_of, tensors_in
+from meshwright_pipeline._torch import MODULE_ATTRIBUTES, hooks_of, pre_hooks_of, tensors_in
 from meshwright_pipeline.trace.forward_hooks import Forward
 from meshwright_pipeline.trace.microbatch import Call, signature
 from meshwright_pipeline.trace.profile import Result
@@ -183,7 +183,7 @@ def _attributes(unit: nn.Module) -> Iterator[tuple[Place, Hashable]]:
         missing = [name for table in tensors_in(part) for name, value in table.items() if value is None]
         yield (path, ""), (type(part), part.training, paths[id(part)], *part._modules, *missing)
         for name, value in part.__dict__.items():
-            if name not in OWN_PARTS:
+            if name not in MODULE_ATTRIBUTES:
                 # tensors of a skeleton have no values
                 is_tensor = isinstance(value, torch.Tensor)
                 yield (path, name), _tensor_key(value) if is_tensor else _key(value, paths)

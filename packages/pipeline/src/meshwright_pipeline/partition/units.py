@@ -18,7 +18,7 @@ from meshwright_dtensor.errors import PlanError
 from meshwright_dtensor.model.blocks import has_forward
 from meshwright_dtensor.plan import PipelineRule
 from meshwright_dtensor.utils.names import did_you_mean, listing
-from meshwright_pipeline._torch import by_the_batch
+from meshwright_pipeline._torch import normalises_by_batch
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -106,7 +106,7 @@ def _join(prefix: str, key: str) -> str:
 
 def batch_norm_module(model: nn.Module) -> str | None:
     """The first module that normalises with batch statistics; None if there is none."""
-    return next((name for name, module in model.named_modules() if by_the_batch(module)), None)
+    return next((name for name, module in model.named_modules() if normalises_by_batch(module)), None)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from meshwright_pipeline._torch import (
     hooks_of,
     op_name,
     pytree,
-    target_of,
+    written_tensor,
 )
 from meshwright_pipeline.pytrees import (
     attribute_tensors,
@@ -135,7 +135,7 @@ class _LabelMode(TorchDispatchMode):
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation. A write to expanded zeros is recorded and skipped."""
-        target = None if self._depth else target_of(func, args, kwargs)
+        target = None if self._depth else written_tensor(func, args, kwargs)
         if target is None or target.is_meta:
             return func(*args, **kwargs)
         _, label = self._returned.get(target.untyped_storage().data_ptr(), (None, None))

@@ -20,7 +20,7 @@ import torch
 
 from meshwright_dtensor._torch.core import is_fake
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline._torch import TorchDispatchMode, draws, draws_of_its_own, op_name
+from meshwright_pipeline._torch import TorchDispatchMode, draws, op_name, uses_other_generator
 from meshwright_pipeline.pytrees import tensors_of
 from meshwright_pipeline.trace.profile import BETWEEN, Draw, FillOp, Key
 
@@ -81,7 +81,7 @@ def check_generator(key: Key, op: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         UnsupportedError: it uses another one. Each microbatch, and each rank that runs this code, would advance it.
     """
-    if draws_of_its_own(kwargs):
+    if uses_other_generator(kwargs):
         raise UnsupportedError(
             f"module {key[0] or 'the model'!r} draws random numbers ({op_name(op)}) from its own generator. A pipeline cannot "
             "replay the state that this generator has on one device. Use the default generator, pass the numbers to the model "
@@ -256,7 +256,7 @@ class ReplayMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(func, args, kwargs) or draws_of_its_own(kwargs):
+        if not draws(func, args, kwargs) or uses_other_generator(kwargs):
             return func(*args, **kwargs)
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if target is not None and (target.is_meta or is_fake(target)):

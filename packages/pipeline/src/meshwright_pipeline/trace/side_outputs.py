@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_pipeline._torch import OWN_PARTS
+from meshwright_pipeline._torch import MODULE_ATTRIBUTES
 from meshwright_pipeline.pytrees import attribute_tensors, leaves_of
 
 Attributes = dict[str, tuple[Any, tuple[Callable[[], Any], ...]]]
@@ -44,7 +44,7 @@ def attribute_leaves(unit: nn.Module) -> Attributes:
         f"{path}:{name}": (value, tuple(map(_held, _inside(value))))
         for path, part in unit.named_modules()
         for name, value in part.__dict__.items()
-        if name not in OWN_PARTS and _may_hold(type(value))
+        if name not in MODULE_ATTRIBUTES and _may_hold(type(value))
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
-from meshwright_pipeline._torch import OWN_PARTS, tensors_in
+from meshwright_pipeline._torch import MODULE_ATTRIBUTES, tensors_in
 
 Tensor = torch.Tensor
 Place = tuple[str, str]
@@ -119,7 +119,7 @@ class StateWrites:
     def _present_numbers(self) -> Iterator[tuple[Place, Any]]:
         for path, part in self._parts.items():
             for name, value in part.__dict__.items():
-                if name not in OWN_PARTS and _is_number(value):
+                if name not in MODULE_ATTRIBUTES and _is_number(value):
                     yield (path, name), value
 
 
