@@ -60,15 +60,15 @@ def one(mesh, shape, source, target):
     there = layout_of(context, target, value.shape, value.dtype)
     assert tuple(out.shape) == tuple(there.local_shape)
     torch.testing.assert_close(local_in(wrap(out.detach(), there), context.replicated), value)
-    # the gradient that arrives lies as the target's gradient kind says; what leaves, as the source's
+    # the incoming gradient has the gradient kind of the target, the outgoing one that of the source
     torch.manual_seed(3)
     kinds = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in there.states)
     arriving, _ = parts(seed, mesh, kinds)
     if out.requires_grad:
         out.backward(arriving)
     back = tuple("I" if gradient_kind(s) == "R" else gradient_kind(s) for s in layout.states)
-    found = wrap(local.grad, layout_of(context, back, value.shape, value.dtype))
-    torch.testing.assert_close(local_in(found, context.replicated), seed)
+    actual = wrap(local.grad, layout_of(context, back, value.shape, value.dtype))
+    torch.testing.assert_close(local_in(actual, context.replicated), seed)
 
 
 def run_many(rank, world, sizes, cases):

@@ -31,7 +31,7 @@ def test_marks_on_activations(rank_pool: RankPool) -> None:
     rank_pool.run(2, marked)
 
 
-def test_marks_are_seen_by_who_watches() -> None:
+def test_observer_sees_marks() -> None:
     seen: list[dict[str, object]] = []
     x = torch.ones(2, 3)
     with observe_marks(lambda mark: seen.append({**mark})):

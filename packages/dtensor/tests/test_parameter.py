@@ -39,9 +39,9 @@ def twins(mesh, dims=(7, 5)):
     return plain, here
 
 
-def close(found, expected):
-    found = found.full_tensor() if hasattr(found, "full_tensor") else found
-    torch.testing.assert_close(found.detach(), expected.detach())
+def close(actual, expected):
+    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    torch.testing.assert_close(actual.detach(), expected.detach())
 
 
 def case_optimizers(mesh):

@@ -108,7 +108,7 @@ def same_on_every_rank(
 
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ops_in_place_equal_one_device(name: str, shape: tuple[int, ...]) -> None:
+def test_in_place_ops_equal_one_device(name: str, shape: tuple[int, ...]) -> None:
     op, rest = FILLS[name]
     for order in orders(shape):
 
@@ -152,7 +152,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_ops_out_of_place_equal_one_device(name: str) -> None:
+def test_out_of_place_ops_equal_one_device(name: str) -> None:
     op, rest, kwargs = FUNCTIONS[name]
     for shape, index in itertools.product(SHAPES, range(3)):
         order = orders(shape)[index]
@@ -165,7 +165,7 @@ def test_ops_out_of_place_equal_one_device(name: str) -> None:
         )
 
 
-def test_two_tensors_each_with_its_part() -> None:
+def test_op_with_two_tensor_parts() -> None:
     shape, small = (10, 7), (7,)
     probability = torch.linspace(0, 1, 7)
     torch.manual_seed(3)
@@ -219,17 +219,17 @@ def test_gradients_pass_through_dropout() -> None:
     assert torch.equal(local.grad, slice_of(full.grad, box))
 
 
-def test_a_generator_argument_is_used_and_the_default_one_left_alone() -> None:
+def test_generator_argument_is_used_instead_of_default() -> None:
     shape = (12, 5)
-    own = torch.Generator().manual_seed(2)
-    want = torch.empty(shape).normal_(generator=own)
+    generator = torch.Generator().manual_seed(2)
+    want = torch.empty(shape).normal_(generator=generator)
     box = chunk_box(shape, (2,), (1,), (0,))
     default = torch.get_rng_state()
     again = torch.Generator().manual_seed(2)
     local = torch.empty(box_shape(box))
     run_random(aten.normal_.default, (local,), {"generator": again}, [Part(shape, (0, 1), box)])
     assert torch.equal(local, slice_of(want, box))
-    assert torch.equal(again.get_state(), own.get_state())
+    assert torch.equal(again.get_state(), generator.get_state())
     assert torch.equal(torch.get_rng_state(), default)
 
 
@@ -278,7 +278,7 @@ def test_pieces_equal_the_whole(name: str, piece: int) -> None:
                     assert got.stride() == dense_strides(got.shape, order)
 
 
-def test_pieces_of_a_large_odd_tensor() -> None:
+def test_pieces_of_large_tensor_with_odd_sizes() -> None:
     for count in (1_000_003, 3 * PIECE_NUMEL + 5):
         for op, rest in (FILLS["normal_"], FILLS["bernoulli_"]):
             torch.manual_seed(4)
@@ -307,7 +307,7 @@ def test_pieces_hold_little_memory() -> None:
     assert seen == [4096 * 16]
 
 
-def test_a_draw_that_pieces_would_change_is_drawn_whole() -> None:
+def test_draw_that_pieces_would_change_is_not_split() -> None:
     """A negative control: numbers that depend on how many are drawn."""
 
     def draw(tensor: torch.Tensor) -> None:
@@ -325,7 +325,7 @@ def test_a_draw_that_pieces_would_change_is_drawn_whole() -> None:
 @pytest.mark.parametrize(
     "init", [nn.init.trunc_normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.orthogonal_]
 )
-def test_any_initialiser_can_draw(init: Callable[[torch.Tensor], Any]) -> None:
+def test_all_initialisers_can_draw(init: Callable[[torch.Tensor], Any]) -> None:
     shape = (24, 10)
     torch.manual_seed(6)
     want = init(torch.empty(shape))
@@ -338,7 +338,7 @@ def test_any_initialiser_can_draw(init: Callable[[torch.Tensor], Any]) -> None:
             assert torch.equal(torch.get_rng_state(), end)
 
 
-def test_local_draws_are_not_those_of_one_device() -> None:
+def test_local_draws_differ_from_one_device() -> None:
     """The negative control: what a rank draws for itself is wrong, which is why this module exists."""
     torch.manual_seed(1)
     want = torch.empty(8, 4).normal_()
@@ -346,7 +346,7 @@ def test_local_draws_are_not_those_of_one_device() -> None:
     assert not torch.equal(torch.empty(4, 4).normal_(), want[4:])
 
 
-def test_what_cannot_be_run_is_refused() -> None:
+def test_unsupported_random_ops_are_rejected() -> None:
     assert draws_by_element(aten.normal_.default)
     assert not draws_by_element(aten.multinomial.default)
     part = Part((4, 4), (0, 1), ((0, 2), (0, 4)))

@@ -20,7 +20,7 @@ from meshwright_dtensor.tensor.global_tensor import local_in, wrap
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
-def test_every_pair_on_one_axis(rank_pool: RankPool):
+def test_conversion_between_all_states_on_one_axis(rank_pool: RankPool):
     for n in (2, 3):
         cases = [
             (shape, (a,), (b,))
@@ -47,7 +47,7 @@ states = st.sampled_from(STATES)
         max_size=8,
     )
 )
-def test_pairs_on_two_axes(rank_pool: RankPool, raw):
+def test_conversion_between_states_on_two_axes(rank_pool: RankPool, raw):
     cases = [
         (shape, a, b)
         for shape, a, b in raw
@@ -60,7 +60,7 @@ def test_pairs_on_two_axes(rank_pool: RankPool, raw):
 
 
 @given(st.tuples(states, states, states), st.tuples(states, states, states))
-def test_a_route_leads_to_its_target_and_never_moves_an_outer_shard_under_an_inner_one(a, b):
+def test_route_reaches_target_and_moves_outer_shards_last(a, b):
     current = list(a)
     for axis, before, after in route(a, b):
         assert current[axis] == before
@@ -73,7 +73,7 @@ def test_a_route_leads_to_its_target_and_never_moves_an_outer_shard_under_an_inn
 def count_collectives(rank, world):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     x = torch.randn(4, 6)
-    found = {}
+    actual = {}
     for name, source, target in (
         ("alias", "I", "X"),
         ("gather", 0, "I"),
@@ -86,14 +86,14 @@ def count_collectives(rank, world):
             y = local_in(g, (target,))
             again = local_in(g, (target,))
             (y.sum() + again.sum()).backward()
-        found[name] = [(e.kind, e.phase, e.nbytes) for e in log.events]
-    return found
+        actual[name] = [(e.kind, e.phase, e.nbytes) for e in log.events]
+    return actual
 
 
-def test_collectives_are_those_of_the_gradient_rule_and_shared(rank_pool: RankPool):
+def test_collectives_follow_gradient_rule_and_are_shared(rank_pool: RankPool):
     size = 4 * 6 * 4
-    for found in rank_pool.run(2, count_collectives):
-        assert found == {
+    for actual in rank_pool.run(2, count_collectives):
+        assert actual == {
             "alias": [("all_reduce", "backward", size)],  # two consumers, one reduction
             "gather": [("all_gather", "forward", size)],
             "gather_scatter": [("all_gather", "forward", size), ("reduce_scatter", "backward", size)],
@@ -117,5 +117,5 @@ def partial_once(rank, world):
     return [e.kind for e in log.events]
 
 
-def test_a_partial_is_reduced_once(rank_pool: RankPool):
+def test_partial_is_reduced_once_for_all_readers(rank_pool: RankPool):
     assert rank_pool.run(2, partial_once) == [["all_reduce"]] * 2

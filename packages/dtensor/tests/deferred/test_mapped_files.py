@@ -17,7 +17,7 @@ from meshwright_dtensor.errors import MeshwrightError, UsageError
 from meshwright_dtensor.testing.rank_pool import RankPool
 
 
-def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(number: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -47,13 +47,13 @@ def limited(rank: int, world_size: int, directory: str) -> str:
     return ""
 
 
-def test_a_limit_of_the_kernel_is_a_clear_error(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_kernel_limit_raises_clear_error(rank_pool: RankPool, tmp_path: Path) -> None:
     (message,) = rank_pool.run(1, limited, str(tmp_path))
     assert "4194304 bytes" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_systems_without_fallocate_check_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
     with deferred_init(directory=tmp_path):
         value = torch.ones(1 << 16)
@@ -73,7 +73,7 @@ MOUNTS = """\
 """
 
 
-def test_the_file_system_is_that_of_the_longest_and_last_mount(tmp_path: Path) -> None:
+def test_file_system_is_of_longest_and_last_mount(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS)
     want = {"/": "ext4", "/usr/x": "ext4", "/tmp": "tmpfs", "/tmp/x": "tmpfs", "/tmp/big disk/x": "xfs"}
@@ -82,7 +82,7 @@ def test_the_file_system_is_that_of_the_longest_and_last_mount(tmp_path: Path) -
     assert file_system(Path("/"), tmp_path / "absent") is None
 
 
-def test_a_directory_in_memory_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_in_memory_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {str(tmp_path): "tmpfs"}
     monkeypatch.setattr(
         "meshwright_dtensor.deferred.mapped_files.file_system",
@@ -113,7 +113,7 @@ def test_a_directory_in_memory_is_never_used(tmp_path: Path, monkeypatch: pytest
         pass
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is no directory"), deferred_init(directory=tmp_path / "absent"):
         pass
     with pytest.raises(UsageError, match="min_bytes=0"), deferred_init(min_bytes=0):
@@ -121,7 +121,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert materialize.MIN_BYTES == 65536
 
 
-def test_the_environment_names_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_sets_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_INIT_DIR", str(tmp_path))
     with deferred_init():
         value = torch.empty(1 << 16)

@@ -1,6 +1,4 @@
-"""Models built in `deferred_init` have the values of one device, live in files on a disk, and leave nothing
-behind.
-"""
+"""Models built in `deferred_init` have the values of one device, are stored in files, and leave no file on the disk."""
 
 from __future__ import annotations
 
@@ -137,8 +135,8 @@ def mapped_here() -> int:
     return sum(PREFIX in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def same(one: nn.Module, other: nn.Module) -> None:
-    a = {**dict(one.named_parameters()), **dict(one.named_buffers())}
+def same(model: nn.Module, other: nn.Module) -> None:
+    a = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     b = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     assert a.keys() == b.keys()
     for name, tensor in a.items():
@@ -172,19 +170,19 @@ def test_values_strides_and_generator_equal_one_device(name: str, min_bytes: int
     assert not is_deferred(plain)
 
 
-def test_ties_stay_and_share_one_file() -> None:
+def test_tied_parameters_share_one_file() -> None:
     with deferred_init(min_bytes=SMALL):
         model = Tied()
     assert model.head.weight is model.embedding.weight
 
 
-def test_small_tensors_are_ordinary() -> None:
+def test_small_tensors_stay_in_memory() -> None:
     with deferred_init():
         model = nn.Linear(16, 16)
     assert not is_deferred(model)
 
 
-def test_after_the_context_tensors_are_ordinary_again() -> None:
+def test_tensors_after_the_context_stay_in_memory() -> None:
     with deferred_init():
         inside = torch.empty(1 << 16)
     assert is_deferred(inside)
@@ -192,18 +190,18 @@ def test_after_the_context_tensors_are_ordinary_again() -> None:
     assert not is_deferred(inside.clone())
 
 
-def test_a_deferred_model_trains_as_any_other() -> None:
+def test_deferred_model_trains() -> None:
     torch.manual_seed(2)
     plain = MODELS["mlp"]()
     torch.manual_seed(2)
     with deferred_init(min_bytes=SMALL):
         model = MODELS["mlp"]()
     batch = torch.randn(9, 33)
-    for one in (plain, model):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+    for trained in (plain, model):
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            one(batch).square().mean().backward()
+            trained(batch).square().mean().backward()
             optimizer.step()
     same(plain, model)
     assert is_deferred(next(model.parameters()))
@@ -229,7 +227,7 @@ def test_local_values_are_a_detached_copy_of_the_box(states: tuple[str | int, ..
     assert local.t().is_contiguous()  # the memory order of the whole tensor
 
 
-def test_files_have_no_name_and_go_with_their_tensors(tmp_path: Path) -> None:
+def test_files_are_unlinked_and_freed_with_their_tensors(tmp_path: Path) -> None:
     start = mapped_here()
     with deferred_init(directory=tmp_path, min_bytes=SMALL):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
@@ -242,7 +240,7 @@ def test_files_have_no_name_and_go_with_their_tensors(tmp_path: Path) -> None:
     assert not is_deferred(model)
 
 
-def test_contexts_nest_and_end_with_an_exception() -> None:
+def test_contexts_nest_and_end_on_exception() -> None:
     start = mapped_here()
     torch.manual_seed(1)
     want = torch.rand(100, 100)
@@ -261,7 +259,7 @@ def test_contexts_nest_and_end_with_an_exception() -> None:
     assert mapped_here() == start
 
 
-def test_errors_of_the_model_are_torchs_own() -> None:
+def test_model_errors_are_raised_by_torch() -> None:
     with deferred_init(min_bytes=1):
         with pytest.raises(RuntimeError, match="must match the size"):
             torch.zeros(100, 3) + torch.zeros(100, 4)
@@ -269,7 +267,7 @@ def test_errors_of_the_model_are_torchs_own() -> None:
             torch.empty(-1, 1 << 20)
 
 
-def test_other_devices_and_subclasses_are_left_alone() -> None:
+def test_other_devices_and_subclasses_are_not_mapped() -> None:
     with deferred_init(min_bytes=1):
         assert torch.empty(100, 100, device="meta").is_meta
         assert torch.rand(10, 10).to("meta").is_meta
@@ -288,7 +286,7 @@ def test_fake_tensors_stay_fake_in_either_order() -> None:
     assert not is_deferred(inside) and not is_deferred(outside)
 
 
-def test_a_deferred_model_is_saved_and_loaded_as_any_other() -> None:
+def test_deferred_model_is_saved_and_loaded() -> None:
     with deferred_init(min_bytes=1):
         model = MODELS["mlp"]()
     file = io.BytesIO()

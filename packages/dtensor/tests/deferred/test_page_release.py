@@ -18,7 +18,7 @@ from meshwright_dtensor.sharding.boxes import whole_box
 
 MIB = 1 << 20
 
-# One tensor of 0.75 GiB, filled in one call, beside others: prints how much more than at the start was ever resident.
+# Fills a tensor of 0.75 GiB in one call, and others: prints the peak of resident memory above the start.
 BUILD = """
 import sys, torch
 from pathlib import Path
@@ -42,7 +42,7 @@ BUILT = 6 * (1 << 28)
     not Path("/proc/self/statm").exists(), reason="the system does not say what a process holds"
 )
 @pytest.mark.parametrize(("how", "values"), [("values", [1.5, 1.0]), ("none", [0.0, 0.0])])
-def test_a_process_does_not_hold_what_it_builds(how: str, values: list[float]) -> None:
+def test_resident_memory_is_bounded_while_building(how: str, values: list[float]) -> None:
     done = subprocess.run([sys.executable, "-c", BUILD, how], capture_output=True, text=True, check=True)
     peak, left, *read = (float(word) for word in done.stdout.split())
     assert read == values
@@ -52,7 +52,7 @@ def test_a_process_does_not_hold_what_it_builds(how: str, values: list[float]) -
     )  # 256 MiB, and what is written between two looks on a machine that has other work
 
 
-def test_sweeping_loses_nothing_and_keeps_nothing_alive(
+def test_sweep_loses_no_data_and_keeps_no_storage_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[int] = []
@@ -71,7 +71,7 @@ def test_sweeping_loses_nothing_and_keeps_nothing_alive(
     assert torch.equal(kept, before)
 
 
-def test_a_part_is_read_without_keeping_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_values_leave_no_pages_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[int] = []
     monkeypatch.setattr(
         "meshwright_dtensor.deferred.materialize.release", lambda storage: released.append(storage.nbytes())
@@ -83,7 +83,7 @@ def test_a_part_is_read_without_keeping_the_pages(monkeypatch: pytest.MonkeyPatc
 
 
 class Built(nn.Module):
-    """Everything that constructors do: values of every kind, looked at here and there."""
+    """A constructor that makes values of every kind and reads some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Built(nn.Module):
         return self.linear(x)
 
 
-def test_without_values_shapes_and_integers_are_there() -> None:
+def test_without_values_keeps_shapes_and_integers() -> None:
     torch.manual_seed(0)
     plain = Built()
     with deferred_init(values=False):
@@ -119,7 +119,7 @@ def test_without_values_shapes_and_integers_are_there() -> None:
     assert not has_values(torch.empty(2, device="meta"))
 
 
-def test_without_values_no_room_is_taken(tmp_path: Path) -> None:
+def test_without_values_takes_no_disk_space(tmp_path: Path) -> None:
     with deferred_init(directory=tmp_path, values=False):
         huge = nn.Linear(1 << 20, 1 << 19, bias=False)  # 2 TiB: more than there is of anything
         nn.init.normal_(huge.weight)

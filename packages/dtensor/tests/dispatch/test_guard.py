@@ -46,9 +46,9 @@ def setup(shape=(4, 6), state=0, grad=True):
     return mesh, value.clone().requires_grad_(grad), distribute(value, mesh, [state]).requires_grad_(grad)
 
 
-def same(found, expected):
-    found = found.full_tensor() if hasattr(found, "full_tensor") else found
-    torch.testing.assert_close(found, expected)
+def same(actual, expected):
+    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    torch.testing.assert_close(actual, expected)
 
 
 def case_vmap(state):
@@ -108,16 +108,16 @@ def case_function(state):
     for apply in (Cube.apply, captured):
         plain.grad = weight.grad = here.grad = None
         x.grad = None
-        expected, found = apply(plain, weight), apply(x, here)
-        same(found, expected)
+        expected, actual = apply(plain, weight), apply(x, here)
+        same(actual, expected)
         (expected * 2).sum().backward()
-        (found * 2).sum().backward()
+        (actual * 2).sum().backward()
         same(x.grad, plain.grad)
         same(here.grad, weight.grad)
 
 
 class Reversed(torch.autograd.Function):
-    """Runs a module inside, saves what it made and runs the module again in its backward, as reversible layers do."""
+    """Runs a module inside, saves its result and runs it again in the backward, as reversible layers do."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -138,16 +138,16 @@ class Reversed(torch.autograd.Function):
 
 
 def case_function_with_parameters_inside(state):
-    """What its forward returns is made of parameters that it was not given; no gradient may get lost."""
+    """The forward uses parameters that are no arguments; no gradient may get lost."""
     mesh, plain, x = setup(state=state)
     layer = nn.Linear(6, 6)
     twin = copy.deepcopy(layer)
-    own = as_mesh_parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]), (0,))
-    twin.weight = own
+    parameter = as_mesh_parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]), (0,))
+    twin.weight = parameter
     for module, value in ((layer, plain), (twin, x)):
         (Reversed.apply(value * 3, module) ** 2).sum().backward()
     same(x.grad, plain.grad)
-    same(own.grad, layer.weight.grad)
+    same(parameter.grad, layer.weight.grad)
 
 
 def case_checkpoint(state):
@@ -164,9 +164,9 @@ def case_checkpoint(state):
         expected = checkpoint(lambda v: F.dropout(layer(v).relu(), 0.5), plain, use_reentrant=reentrant)
         (expected * expected).sum().backward()
         torch.manual_seed(5)
-        found = checkpoint(lambda v: F.dropout(twin(v).relu(), 0.5), x, use_reentrant=reentrant)
-        (found * found).sum().backward()
-        same(found, expected)
+        actual = checkpoint(lambda v: F.dropout(twin(v).relu(), 0.5), x, use_reentrant=reentrant)
+        (actual * actual).sum().backward()
+        same(actual, expected)
         same(x.grad, plain.grad)
         same(twin.weight.grad, layer.weight.grad)
         same(twin.bias.grad, layer.bias.grad)
@@ -238,9 +238,7 @@ def case_threads(state):
     for thread in threads:
         thread.join()
     assert not errors
-    assert torch.backends.cuda.flash_sdp_enabled() == flash, (
-        "tracing left its choice of attention kernels behind"
-    )
+    assert torch.backends.cuda.flash_sdp_enabled() == flash, "tracing did not restore the attention kernels"
     assert len(results) == 800 and all(type(r) is GlobalTensor for r in results)
     assert x.shape == (4, 6)
 
@@ -250,9 +248,11 @@ def case_autocast(state):
     weight = torch.randn(6, 6)
     for enabled in (False, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            expected, found = plain @ weight, x @ weight
-        assert found.dtype == expected.dtype == (torch.bfloat16 if enabled else torch.float32)
-        torch.testing.assert_close(found.full_tensor(), expected, rtol=1.6e-2, atol=1e-2 if enabled else 1e-5)
+            expected, actual = plain @ weight, x @ weight
+        assert actual.dtype == expected.dtype == (torch.bfloat16 if enabled else torch.float32)
+        torch.testing.assert_close(
+            actual.full_tensor(), expected, rtol=1.6e-2, atol=1e-2 if enabled else 1e-5
+        )
 
 
 def case_below(state):
@@ -305,8 +305,8 @@ def case_autograd_grad(state):
     parameter = as_mesh_parameter(distribute_tensor(weight, mesh, [Replicate()]), ("I",))
     weight.requires_grad_()
     expected = torch.autograd.grad((plain @ weight).pow(2).sum(), [plain, weight])
-    found = torch.autograd.grad((x @ parameter).pow(2).sum(), [x, parameter])
-    for a, b in zip(found, expected, strict=True):
+    actual = torch.autograd.grad((x @ parameter).pow(2).sum(), [x, parameter])
+    for a, b in zip(actual, expected, strict=True):
         same(a, b)
 
 
@@ -329,5 +329,5 @@ def run(rank, world, name, state):
 
 @pytest.mark.parametrize("state", ["I", 0, 1])
 @pytest.mark.parametrize("name", list(CASES))
-def test_bypass(rank_pool: RankPool, name: str, state):
+def test_bypassing_calls_work_or_raise(rank_pool: RankPool, name: str, state):
     assert all(rank_pool.run(WORLD, run, name, state))

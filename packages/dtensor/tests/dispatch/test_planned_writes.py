@@ -1,4 +1,4 @@
-"""What is written in place stays as it lies, whatever a plan wants it in: its later readers see the write, and gradients too."""
+"""A tensor that is written in place keeps its layout, whatever the plan wants: readers and gradients see the write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright_dtensor.trace.module_stack import install_frames
 
 
 class Jitter(nn.Module):
-    """Scales in place what it made; `h`, and not what the write returns, is read afterwards."""
+    """Scales `h` in place and reads `h`, not the result of the write."""
 
     def forward(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         h = x.sin()
@@ -24,7 +24,7 @@ class Jitter(nn.Module):
         return h.square().sum() + h.sum()
 
 
-def written(rank: int, world: int, lies: Any, wanted: Any) -> None:
+def written(rank: int, world: int, stored: Any, wanted: Any) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     numbers = torch.Generator().manual_seed(1)
     values, by = torch.randn(5, 4, generator=numbers), torch.randn(5, 4, generator=numbers)
@@ -32,7 +32,7 @@ def written(rank: int, world: int, lies: Any, wanted: Any) -> None:
     block = Jitter()
     loss = block(alone, by)
     loss.backward()
-    x = distribute(values.clone(), mesh, [lies]).detach().requires_grad_()
+    x = distribute(values.clone(), mesh, [stored]).detach().requires_grad_()
     handles = install_frames(
         nn.ModuleDict({"block": block}), {"block": {"mul_": {0: Target(((("tp", wanted),),))}}}
     )
@@ -45,6 +45,6 @@ def written(rank: int, world: int, lies: Any, wanted: Any) -> None:
     torch.testing.assert_close(x.grad.full_tensor(), alone.grad)
 
 
-@pytest.mark.parametrize("lies, wanted", [("I", "X"), ("I", 0), (0, 1), (0, "I"), (1, "X")])
-def test_a_plan_moves_nothing_that_is_written(rank_pool: RankPool, lies: Any, wanted: Any) -> None:
-    rank_pool.run(2, written, lies, wanted)
+@pytest.mark.parametrize("stored, wanted", [("I", "X"), ("I", 0), (0, 1), (0, "I"), (1, "X")])
+def test_planned_target_does_not_move_written_tensor(rank_pool: RankPool, stored: Any, wanted: Any) -> None:
+    rank_pool.run(2, written, stored, wanted)

@@ -1,4 +1,4 @@
-"""What is foreseen of a recorded run is what global tensors then do: states of the results, and every collective."""
+"""The prediction of a recorded run equals the run: states of the results, and every collective."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def shared(x: Tensor) -> Tensor:
 
 
 def reduced(x: Tensor) -> Tensor:
-    """A partial sum that two operations need whole."""
+    """A partial sum that two operations need reduced."""
     total = x.sum(0)
     return total.exp() + total.pow(2)
 
 
 def gathered(x: Tensor) -> Tensor:
-    """No local program: the result is whole, what follows too."""
+    """No local program: the result and its readers are replicated."""
     return (x * torch.masked_select(x, x > 0).sum()).cumsum(1)
 
 
@@ -48,7 +48,7 @@ def written(x: Tensor) -> Tensor:
 
 
 def not_needed(x: Tensor) -> Tensor:
-    """What is gathered for integers has no gradient to bring back."""
+    """A tensor that is gathered for an integer result has no gradient."""
     return x * (x.argsort(0) > 3)
 
 
@@ -64,7 +64,7 @@ def normed(x: Tensor) -> Tensor:
 
 
 def reordered(x: Tensor) -> Tensor:
-    """The rows go to another dim, and are cut there."""
+    """The rows go to another dim, and are sliced there."""
     return x.transpose(0, 1).reshape(48, 4)[3:].roll(2, 0)
 
 
@@ -76,23 +76,23 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 def executed(rank: int, world: int, sizes: tuple[int, ...], states: tuple[Any, ...]) -> dict[str, Any]:
     """Case -> collectives, and states of the result."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "zero")[: len(sizes)])
-    found = {}
+    actual = {}
     for name, function in CASES.items():
         x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
         given = distribute(x, mesh, states).requires_grad_()
         with communication() as log:
             out = function(given * 1)
             assert isinstance(out, GlobalTensor)
-            lies = out._layout.states
+            end_states = out._layout.states
             torch.autograd.backward([out._local], [torch.ones_like(out._local)])
         moved = Counter(
             (e.kind, e.axis, e.phase, e.function, e.why) for e in log.events for _ in range(e.nbytes)
         )
-        found[name] = moved, lies
-    return found
+        actual[name] = moved, end_states
+    return actual
 
 
-def foreseen(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tuple[Counter[Any], Any]:
+def predicted(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tuple[Counter[Any], Any]:
     """The same, without ranks."""
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).requires_grad_()
     book = RuleBook.first_party()
@@ -106,13 +106,13 @@ def foreseen(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tupl
             grad[ref.i] = recorder.values[ref.i].differentiable and any(grad[r.i] for r in node.ins)
     grid = MeshShape(("dp", "zero")[: len(sizes)], sizes)
     result = recorder.index_of(out)
-    found = predict_run(
+    actual = predict_run(
         grid, book, recorder.nodes, recorder.values, grad, {0: states}, (), results=[result or 0]
     )
     moved: Counter[Any] = Counter()
-    for m in found.moved:
+    for m in actual.moved:
         moved[m.kind, m.axis, m.phase, m.function, m.why] += m.nbytes
-    return moved, found.states.get(result or 0, ("I",) * len(sizes))
+    return moved, actual.states.get(result or 0, ("I",) * len(sizes))
 
 
 @pytest.mark.parametrize(
@@ -120,31 +120,31 @@ def foreseen(name: str, sizes: tuple[int, ...], states: tuple[Any, ...]) -> tupl
     [((2,), (0,)), ((4,), (0,)), ((2,), (1,)), ((2, 2), (0, 0)), ((2, 2), (0, 1))],
     ids=str,
 )
-def test_what_is_foreseen_is_done(
+def test_prediction_equals_executed_run(
     rank_pool: RankPool, sizes: tuple[int, ...], states: tuple[Any, ...]
 ) -> None:
     world = sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
-    for name, (moved, lies) in rank_pool.run(world, executed, sizes, states)[0].items():
+    for name, (moved, end_states) in rank_pool.run(world, executed, sizes, states)[0].items():
         numbers = {key for key in moved if moved[key] <= 8}  # of one element
         expected = Counter({key: n for key, n in moved.items() if key not in numbers})
-        found, ends = foreseen(name, sizes, states)
-        assert found == expected, name
-        assert ends == lies, name
+        actual, ends = predicted(name, sizes, states)
+        assert actual == expected, name
+        assert ends == end_states, name
 
 
-def test_why_a_call_is_gathered_is_told() -> None:
+def test_prediction_gives_reason_of_gathered_call() -> None:
     x = torch.ones(SHAPE)
     book = RuleBook.first_party()
     recorder = Recorder(book.composites)
     recorder.mark(x, "input:x")
     with recorder:
         torch.masked_select(x, x > 0).sum()
-    found = predict_run(
+    actual = predict_run(
         MeshShape(("dp",), (2,)), book, recorder.nodes, recorder.values, [False] * 9, {0: (0,)}, ()
     )
-    (why,) = found.gathered.values()
+    (why,) = actual.gathered.values()
     assert why == "depends on the data"
-    assert [(m.kind, m.nbytes) for m in found.moved] == [
+    assert [(m.kind, m.nbytes) for m in actual.moved] == [
         ("all_gather", 8 * 6 * 4 * 4),
         ("all_gather", 8 * 6 * 4),
     ]

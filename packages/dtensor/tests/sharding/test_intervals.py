@@ -155,7 +155,7 @@ def states_of_dim(dim, total, n):
     return [s for s in found if isinstance(s, IntervalShard)]
 
 
-def test_every_pair_on_one_axis(rank_pool: RankPool):
+def test_conversion_between_all_states_on_one_axis(rank_pool: RankPool):
     for n in (2, 3):
         shape = (12, 6, 5)
         some = [s for dim in range(3) for s in states_of_dim(dim, shape[dim], n)]
@@ -172,7 +172,7 @@ def test_every_pair_on_one_axis(rank_pool: RankPool):
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_pairs_on_two_axes(rank_pool: RankPool, data):
+def test_conversion_between_states_on_two_axes(rank_pool: RankPool, data):
     shape = (8, 6)
     cases = []
     for _ in range(10):

@@ -51,8 +51,8 @@ def pair(mesh, shape, placements):
     return plain, as_mesh_parameter(distribute_tensor(value, mesh, placements), states)
 
 
-def exactly(found, expected):
-    assert torch.equal(found, expected)
+def exactly(actual, expected):
+    assert torch.equal(actual, expected)
 
 
 def run_steps(rank, world, name):
@@ -82,13 +82,13 @@ def run_steps(rank, world, name):
         )  # vector kernels round the ends of a part otherwise
         same(here.full_tensor().detach(), plain.detach())
         for key, state in theirs.state[plain].items():
-            found = ours.state[here][key]
-            same(found.full_tensor() if isinstance(found, DTensor) else found, state)
+            actual = ours.state[here][key]
+            same(actual.full_tensor() if isinstance(actual, DTensor) else actual, state)
     return sorted(set(seen.names) - {"detach.default", "alias.default"})
 
 
 @pytest.mark.parametrize("name", list(STEPS))
-def test_steps_propagate_nothing(rank_pool: RankPool, name: str) -> None:
+def test_optimizer_step_needs_no_sharding_propagation(rank_pool: RankPool, name: str) -> None:
     for names in rank_pool.run(4, run_steps, name):
         assert names == []
 
@@ -114,7 +114,7 @@ def run_what_is_left_to_stock(rank, world):
     return checks
 
 
-def test_what_is_left_to_stock(rank_pool: RankPool) -> None:
+def test_other_calls_go_to_stock_dtensor(rank_pool: RankPool) -> None:
     for checks in rank_pool.run(2, run_what_is_left_to_stock):
         assert all(checks.values()) and "a plain tensor" in checks, checks
 
@@ -134,7 +134,7 @@ def run_runs(rank, world):
             return str(error)
 
 
-def test_runs_and_plain_shards_do_not_mix(rank_pool: RankPool) -> None:
+def test_interval_shards_and_plain_shards_do_not_mix(rank_pool: RankPool) -> None:
     for text in rank_pool.run(2, run_runs):
         assert text is not None and "sharded in runs" in text
 

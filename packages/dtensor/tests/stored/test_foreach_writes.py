@@ -55,12 +55,12 @@ def listed(rank, world):
                 continue
             if not torch.equal(x.full_tensor(), plain):
                 wrong.append((name, place))
-    # of activations: no part that is not the whole value passes for it
+    # activations: a part is never taken for the whole value
     for state in ("I", 0, 1, "P"):
         x, plain = distribute(VALUE.clone(), mesh, [state]), VALUE.clone()
-        for one, other in ((x, distribute(VALUE.clone(), mesh, [1])), (plain, VALUE)):
-            torch._foreach_add_([one, one], 1.0)
-            torch._foreach_mul_([one], [other])
+        for tensor, other in ((x, distribute(VALUE.clone(), mesh, [1])), (plain, VALUE)):
+            torch._foreach_add_([tensor, tensor], 1.0)
+            torch._foreach_mul_([tensor], [other])
         if not torch.equal(x.full_tensor(), plain):
             wrong.append(("activation", state))
     with pytest.raises(UnsupportedError, match="would not reach the base"):
@@ -68,7 +68,7 @@ def listed(rank, world):
     return wrong
 
 
-def test_lists_are_written_to(rank_pool: RankPool) -> None:
+def test_foreach_functions_write_to_views(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(2, listed):
         assert wrong == []
 
@@ -113,19 +113,19 @@ def partial_norms(rank, world):
     return True
 
 
-def test_partial_norms_are_written_to(rank_pool: RankPool) -> None:
+def test_write_to_partial_norm_stays(rank_pool: RankPool) -> None:
     assert all(rank_pool.run(2, partial_norms))
 
 
 def moved_on(rank, world):
-    """The index of a view is what it was when the view was taken."""
+    """A view keeps the index with which it was taken."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     wrong = []
     for place, x in places(mesh):
         plain = VALUE.clone()
-        for one in (plain, x):
+        for tensor in (plain, x):
             at = torch.tensor(0)
-            row, rows = one[at], one[at : at + 2]
+            row, rows = tensor[at], tensor[at : at + 2]
             at += 2
             row.zero_()
             rows[:, 1].fill_(5)
@@ -134,7 +134,7 @@ def moved_on(rank, world):
     return wrong
 
 
-def test_an_index_that_counts_on(rank_pool: RankPool) -> None:
+def test_view_keeps_index_that_changes_later(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(2, moved_on):
         assert wrong == []
 
@@ -163,7 +163,7 @@ def given_to_functions(rank, world):
     return True
 
 
-def test_functions_are_given_views_as_they_are(rank_pool: RankPool) -> None:
+def test_autograd_functions_get_present_views(rank_pool: RankPool) -> None:
     assert all(rank_pool.run(2, given_to_functions))
 
 
@@ -182,12 +182,12 @@ def changed_shapes(rank, world):
     return True
 
 
-def test_shapes_of_what_is_stored_stay(rank_pool: RankPool) -> None:
+def test_in_place_reshape_of_stored_tensor_is_rejected(rank_pool: RankPool) -> None:
     assert all(rank_pool.run(2, changed_shapes))
 
 
 def whole_on_every_rank(rank, world):
-    """A view that stock DTensor does not know lies in the memory of a tensor that every rank holds, too."""
+    """A view without a rule in stock DTensor shares the memory of a replicated tensor, too."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     x = mesh_value(distribute_tensor(VALUE, mesh, [Replicate()]))
     diagonal = x.as_strided((4,), (5,))
@@ -197,11 +197,11 @@ def whole_on_every_rank(rank, world):
     return True
 
 
-def test_views_lie_in_the_memory_that_is_there(rank_pool: RankPool) -> None:
+def test_views_share_memory_with_their_base(rank_pool: RankPool) -> None:
     assert all(rank_pool.run(2, whole_on_every_rank))
 
 
-def test_a_fused_step_is_given_no_view(rank_pool: RankPool) -> None:
+def test_fused_step_rejects_views(rank_pool: RankPool) -> None:
     assert all(rank_pool.run(2, fused))
 
 

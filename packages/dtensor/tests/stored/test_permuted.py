@@ -88,7 +88,7 @@ def exits(rank, world, which):
 
 
 @pytest.mark.parametrize("which", ["parts", "single_owner_shard", "zigzag"])
-def test_every_exit_and_entry_is_in_true_order(rank_pool: RankPool, which):
+def test_state_dicts_and_values_are_in_true_order(rank_pool: RankPool, which):
     assert all(rank_pool.run(2, exits, which))
 
 
@@ -113,15 +113,17 @@ def training(rank, world, kind, foreach):
             o.step()
     assert torch.allclose(model.weight.full_tensor(), single.weight, rtol=1e-5, atol=1e-6)
     for key, state in theirs.state[single.weight].items():
-        own = ours.state[model.weight][key]
+        mesh_state = ours.state[model.weight][key]
         if torch.is_tensor(state) and state.dim():
-            # whatever the optimizer made of it, it can leave in true order
-            plain = canonical(own, model.weight)
+            # every optimizer state can be given in true order
+            plain = canonical(mesh_state, model.weight)
             assert type(plain) is DTensor
             assert torch.allclose(plain.full_tensor(), state, rtol=1e-5, atol=1e-6)
             back = like_parameter(plain, model.weight)
-            assert torch.equal(back.to_local(), own.to_local()) and isinstance(back, PermutedDTensor)
-            assert torch.equal(like_parameter(plain.full_tensor(), model.weight).to_local(), own.to_local())
+            assert torch.equal(back.to_local(), mesh_state.to_local()) and isinstance(back, PermutedDTensor)
+            assert torch.equal(
+                like_parameter(plain.full_tensor(), model.weight).to_local(), mesh_state.to_local()
+            )
     return True
 
 
@@ -163,7 +165,7 @@ def refusals(rank, world):
     return True
 
 
-def test_what_would_show_the_permuted_order_is_refused(rank_pool: RankPool):
+def test_functions_of_permuted_order_are_rejected(rank_pool: RankPool):
     assert all(rank_pool.run(2, refusals))
 
 
@@ -196,5 +198,5 @@ def placements(rank, world):
     return dropped.placements == x.placements
 
 
-def test_runs_as_a_placement(rank_pool: RankPool):
+def test_interval_shard_as_placement(rank_pool: RankPool):
     rank_pool.run(2, placements)

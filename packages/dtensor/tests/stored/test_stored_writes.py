@@ -33,12 +33,12 @@ def in_runs(value, mesh):
 
 
 def parameters(mesh):
-    """Parameters in different layouts, each beside the value that one device has."""
+    """Parameters in different layouts, each with its value on one device."""
     value = torch.arange(24.0).view(8, 3)
     yield "rows", value.clone(), as_mesh_parameter(distribute_tensor(value, mesh, [Shard(0)]), (0,))
     yield "columns", value.clone(), as_mesh_parameter(distribute_tensor(value, mesh, [Shard(1)]), (1,))
     yield "whole", value.clone(), as_mesh_parameter(distribute_tensor(value, mesh, [Replicate()]), ("I",))
-    if mesh.size() == 2:  # which parts of four rows can be cut for
+    if mesh.size() == 2:  # four rows divide evenly
         yield "runs", value.clone(), in_runs(value, mesh)
 
 
@@ -63,10 +63,10 @@ def written(rank, world):
     wrong = []
     for name, write in WRITES.items():
         for layout, plain, here in parameters(mesh):
-            for one in (plain, here):
+            for tensor in (plain, here):
                 torch.manual_seed(4)
                 with torch.no_grad():
-                    write(one)
+                    write(tensor)
             if not torch.equal(here.full_tensor(), plain):
                 wrong.append((name, layout))
     return wrong
@@ -79,21 +79,21 @@ def test_writes_reach_parameters(rank_pool: RankPool, world: int) -> None:
         assert wrong == []
 
 
-def shown(rank, world):
+def read_views(rank, world):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     value = torch.arange(12.0).view(4, 3)
     x = mesh_value(distribute_tensor(value, mesh, [Shard(0)]))
     row, column = x[1], x[:, 2]
     assert isinstance(row, MeshView) and isinstance(column, MeshView)
     x.mul_(2)
-    # a view is what its base holds, copy or not
+    # a view has the value of its base, copy or not
     assert torch.equal(row.full_tensor(), value[1] * 2) and torch.equal(column.full_tensor(), value[:, 2] * 2)
     assert float(row.sum()) == float(value[1].sum() * 2)
     assert torch.equal((row + 1).full_tensor(), value[1] * 2 + 1)
     assert torch.equal((row + torch.ones(3)).full_tensor(), value[1] * 2 + 1)
     g = distribute(torch.ones(3), mesh, ["I"])
     assert torch.equal((g * row).full_tensor(), value[1] * 2)
-    # what leaves is no view
+    # copies are no views
     for taken in (copy.deepcopy(row), row.clone(), row.redistribute(placements=[Replicate()])):
         assert not isinstance(taken, MeshView)
         assert torch.equal(taken.full_tensor(), value[1] * 2)
@@ -101,11 +101,19 @@ def shown(rank, world):
     torch.save(row, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False).full_tensor(), value[1] * 2)
-    # a copy on one device is one here
+    return True
+
+
+def write_through_views(rank, world):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    value = torch.arange(12.0).view(4, 3)
+    x = mesh_value(distribute_tensor(value, mesh, [Shard(0)]))
+    x.mul_(2)
+    # an index that copies on one device copies here
     for chosen in (x[[0, 1]], x[torch.tensor([0, 1])], x.t().reshape(-1)):
         chosen.zero_()
     assert torch.equal(x.full_tensor(), value * 2)
-    # elementwise writes, also through views in the part's memory, need no communication; others do
+    # elementwise writes, also through views that share memory, need no communication; others do
     with communication() as log:
         x.add_(value)
         x[:, 1].zero_()
@@ -118,8 +126,9 @@ def shown(rank, world):
     return True
 
 
-def test_a_view_shows_what_its_base_holds(rank_pool: RankPool) -> None:
-    assert all(rank_pool.run(2, shown))
+def test_view_has_present_value_of_base(rank_pool: RankPool) -> None:
+    assert all(rank_pool.run(2, read_views))
+    assert all(rank_pool.run(2, write_through_views))
 
 
 def frozen(rank, world):
@@ -159,5 +168,5 @@ def turned(rank, world):
     return True
 
 
-def test_shapes_that_change_in_place(rank_pool: RankPool) -> None:
+def test_in_place_shape_changes(rank_pool: RankPool) -> None:
     assert all(rank_pool.run(2, turned))

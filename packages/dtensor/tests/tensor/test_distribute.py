@@ -1,4 +1,4 @@
-"""`distribute` where the mesh is left out, and by the names of axes."""
+"""`distribute` without a mesh and by axis names; `Layout.inside`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def forms(rank: int, world_size: int) -> None:
     x = torch.randn(7, 6)
     expected = distribute(x, mesh, [Shard(0), Shard(1)])
     with mesh:
-        found = [distribute(x, [Shard(0), Shard(1)]), distribute(x, {"tp": Shard(1), "dp": 0})]
+        actual = [distribute(x, [Shard(0), Shard(1)]), distribute(x, {"tp": Shard(1), "dp": 0})]
         replicas = distribute(x, {"tp": Shard(1)})
-    found.append(distribute(x, placements=[Shard(0), Shard(1)], mesh=mesh))
-    found.append(distribute(replicas, {"dp": Shard(0), "tp": Shard(1)}))  # lies over the mesh already
-    for one in found:
-        assert one.global_layout == expected.global_layout
-        assert torch.equal(one.to_local(), expected.to_local()) and torch.equal(one.full_tensor(), x)
+    actual.append(distribute(x, placements=[Shard(0), Shard(1)], mesh=mesh))
+    actual.append(distribute(replicas, {"dp": Shard(0), "tp": Shard(1)}))  # is on the mesh already
+    for tensor in actual:
+        assert tensor.global_layout == expected.global_layout
+        assert torch.equal(tensor.to_local(), expected.to_local()) and torch.equal(tensor.full_tensor(), x)
     assert list(replicas.to_local().shape) == [7, 3]
     whole = distribute(x, [Shard(0)])  # no mesh around: all ranks are one axis
     assert whole.global_layout.context.sizes == (4,) and len(whole.to_local()) == (1 if rank == 3 else 2)
@@ -47,9 +47,9 @@ def refusals(rank: int, world_size: int) -> None:
 
 
 def inside(rank: int, world_size: int) -> None:
-    """What a place on one axis leaves is a global value on the other: its rows are those of one data rank."""
+    """The local part with respect to one axis is a global value on the other: the rows of one data rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    share_attention(mesh, "dp", "all_gather")  # which is nothing to the place on the other axis
+    share_attention(mesh, "dp", "all_gather")  # has no effect on the other axis
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     for states in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
@@ -57,10 +57,10 @@ def inside(rank: int, world_size: int) -> None:
         layout = t.global_layout.inside([1])
         assert layout.context is t.global_layout.context.inner(("tp",)) and layout.context.axes == ("tp",)
         part = wrap(t.to_local(), layout)
-        own = x.chunk(2)[rank // 2]
-        assert part.shape == own.shape and torch.equal(part.full_tensor(), own)
-        assert torch.equal(part.sort(0).values.full_tensor(), own.sort(0).values)
-        torch.testing.assert_close(F.linear(part, weight).full_tensor(), F.linear(own, weight))
+        rows = x.chunk(2)[rank // 2]
+        assert part.shape == rows.shape and torch.equal(part.full_tensor(), rows)
+        assert torch.equal(part.sort(0).values.full_tensor(), rows.sort(0).values)
+        torch.testing.assert_close(F.linear(part, weight).full_tensor(), F.linear(rows, weight))
     assert layout.context.report is t.global_layout.context.report
 
 

@@ -43,10 +43,10 @@ def weighted(outs):
     return total
 
 
-def close(found, expected):
+def close(actual, expected):
     """Within a few rounding errors of the tensor's largest magnitude."""
     largest = expected.abs().max().item() if expected.numel() and expected.is_floating_point() else 0.0
-    torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=3e-6 * max(largest, 1.0))
+    torch.testing.assert_close(actual, expected, rtol=1.3e-6, atol=3e-6 * max(largest, 1.0))
 
 
 def compare(name, mesh, combination):
@@ -56,9 +56,9 @@ def compare(name, mesh, combination):
     plain = [x.clone().requires_grad_(grad) for x in xs]
     expected = leaves(function(*[p * 1 for p in plain]))
     here = [distribute(x, mesh, s).requires_grad_(grad) for x, s in zip(xs, combination, strict=True)]
-    found = leaves(function(*[g * 1 for g in here]))
-    assert len(expected) == len(found)
-    for a, b in zip(expected, found, strict=True):
+    actual = leaves(function(*[g * 1 for g in here]))
+    assert len(expected) == len(actual)
+    for a, b in zip(expected, actual, strict=True):
         if isinstance(a, torch.Tensor):
             assert a.shape == b.shape and a.dtype == b.dtype
             close(full(b), a)
@@ -66,7 +66,7 @@ def compare(name, mesh, combination):
             assert a == b
     if grad:
         weighted(expected).backward()
-        weighted(found).backward()
+        weighted(actual).backward()
         for p, g in zip(plain, here, strict=True):
             close(full(g.grad), p.grad)
 
@@ -110,7 +110,7 @@ def _legal(shape, states, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,)])
-def test_every_case_from_every_placement(rank_pool: RankPool, sizes):
+def test_functions_from_all_placements(rank_pool: RankPool, sizes):
     for failures, _, _ in rank_pool.run(sizes[0], run_cases, sizes, list(CASES), timeout=600):
         assert not failures, failures[0][-1] + "\n" + "\n".join(str(f[:3]) for f in failures)
 
@@ -135,5 +135,5 @@ def refuse_empty(rank, world):
     return True
 
 
-def test_bad_placements_are_refused(rank_pool: RankPool):
+def test_bad_placements_are_rejected(rank_pool: RankPool):
     assert all(rank_pool.run(2, refuse_empty))

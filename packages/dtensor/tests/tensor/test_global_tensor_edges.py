@@ -73,12 +73,12 @@ def compare_all(rank, world, names):
             expected = leaves(function(plain * 1))
             drawn = torch.get_rng_state()
             torch.manual_seed(5)
-            found = leaves(function(here * 1))
+            actual = leaves(function(here * 1))
             assert torch.equal(drawn, torch.get_rng_state())
-            pairs = [(full(f), e) for f, e in zip(found, expected, strict=True)]
+            pairs = [(full(f), e) for f, e in zip(actual, expected, strict=True)]
             if any(e.requires_grad for e in expected if isinstance(e, torch.Tensor)):
                 weighted(expected).backward()
-                weighted(found).backward()
+                weighted(actual).backward()
                 pairs.append((full(here.grad), plain.grad))
             for f, e in pairs:
                 try:
@@ -89,7 +89,7 @@ def compare_all(rank, world, names):
     return failures
 
 
-def test_edges_from_every_state(rank_pool: RankPool):
+def test_edge_cases_from_all_states(rank_pool: RankPool):
     for failures in rank_pool.run(2, compare_all, list(CASES), timeout=300):
         assert not failures, failures
 
@@ -102,9 +102,9 @@ def mean_loss_twice(rank, world):
     for state in ("I", 0, 1):
         here = distribute(x, mesh, [state]).requires_grad_()
         penalty_of_mean_loss(here * 1).backward()
-        found = full(here.grad)
+        actual = full(here.grad)
         dist.barrier()
-        close(found, plain.grad)
+        close(actual, plain.grad)
     here = distribute(x, mesh, [2]).requires_grad_()
     with pytest.raises(
         UnsupportedError, match=r"second derivative through cross_entropy over sharded classes"
@@ -128,7 +128,7 @@ def gathered_views(rank, world):
     with pytest.raises(UnsupportedError, match="would not reach the base"):
         torch.add(x[:, 0], 1, out=view[:4])
     y.sub_(12)
-    F.relu(view, inplace=True)  # the flat view lies in runs of its base's own memory
+    F.relu(view, inplace=True)  # the flat view shares memory with its base
     torch.testing.assert_close(y.full_tensor(), (torch.arange(24.0) - 12).relu().view(4, 6))
     torch.testing.assert_close(view.full_tensor(), (torch.arange(24.0) - 12).relu())
     y.copy_(x)
@@ -159,7 +159,7 @@ def written_through_data(rank, world):
     return True
 
 
-def test_a_write_through_data_is_seen(rank_pool: RankPool):
+def test_write_through_data_reaches_tensor(rank_pool: RankPool):
     assert all(rank_pool.run(2, written_through_data))
 
 

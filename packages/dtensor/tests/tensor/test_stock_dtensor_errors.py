@@ -36,9 +36,9 @@ def partial(value, mesh, rank, world):
     return wrap(local, layout_of(context, ("P",), value.shape, value.dtype))
 
 
-def close(found, expected):
-    found = found.full_tensor() if hasattr(found, "full_tensor") else found
-    torch.testing.assert_close(found, expected)
+def close(actual, expected):
+    actual = actual.full_tensor() if hasattr(actual, "full_tensor") else actual
+    torch.testing.assert_close(actual, expected)
 
 
 def case_mean_loss_with_ignored_labels(rank, world, mesh):
@@ -52,10 +52,10 @@ def case_mean_loss_with_ignored_labels(rank, world, mesh):
             b = distribute(logits, mesh, [state]).requires_grad_()
             target = distribute(labels, mesh, [0]) if state == 0 else labels
             expected = F.cross_entropy(a, labels, reduction=reduction)
-            found = F.cross_entropy(b, target, reduction=reduction)
-            close(found, expected)
+            actual = F.cross_entropy(b, target, reduction=reduction)
+            close(actual, expected)
             expected.sum().backward()
-            found.sum().backward()
+            actual.sum().backward()
             close(b.grad, a.grad)
 
 
@@ -204,7 +204,7 @@ RUNS = [(name, 2) for name in CASES] + [(name, 3) for name in CASES if name in O
 
 
 @pytest.mark.parametrize(("name", "world"), RUNS)
-def test_not_shared(rank_pool: RankPool, name: str, world: int):
+def test_errors_of_stock_dtensor_do_not_occur(rank_pool: RankPool, name: str, world: int):
     assert all(rank_pool.run(world, run, name))
 
 
@@ -215,5 +215,5 @@ def stock_is_still_wrong(rank, world):
     return torch.equal(distribute_tensor(x, mesh, [Shard(1)]).cumsum(-1).full_tensor(), x.cumsum(-1))
 
 
-def test_the_control(rank_pool: RankPool):
+def test_stock_dtensor_still_has_its_errors(rank_pool: RankPool):
     assert rank_pool.run(2, stock_is_still_wrong) == [False, False]

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_what_runs_again_has_the_targets_of_the_first_run(passes: int) -> None:
+def test_recomputed_part_has_targets_of_first_run(passes: int) -> None:
     block = Block()
     handles = install_frames(nn.ModuleDict({"block": block}), RULES)
     loss = block(torch.ones(2, requires_grad=True)).sum()
@@ -47,7 +47,7 @@ def test_what_runs_again_has_the_targets_of_the_first_run(passes: int) -> None:
     assert not FRAMES.stack
 
 
-def test_what_is_checkpointed_outside_of_a_plan_stays_torchs_own() -> None:
+def test_checkpointing_without_plan_is_unchanged() -> None:
     block = Block()
     block(torch.ones(2, requires_grad=True)).sum().backward()
     assert block.seen == [(None, None)] * 3

@@ -50,7 +50,7 @@ class RunShard(Shard):
             interval_shard(0, intervals)
         except ValueError as error:
             raise UnsupportedError(f"{error}; every element of the dim belongs to exactly one rank") from None
-        self.intervals = tuple(merge_intervals(own) for own in intervals)
+        self.intervals = tuple(merge_intervals(rank_intervals) for rank_intervals in intervals)
 
     @classmethod
     def parts(cls, dim: int, sizes: Sequence[int], ranks: int) -> RunShard:
