@@ -103,7 +103,7 @@ def compare_with(model: torch.nn.Module, plan: ParallelPlan, name: str) -> Diffe
     return Difference(
         abs(float(whole(loss)) - float(expected.detach())),
         float(expected.detach()),
-        compare_tensors(0, "gradient", expected_gradients, gradients, 1e-5, neighbour=near_gradients),
+        compare_tensors(0, "gradient", expected_gradients, gradients, 1e-5, perturbed=near_gradients),
         unequal,
         dict(plan.degrees),
         sharded,

@@ -30,7 +30,7 @@ import meshwright as mw
 from meshwright_dtensor.errors import InfeasibleError, PlanError, UsageError
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
-from meshwright_parallel.verification.compare import NOISE_REACH, apart, magnitude, one_rounding_away
+from meshwright_parallel.verification.compare import NOISE_REACH, magnitude, max_difference, one_rounding_away
 
 PARALLELISMS = ("tp", "sp", "ep", "cp", "dp", "zero")
 STEPS = 3
@@ -265,7 +265,7 @@ def rounding(model: str, optimizer: str) -> dict[Label, float]:
             one_rounding_away(parameters[turn:] + parameters[:turn])
         runs.append(_values(instance, batch, OPTIMIZERS[optimizer](parameters)))
     return {
-        label: max(apart(value, near[label])[0] for near in runs[1:]) / (magnitude(value) or 1.0)
+        label: max(max_difference(value, near[label])[0] for near in runs[1:]) / (magnitude(value) or 1.0)
         for label, value in runs[0].items()
     }
 

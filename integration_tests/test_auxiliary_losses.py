@@ -93,7 +93,7 @@ def beside(rank: int, world_size: int, family: str, pins: dict[str, int], padded
     (_, want, want_gradients), (_, _, near_gradients) = outputs(single, padded), outputs(near, padded)
     found, got, gradients = outputs(model, padded)
     compared = compare(0, "loss", want, got, 1e-5)
-    compared += compare(0, "gradient", want_gradients, gradients, 1e-5, neighbour=near_gradients)
+    compared += compare(0, "gradient", want_gradients, gradients, 1e-5, perturbed=near_gradients)
     return Told([c for c in compared if not c.ok], len(found.router_logits), hung)
 
 

@@ -178,7 +178,7 @@ def beside(rank: int, world_size: int, family: str, implementation: str | None, 
     held = [(n, p.detach()) for n, p in model.named_parameters() if ".experts." in n]
     return Told(
         abs(float(loss.full_tensor().detach()) - float(expected.detach())),
-        [c for c in compare(0, "gradient", want, got, 1e-5, neighbour=beside_it) if not c.ok],
+        [c for c in compare(0, "gradient", want, got, 1e-5, perturbed=beside_it) if not c.ok],
         missing,
         sum(p.to_local().numel() for _, p in held) / sum(p.numel() for _, p in held),
         {e.kind for e in log.events if ".experts" in e.module},

@@ -85,7 +85,7 @@ def beside(rank: int, world_size: int, name: str, pins: dict[str, int]) -> tuple
     model = mw.auto_parallelize(copy.deepcopy(single), batch(), **pins)
     (want, want_gradients), (_, near_gradients), (got, gradients) = map(outputs, (single, near, model))
     compared = compare(0, "loss", want, got, 1e-5)
-    compared += compare(0, "gradient", want_gradients, gradients, 1e-5, neighbour=near_gradients)
+    compared += compare(0, "gradient", want_gradients, gradients, 1e-5, perturbed=near_gradients)
     return len(got), [c for c in compared if not c.ok]
 
 

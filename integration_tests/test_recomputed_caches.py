@@ -67,7 +67,7 @@ def differences(rank: int, world_size: int, name: str, options: dict[str, Any]) 
     one_rounding_away(models[2].parameters())
     want, got, near = (step(model, batch) for model in (models[0], many, models[2]))
     assert want.keys() == got.keys()
-    found = compare(0, "gradient", want, got, 1e-5, neighbour=near)
+    found = compare(0, "gradient", want, got, 1e-5, perturbed=near)
     again = sum(any(rule.matches(n) for rule in plan.recompute) for n, _ in many.named_modules())
     return (
         [f"{c.name} {c.difference:.1e} of {c.scale:.1e} {c.note}" for c in found if not c.ok],

@@ -85,25 +85,25 @@ def run_one(
     if not torch.equal(after_build, torch.get_rng_state()):
         return Verdict("wrong", "construction left the generator elsewhere")
     losses = [_step(some, batch) for some in (single, model, near)]
-    gradients, found, neighbour = (
+    gradients, found, perturbed = (
         {name: p.grad for name, p in some.named_parameters()} for some in (single, model, near)
     )
     comparisons += compare(0, "loss", {"": losses[0]}, {"": losses[1]}, TOLERANCES[dtype])
-    comparisons += compare(0, "gradient", gradients, found, TOLERANCES[dtype], neighbour=neighbour)
+    comparisons += compare(0, "gradient", gradients, found, TOLERANCES[dtype], perturbed=perturbed)
     comparisons += compare(
         0,
         "buffer",
         dict(single.named_buffers()),
         dict(model.named_buffers()),
         TOLERANCES[dtype],
-        neighbour=dict(near.named_buffers()),
+        perturbed=dict(near.named_buffers()),
     )
     parameters = list(model.parameters())
     with torch.no_grad():
         sharded = sum(p.to_local().shape != p.shape for p in parameters)
     noise = frozenset[str]()
     if dtype == torch.float64:
-        noise = _beyond_recognition("gradient", gradients, neighbour) | _beyond_recognition(
+        noise = _beyond_recognition("gradient", gradients, perturbed) | _beyond_recognition(
             "buffer", dict(single.named_buffers()), dict(near.named_buffers())
         )
     verdict = judge(agreed(comparisons), sharded, len(parameters), noise, disputed)

@@ -1,4 +1,4 @@
-"""A wrong rule or collective is found at the call that shows it first."""
+"""verify() locates a wrong rule or collective at the first call that shows it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SOUND = collectives._all_reduce
 
 
 def _unreduced(t: torch.Tensor, group: Any) -> torch.Tensor:
-    """A sum that is never made, in the forward pass."""
+    """All-reduce that does nothing in the forward pass."""
     backward = torch._C._current_autograd_node() is not None
     return SOUND(t, group) if backward or t.dim() < 2 else t.clone()
 
 
 def _unreduced_gradient(t: torch.Tensor, group: Any) -> torch.Tensor:
-    """A sum that is never made, in the backward pass."""
+    """All-reduce that does nothing in the backward pass."""
     return t.clone() if torch._C._current_autograd_node() is not None else SOUND(t, group)
 
 
 def _unmasked(self: Any, ctx: Any) -> Any:
-    """A vocabulary-parallel lookup that forgets which ids are elsewhere."""
+    """A vocabulary-parallel lookup without the mask of ids on other ranks."""
     return lambda tensors: F.embedding(tensors[0] % tensors[1].shape[0], tensors[1])
 
 
@@ -57,7 +57,7 @@ def faulty(rank: int, world_size: int, how: str) -> VerificationReport:
         ("vocabulary", "forward", "embed", "embedding"),
     ],
 )
-def test_a_fault_is_located(rank_pool: RankPool, how: str, phase: str, module: str, function: str) -> None:
+def test_fault_is_located(rank_pool: RankPool, how: str, phase: str, module: str, function: str) -> None:
     report = rank_pool.run(2, faulty, how)[0]
     assert not report.ok and report.fault is not None
     assert (report.fault.phase, report.fault.module, report.fault.function) == (phase, module, function)
@@ -72,6 +72,6 @@ def right(rank: int, world_size: int) -> VerificationReport:
     return verify(make, batch_of(rows=4), plan_of(degrees={"dp": 1, "tp": 2}), steps=1)
 
 
-def test_what_is_right_has_no_fault(rank_pool: RankPool) -> None:
+def test_right_run_has_no_fault(rank_pool: RankPool) -> None:
     report = rank_pool.run(2, right)[0]
     assert report.ok and report.fault is None and report.to_dict()["fault"] is None

@@ -1,4 +1,4 @@
-"""verify: agrees with one device where the run is right, and sees every kind of wrong."""
+"""verify(): a right run passes, and every kind of wrong result is reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checked(rank: int, world_size: int, degrees: dict[str, int]) -> Verification
 
 
 @pytest.mark.parametrize(("world_size", "degrees"), [(1, {"dp": 1}), (2, {"dp": 2}), (4, {"dp": 2, "tp": 2})])
-def test_a_right_run_passes(rank_pool: RankPool, world_size: int, degrees: dict[str, int]) -> None:
+def test_right_run_passes(rank_pool: RankPool, world_size: int, degrees: dict[str, int]) -> None:
     reports = rank_pool.run(world_size, checked, degrees)
     report = reports[0]
     assert all(r == report for r in reports)
@@ -61,7 +61,7 @@ def test_a_right_run_passes(rank_pool: RankPool, world_size: int, degrees: dict[
 
 
 class Sabotaged(Language):
-    """Loses what the strategy needs, in one of several ways, once it is parallel."""
+    """Breaks the run in one of several ways, once it is parallel."""
 
     how = ""
 
@@ -94,7 +94,7 @@ def sabotaged(rank: int, world_size: int, how: str) -> VerificationReport:
 
 
 @pytest.mark.parametrize("how", ["engine", "loss", "rank"])
-def test_a_wrong_run_is_seen(rank_pool: RankPool, how: str) -> None:
+def test_wrong_run_fails(rank_pool: RankPool, how: str) -> None:
     reports = rank_pool.run(2, sabotaged, how)
     for report in reports:
         assert report == reports[0]
@@ -111,17 +111,17 @@ def test_a_wrong_run_is_seen(rank_pool: RankPool, how: str) -> None:
         assert ("loss", "") in failed
 
 
-def test_a_model_without_loss_is_told(rank_pool: RankPool) -> None:
+def test_model_without_loss_raises(rank_pool: RankPool) -> None:
     with pytest.raises(UsageError, match="no loss was found"):
         rank_pool.run(2, sabotaged, "none")
 
 
-def relative(expected: Any, found: Any) -> Comparison:
-    (result,) = compare(0, "gradient", {"w": expected}, {"w": found}, None)
+def relative(expected: Any, actual: Any) -> Comparison:
+    (result,) = compare(0, "gradient", {"w": expected}, {"w": actual}, None)
     return result
 
 
-def test_comparison_of_tensors() -> None:
+def test_compare_is_relative_to_each_tensor() -> None:
     big = torch.tensor([1000.0, 1.0])
     assert relative(big, big + torch.tensor([0.005, 0.0])).relative == pytest.approx(5e-6, rel=0.1)
     assert relative(big, big + torch.tensor([0.005, 0.0])).ok
@@ -135,27 +135,26 @@ def test_comparison_of_tensors() -> None:
     assert not relative(big, big[:1]).ok
     assert relative(torch.zeros(3), torch.zeros(3)).ok
     assert not relative(torch.zeros(3), torch.ones(3)).ok
-    # a small gradient is measured by itself, not by its large neighbours
-    beside = {"a": torch.ones(1), "b": torch.tensor([1e-4])}
-    off = {"a": torch.ones(1), "b": torch.tensor([1.001e-4])}
-    assert [c.ok for c in compare(0, "gradient", beside, off, None)] == [True, False]
+    # a small gradient is compared relative to itself, not to a larger one
+    expected = {"a": torch.ones(1), "b": torch.tensor([1e-4])}
+    actual = {"a": torch.ones(1), "b": torch.tensor([1.001e-4])}
+    assert [c.ok for c in compare(0, "gradient", expected, actual, None)] == [True, False]
 
 
-def test_typos_are_errors() -> None:
+def test_unknown_keyword_and_zero_steps_raise() -> None:
     with pytest.raises(TypeError):
         verify(Language, batch_of(), plan_of(), step=2)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="steps=0"):
         verify(Language, batch_of(), plan_of(), steps=0)
 
 
-def test_noise_must_be_noise_on_one_device_and_stay_so() -> None:
+def test_noise_is_noise_on_one_device_and_stays_small() -> None:
     expected = {"w": torch.ones(3), "b": torch.tensor([3e-8, -2e-8, 1e-8])}
     shaken = {"w": torch.ones(3), "b": torch.tensor([-1e-8, 3e-8, 2e-8])}
 
-    def check(found: list[float], neighbour: Any = shaken) -> Comparison:
-        results = compare(
-            0, "gradient", expected, {"w": torch.ones(3), "b": torch.tensor(found)}, None, neighbour=neighbour
-        )
+    def check(bias: list[float], perturbed: Any = shaken) -> Comparison:
+        actual = {"w": torch.ones(3), "b": torch.tensor(bias)}
+        results = compare(0, "gradient", expected, actual, None, perturbed=perturbed)
         assert results[0].measured and results[0].ok
         return results[1]
 
@@ -163,16 +162,16 @@ def test_noise_must_be_noise_on_one_device_and_stay_so() -> None:
     assert other.ok and not other.measured and other.note == "rounding noise only"
     assert not check([1e-5, 0.0, 0.0]).ok  # too large for noise
     assert not check([math.nan, 0.0, 0.0]).ok
-    steady = check([3.1e-8, -2e-8, 1e-8], neighbour=expected)
+    steady = check([3.1e-8, -2e-8, 1e-8], perturbed=expected)
     assert steady.measured and not steady.ok  # one device determines it, so it is compared
     large = {"w": torch.ones(3), "b": torch.tensor([3e-3, -2e-3, 1e-3])}
     chaotic = {"w": torch.ones(3), "b": -large["b"]}
-    wrong = compare(0, "gradient", large, {"w": torch.ones(3), "b": -large["b"]}, None, neighbour=chaotic)
-    assert not wrong[1].ok  # too large on one device to be noise, however unsteady
+    wrong = compare(0, "gradient", large, {"w": torch.ones(3), "b": -large["b"]}, None, perturbed=chaotic)
+    assert not wrong[1].ok  # too large on one device to be noise
 
 
 class Attention(nn.Module):
-    """The bias of the keys has no gradient but rounding noise; `faint` has a gradient far smaller than the others'.
+    """The gradient of the keys' bias is rounding noise; that of `faint` is far smaller than the others.
 
     In parallel, the gradient of the parameter `which` can be scaled.
     """
@@ -234,7 +233,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def spoilt(rank: int, world_size: int, how: str, which: str = "", factor: float = 1.0) -> VerificationReport:
-    """Three steps of `Attention`, with at most one thing wrong in parallel."""
+    """Three steps of `Attention`, with at most one fault in parallel."""
     batch = batch_of(rows=4)
     batch["ids"] = batch["ids"].remainder(VOCABULARY - 2)
     model = partial(Attention, which, factor)
@@ -245,13 +244,13 @@ def spoilt(rank: int, world_size: int, how: str, which: str = "", factor: float 
 def test_only_noise_and_adaptive_steps_are_no_measure(rank_pool: RankPool, how: str) -> None:
     report = rank_pool.run(2, spoilt, how)[0]
     report.raise_if_bad()
-    apart = {(c.kind, c.name) for c in report.comparisons if not c.measured}
+    unmeasured = {(c.kind, c.name) for c in report.comparisons if not c.measured}
     noise = {("gradient", "key.bias"), ("parameter", "key.bias")}
     moments = {("state", f"key.bias/{key}") for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
     parameters = {("parameter", name) for name, _ in Attention().named_parameters()}
-    assert ("gradient", "key.bias") in apart
-    assert apart <= noise | moments | (parameters if how == "adamw" else set())
-    assert (parameters <= apart) == (how == "adamw")
+    assert ("gradient", "key.bias") in unmeasured
+    assert unmeasured <= noise | moments | (parameters if how == "adamw" else set())
+    assert (parameters <= unmeasured) == (how == "adamw")
     assert all(c.tolerance <= 1e-5 for c in report.comparisons)
     data = report.to_dict()
     assert data["no_measure"] == sum(not c.measured for c in report.comparisons)
@@ -259,33 +258,33 @@ def test_only_noise_and_adaptive_steps_are_no_measure(rank_pool: RankPool, how: 
 
 
 @pytest.mark.parametrize("which", [name for name, _ in Attention().named_parameters() if name != "key.bias"])
-def test_one_wrong_gradient_is_seen_however_small(rank_pool: RankPool, which: str) -> None:
+def test_one_wrong_gradient_fails_however_small(rank_pool: RankPool, which: str) -> None:
     report = rank_pool.run(2, spoilt, "sgd", which, 1.001)[0]
     first = {(c.kind, c.name) for c in report.failures if c.step == 0}
     assert ("state", f"{which}/momentum_buffer") in first
     assert {name for kind, name in first if kind == "gradient"} == {which}
 
 
-def test_swapped_rows_of_a_parameter_are_seen(rank_pool: RankPool) -> None:
+def test_swapped_rows_of_a_parameter_fail(rank_pool: RankPool) -> None:
     first = {(c.kind, c.name) for c in rank_pool.run(2, spoilt, "swapped")[0].failures if c.step == 0}
     assert first == {("parameter", "embed")}
 
 
-def test_a_wrong_moment_is_seen(rank_pool: RankPool) -> None:
+def test_wrong_moment_fails(rank_pool: RankPool) -> None:
     first = {(c.kind, c.name) for c in rank_pool.run(2, spoilt, "moment")[0].failures if c.step == 0}
     assert first == {("state", "embed/exp_avg_sq")}
 
 
-def test_states_are_measured_by_their_key() -> None:
+def test_states_are_compared_per_key() -> None:
     expected = {"a/exp_avg": torch.tensor([1e-4]), "a/step": torch.tensor(2.0)}
-    found = {"a/exp_avg": torch.tensor([2e-4]), "a/step": torch.tensor(2.0)}
-    assert [c.ok for c in compare(0, "state", expected, found, None)] == [False, True]
+    actual = {"a/exp_avg": torch.tensor([2e-4]), "a/step": torch.tensor(2.0)}
+    assert [c.ok for c in compare(0, "state", expected, actual, None)] == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_neighbour_is_one_rounding_away_in_every_dtype(dtype: torch.dtype) -> None:
+def test_perturbation_is_one_rounding_in_every_dtype(dtype: torch.dtype) -> None:
     values = torch.linspace(1.0, 1.5, 64, dtype=dtype)
-    near = values.clone()
-    one_rounding_away([near])
-    moved = (near - values).abs() / torch.finfo(dtype).eps
-    assert moved.count_nonzero() > 60 and moved.max() <= 2
+    perturbed = values.clone()
+    one_rounding_away([perturbed])
+    roundings = (perturbed - values).abs() / torch.finfo(dtype).eps
+    assert roundings.count_nonzero() > 60 and roundings.max() <= 2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,10 @@ class BatchSize:
             if tokens is None and len(shape) == (3 if floating else 2):
                 tokens = shape[1]
         return cls(rows, tokens)
+
+
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call with `batch`: a dict of keywords, a tuple or list, or one argument."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from meshwright_dtensor.api import from_local
 from meshwright_dtensor.errors import UnsupportedError, UsageError
-from meshwright_dtensor.model.batch_size import BatchSize
+from meshwright_dtensor.model.batch_size import BatchSize, call_arguments
 from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_dtensor.sharding.states import State
 from meshwright_parallel._torch.core import map_tensors
@@ -94,7 +94,7 @@ def _reads_rows(loader: Iterable[Any]) -> bool:
 
 def _cut(loader: Iterable[Any], placed: Placed) -> Iterator[Any]:
     for batch in loader:
-        args, kwargs = _split(batch)
+        args, kwargs = call_arguments(batch)
         sums: list[int] = []
 
         def look(name: str, tensor: torch.Tensor, sums: list[int] = sums) -> torch.Tensor:
@@ -160,7 +160,7 @@ class _LocalLoader:
         by_row = self.states("rows", (count,), count)
         mesh = self.placed.mesh
         seen = [f"{count} {indices}"]
-        args, kwargs = _split(batch)
+        args, kwargs = call_arguments(batch)
         tokens = size_of(args, kwargs).tokens
 
         def check(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -224,12 +224,6 @@ def _check_leaves(batch: Any) -> None:
 def _agree(values: list[int], placed: Placed, message: str) -> None:
     if differing(values, torch.device(placed.mesh.device_type), None):
         raise UsageError(message)
-
-
-def _split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def _join(batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.deferred.materialize import has_values
 from meshwright_dtensor.errors import PlanError, UnsupportedError, UsageError
+from meshwright_dtensor.model.batch_size import call_arguments
 from meshwright_dtensor.model.tied_parameters import all_names, with_ties
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.sharding.intervals import IntervalShard
@@ -178,10 +179,7 @@ def check_plan(
 
 def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any) -> None:
     """That the batch has rows, and that every strategy can divide it."""
-    if isinstance(batch, Mapping):
-        args, kwargs = (), dict(batch)
-    else:
-        args, kwargs = (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+    args, kwargs = call_arguments(batch)
     size = size_of(args, kwargs)
     if size.rows is None:
         raise UsageError(

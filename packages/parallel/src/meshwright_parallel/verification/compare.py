@@ -24,17 +24,17 @@ TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
         torch.bfloat16: 6e-2,
     }
 )
-"""Largest difference, relative to the tensor's largest value, that summation order may cause in a model of ordinary
-depth: about 100 roundings in float32, 10 in the half types, whose sums are rounded at every layer."""
+"""Largest difference, relative to the tensor's largest value, that another order of summation may cause: about 100
+roundings in float32, and 10 in 16-bit types, whose sums are rounded at every layer."""
 
 NOISE_ROUNDINGS = 8
 """A tensor can be rounding noise only below this many roundings of the largest value of its kind."""
 
 NOISE_SPREAD = 0.25
-"""A tensor is rounding noise where one rounding of the initial weights moves it by more than this part of itself."""
+"""A tensor is rounding noise if one rounding of the initial weights changes it by more than this part of itself."""
 
 NOISE_REACH = 16.0
-"""How many times the noise of one device that of the parallel run may be."""
+"""Largest noise of the parallel run, in multiples of that on one device."""
 
 Tensors = Mapping[str, torch.Tensor | None]
 Key = tuple[int, Kind, str]
@@ -42,7 +42,7 @@ Key = tuple[int, Kind, str]
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The global value as a plain detached tensor (a collective call for tensors that lie on a mesh)."""
+    """The global value as a plain detached tensor (a collective call for distributed tensors)."""
     if tensor is None:
         return None
     if isinstance(tensor, (DTensor, GlobalTensor)):
@@ -55,35 +55,34 @@ def compare(
     step: int,
     kind: Kind,
     expected: Tensors,
-    found: Tensors,
+    actual: Tensors,
     tolerance: float | None,
     *,
-    neighbour: Tensors = MappingProxyType({}),
+    perturbed: Tensors = MappingProxyType({}),
     reach: Mapping[str, float] = MappingProxyType({}),
-    found_only: bool = False,
+    actual_only: bool = False,
 ) -> list[Comparison]:
-    """One comparison per name of either side, in order; `found` holds tensors that lie on a mesh, or plain ones.
+    """One comparison per name of either side, in order; `actual` holds distributed or plain tensors.
 
     Args:
         tolerance: None for that of each tensor's dtype.
-        neighbour: the tensors of a run on one device whose initial weights are one rounding away. What that changes
-            beyond recognition holds rounding noise only (an attention key's bias has no gradient but that), and is
-            held to stay that small.
+        perturbed: the tensors of a run on one device whose initial weights are one rounding away. A tensor that this
+            changes completely is rounding noise, such as the gradient of an attention key's bias. It must stay as small.
         reach: name -> largest difference, for tensors that are no measure.
-        found_only: this rank holds only a part of the tensors; the others are for other ranks to compare.
+        actual_only: this rank holds some of the tensors only; other ranks compare the others.
     """
     largest = _largest(kind, expected)
     results = []
-    for name in dict.fromkeys(found if found_only else [*expected, *found]):
-        want, got = expected.get(name), whole(found.get(name))
+    for name in dict.fromkeys(actual if actual_only else [*expected, *actual]):
+        want, got = expected.get(name), whole(actual.get(name))
         sample = want if want is not None else got
         if sample is None:
             continue
         limit = TOLERANCES.get(sample.dtype, 0.0) if tolerance is None else tolerance
-        difference, note = apart(want, got)
+        difference, note = max_difference(want, got)
         bound = reach.get(name)
         if bound is None and want is not None:
-            bound = _noise(want, neighbour.get(name), largest[_family(kind, name)])
+            bound = _noise_bound(want, perturbed.get(name), largest[_family(kind, name)])
         if bound is not None and not note:
             note = "no measure" if name in reach else "rounding noise only"
         dtype = str(sample.dtype).removeprefix("torch.")
@@ -91,19 +90,19 @@ def compare(
     return results
 
 
-def _noise(want: torch.Tensor, near: torch.Tensor | None, largest: float) -> float | None:
-    """How large a tensor may be that is nothing but rounding noise on one device; None for all others."""
-    if near is None or not _rounds(want) or near.shape != want.shape:
+def _noise_bound(want: torch.Tensor, perturbed: torch.Tensor | None, largest: float) -> float | None:
+    """How large a tensor may be that is only rounding noise on one device; None for all others."""
+    if perturbed is None or not _is_inexact(want) or perturbed.shape != want.shape:
         return None
-    noise = max(magnitude(want), magnitude(near))
+    noise = max(magnitude(want), magnitude(perturbed))
     if noise > NOISE_ROUNDINGS * torch.finfo(want.dtype).eps * largest:
         return None
-    spread, _ = apart(want, near)
+    spread, _ = max_difference(want, perturbed)
     return NOISE_REACH * noise if NOISE_SPREAD * noise < spread < math.inf else None
 
 
 def _family(kind: Kind, name: str) -> str:
-    """Tensors of one family have values of one kind: all gradients, or the states of one key (exp_avg, step)."""
+    """Tensors of one family have comparable values: all gradients, or the states of one key (exp_avg, step)."""
     return name.rpartition("/")[2] if kind == "state" else ""
 
 
@@ -117,17 +116,17 @@ def _largest(kind: Kind, tensors: Tensors) -> dict[str, float]:
 
 @torch.no_grad()
 def one_rounding_away(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> None:
-    """Scale every element up or down by one rounding, in place: of its own dtype, or of `dtype`."""
+    """Scale every element up or down by one rounding of `dtype`, by default the parameter's dtype, in place."""
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters:
-        if _rounds(parameter):
+        if _is_inexact(parameter):
             up = torch.randint(0, 2, tuple(parameter.shape), generator=generator).to(parameter.device)
-            # in the parameter's own dtype: an integer tensor times a number is float32, which knows no float64 rounding
+            # in the parameter's dtype: an integer tensor times a number is float32, which has no float64 rounding
             eps = torch.finfo(dtype or parameter.dtype).eps
             parameter.mul_(1 + eps * (2 * up - 1).to(parameter.dtype))
 
 
-def farthest_move(before: Tensors, after: Tensors) -> dict[str, float]:
+def largest_change(before: Tensors, after: Tensors) -> dict[str, float]:
     """Name -> largest change of any element."""
     return {
         name: magnitude(new - old)
@@ -136,33 +135,33 @@ def farthest_move(before: Tensors, after: Tensors) -> dict[str, float]:
     }
 
 
-def agreed(mine: list[Comparison], divided: bool = False) -> list[Comparison]:
+def merge_ranks(local: list[Comparison], is_staged: bool = False) -> list[Comparison]:
     """The same comparisons with the largest difference of any rank, on every rank.
 
-    `divided`: ranks hold different tensors, and each comparison has to be made by one of them at least.
+    `is_staged`: ranks hold different tensors, and each comparison is made by at least one of them.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not (mine or divided):
-        return mine
-    everyone: list[dict[Key, Comparison]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {_key(c): c for c in mine})
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not (local or is_staged):
+        return local
+    by_rank: list[dict[Key, Comparison]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, {_key(c): c for c in local})
     results = []
-    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
-        entries = [(rank, theirs[key]) for rank, theirs in enumerate(everyone) if key in theirs]
+    for key in dict.fromkeys(key for comparisons in by_rank for key in comparisons):
+        entries = [(rank, comparisons[key]) for rank, comparisons in enumerate(by_rank) if key in comparisons]
         rank, worst = max(entries, key=lambda entry: entry[1].difference)
         difference, note = worst.difference, worst.note
         shown = f"{note} (rank {rank})" if math.isinf(difference) else note
-        if len(entries) < len(everyone) and not divided:
-            lack = next(rank for rank, theirs in enumerate(everyone) if key not in theirs)
-            difference, shown = math.inf, f"missing on rank {lack}"
+        if len(entries) < len(by_rank) and not is_staged:
+            missing = next(rank for rank, comparisons in enumerate(by_rank) if key not in comparisons)
+            difference, shown = math.inf, f"missing on rank {missing}"
         results.append(replace(entries[0][1], difference=difference, note=shown))
     return results
 
 
 def uncompared(
-    made: Iterable[Comparison], step: int, kind: Kind, expected: Iterable[str], dtype: str
+    comparisons: Iterable[Comparison], step: int, kind: Kind, expected: Iterable[str], dtype: str
 ) -> list[Comparison]:
     """A failure for every name of `expected` that no rank has compared."""
-    names = {c.name for c in made if c.step == step and c.kind == kind}
+    names = {c.name for c in comparisons if c.step == step and c.kind == kind}
     missing = (name for name in expected if name not in names)
     return [Comparison(step, kind, name, dtype, math.inf, 0.0, 0.0, "on no rank", None) for name in missing]
 
@@ -171,29 +170,29 @@ def _key(comparison: Comparison) -> Key:
     return comparison.step, comparison.kind, comparison.name
 
 
-def _rounds(tensor: torch.Tensor) -> bool:
+def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In double precision, a complex number as its two parts."""
+    """The tensor in double precision; complex numbers as two real ones."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 def magnitude(tensor: torch.Tensor | None) -> float:
-    """The largest finite magnitude of any element, 0 of none."""
+    """The largest finite magnitude of any element; 0 of an empty tensor."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
     if tensor.is_floating_point() and tensor.element_size() > 1:
         low, high = (float(x) for x in torch.aminmax(tensor.detach()))
-        if math.isfinite(low) and math.isfinite(high):  # nearly always, and in a fifth of the time
+        if math.isfinite(low) and math.isfinite(high):  # the usual case, five times as fast
             return max(-low, high)
     finite = torch.nan_to_num(_wide(tensor.detach()), nan=0.0, posinf=0.0, neginf=0.0)
     return float(finite.abs().max().item())
 
 
-def apart(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[float, str]:
-    """Largest absolute difference, or infinity and what is wrong."""
+def max_difference(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[float, str]:
+    """Largest absolute difference and "", or infinity and the reason."""
     if want is None or got is None:
         if want is got:
             return 0.0, ""
@@ -206,14 +205,14 @@ def apart(want: torch.Tensor | None, got: torch.Tensor | None) -> tuple[float, s
         return 0.0, ""
     a, b = _wide(want), _wide(got.to(want.device))
     worst = float((a - b).abs_().max())
-    if math.isfinite(worst):  # then so is every element of both
+    if math.isfinite(worst):  # then every element of both is finite
         return worst, ""
-    unlike = (
+    mismatch = (
         (torch.isfinite(a) != torch.isfinite(b))
         | (torch.isnan(a) != torch.isnan(b))
         | (torch.isinf(a) & (a != b))
     )
-    if bool(unlike.any()):
-        return math.inf, f"{int(unlike.sum())} elements are not finite on one side only"
+    if bool(mismatch.any()):
+        return math.inf, f"{int(mismatch.sum())} elements are not finite on one side only"
     delta = torch.where(torch.isfinite(a), a - b, 0.0)
     return float(delta.abs().max().item()), ""

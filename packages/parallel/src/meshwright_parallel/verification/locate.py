@@ -1,7 +1,7 @@
-"""Where a parallel run leaves one device: the first torch call whose value differs, else the first wrong gradient.
+"""Locate where a parallel run differs from one device: the first torch call with another value, else the first wrong gradient.
 
-One forward and backward pass is watched in both runs, call by call, as user code makes them. Calls are matched by address:
-(module, which call of that module, function, occurrence). What only one of the runs does is left out.
+One forward and backward pass is recorded in both runs, call by call, as user code makes them. Calls are matched by address:
+(module, which call of that module, function, occurrence). Calls that only one of the runs makes are ignored.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch.utils import _pytree as pytree
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 from meshwright_dtensor.trace.graph import function_name
-from meshwright_parallel.verification.compare import TOLERANCES, apart, magnitude, whole
+from meshwright_parallel.verification.compare import TOLERANCES, magnitude, max_difference, whole
 from meshwright_parallel.verification.report import Fault
 
 Address = tuple[str, int, str, int, int]
-"""Module, its call, function, occurrence in that call, which tensor of the result."""
+"""Module, number of its call, function, occurrence in that call, index of the result tensor."""
 
 NOISE = 1e-7
-"""Values below this part of the largest value of the pass are no measure of anything."""
+"""Differences below this part of the largest value of the pass are ignored."""
 
 
 @dataclass
-class _Seen:
-    """What one call made, whole."""
+class _Result:
+    """One result tensor of a call, as its global value."""
 
     value: torch.Tensor
     layout: str
@@ -49,12 +49,12 @@ class _Frame:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-class _Watch(TorchFunctionMode):
-    """Notes the result of every torch call that a module's own forward makes."""
+class _Recorder(TorchFunctionMode):
+    """Records the result of every torch call that a module's own forward makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[Address, _Seen] = {}
+        self.results: dict[Address, _Result] = {}
         self.frames: list[_Frame] = []
         self.calls: Counter[str] = Counter()
         self.gradients = 0
@@ -76,29 +76,29 @@ class _Watch(TorchFunctionMode):
             occurrence = frame.counts[name]
             frame.counts[name] += 1
             inputs = tuple(
-                _lies(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+                _layout_text(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
             )
-            for place, result in enumerate(results):
-                self._note((frame.module, frame.call, name, occurrence, place), result, inputs)
+            for index, tensor in enumerate(results):
+                self._record((frame.module, frame.call, name, occurrence, index), tensor, inputs)
         return out
 
-    def _note(self, address: Address, result: torch.Tensor, inputs: tuple[str, ...]) -> None:
-        value = whole(result)
+    def _record(self, address: Address, tensor: torch.Tensor, inputs: tuple[str, ...]) -> None:
+        value = whole(tensor)
         assert value is not None
-        seen = self.seen[address] = _Seen(value.clone(), _lies(result), inputs)
-        if torch.is_grad_enabled() and result.requires_grad and not result.is_leaf:
+        result = self.results[address] = _Result(value.clone(), _layout_text(tensor), inputs)
+        if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
 
-            def gradient(g: torch.Tensor) -> None:
-                found = whole(g)
-                assert found is not None
-                seen.gradient = found.clone() if seen.gradient is None else seen.gradient + found
-                seen.order = self.gradients
+            def add_gradient(local: torch.Tensor) -> None:
+                gradient = whole(local)
+                assert gradient is not None
+                result.gradient = gradient.clone() if result.gradient is None else result.gradient + gradient
+                result.order = self.gradients
                 self.gradients += 1
 
-            result.register_hook(gradient)
+            tensor.register_hook(add_gradient)
 
 
-def _lies(x: torch.Tensor) -> str:
+def _layout_text(x: torch.Tensor) -> str:
     if isinstance(x, GlobalTensor):
         return repr(x._layout)
     if isinstance(x, MeshParameter):
@@ -108,81 +108,80 @@ def _lies(x: torch.Tensor) -> str:
 
 
 @contextmanager
-def _watching(model: nn.Module) -> Iterator[_Watch]:
-    """Watch calls inside the forwards of the modules of `model`; hooks of others do not count as such calls."""
-    watch = _Watch()
+def _recording(model: nn.Module) -> Iterator[_Recorder]:
+    """Record calls inside the forwards of the modules of `model`, without those of other forward hooks."""
+    recorder = _Recorder()
     handles: list[Any] = []
 
     def begin(name: str) -> Callable[..., None]:
-        return lambda module, args: watch.enter(name)
+        return lambda module, args: recorder.enter(name)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        watch.frames.pop()
+        recorder.frames.pop()
 
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(begin(name)))
         handles.append(module.register_forward_hook(end, prepend=True, always_call=True))
     try:
-        yield watch
+        yield recorder
     finally:
         for handle in handles:
             handle.remove()
 
 
 def locate(
-    one: nn.Module,
-    many: nn.Module,
-    run: Callable[[nn.Module], torch.Tensor],
+    one_device: nn.Module,
+    parallel: nn.Module,
+    forward: Callable[[nn.Module], torch.Tensor],
     seed: int,
     tolerance: float | None = None,
 ) -> Fault | None:
-    """The first place at which two models of equal parameters differ; None where no call does. A collective call.
+    """The first call at which two models of equal parameters differ, or None. A collective call.
 
     Args:
-        one, many: the model on one device, and the parallel one; neither has run.
-        run: a forward pass, to the loss.
+        one_device, parallel: the two models; neither has run.
+        forward: a forward pass, to the loss.
         seed: of the generator, for both.
     """
-    found: list[Mapping[Address, _Seen]] = []
-    for model in (one, many):
+    records: list[Mapping[Address, _Result]] = []
+    for model in (one_device, parallel):
         torch.manual_seed(seed)
-        with _watching(model) as watch:
-            with watch:
-                loss = run(model)
+        with _recording(model) as recorder:
+            with recorder:
+                loss = forward(model)
             loss.backward()
-        found.append(watch.seen)
-    expected, parallel = found
-    counts = [Counter(address[:3] for address in seen) for seen in found]
-    common = [a for a in expected if a in parallel and counts[0][a[:3]] == counts[1][a[:3]]]
-    values = [(a, expected[a].value, parallel[a].value) for a in common]
-    fault = _first("forward", values, parallel, tolerance)
+        records.append(recorder.results)
+    expected, actual = records
+    counts = [Counter(address[:3] for address in results) for results in records]
+    common = [a for a in expected if a in actual and counts[0][a[:3]] == counts[1][a[:3]]]
+    values = [(a, expected[a].value, actual[a].value) for a in common]
+    fault = _first("forward", values, actual, tolerance)
     if fault is not None:
         return fault
     backward = sorted(
         (a for a in common if expected[a].gradient is not None), key=lambda a: expected[a].order
     )
-    gradients = [(a, expected[a].gradient, parallel[a].gradient) for a in backward]
-    return _first("backward", gradients, parallel, tolerance)
+    gradients = [(a, expected[a].gradient, actual[a].gradient) for a in backward]
+    return _first("backward", gradients, actual, tolerance)
 
 
 def _first(
     phase: Literal["forward", "backward"],
     pairs: Sequence[tuple[Address, torch.Tensor | None, torch.Tensor | None]],
-    parallel: Mapping[Address, _Seen],
+    actual: Mapping[Address, _Result],
     tolerance: float | None,
 ) -> Fault | None:
     largest = max((magnitude(want) for _, want, _ in pairs), default=0.0)
     for address, want, got in pairs:
         assert want is not None
         scale = magnitude(want)
-        difference, note = apart(want, got)
+        difference, note = max_difference(want, got)
         limit = TOLERANCES.get(want.dtype, 0.0) if tolerance is None else tolerance
-        if not note and difference <= max(
-            limit * scale, NOISE * largest if want.is_floating_point() else 0.0
-        ):
+        noise = NOISE * largest if want.is_floating_point() else 0.0
+        if not note and difference <= max(limit * scale, noise):
             continue
         relative = difference / scale if scale else float("inf")
         module, _, function, occurrence, _ = address
-        seen = parallel[address]
-        return Fault(phase, module, function, occurrence, relative, seen.layout, seen.inputs)
+        result = actual[address]
+        return Fault(phase, module, function, occurrence, relative, result.layout, result.inputs)
     return None

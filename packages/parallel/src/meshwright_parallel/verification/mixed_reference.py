@@ -1,4 +1,4 @@
-"""Mixed precision on one device, by hand: the reference that a plan with `precision` is verified against."""
+"""Mixed precision on one device: the reference that a plan with `precision` is verified against."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshwright_dtensor.model.precision import cast_buffers
 from meshwright_parallel._torch.core import map_tensors
 
 
-class HalfTwin:
-    """A copy of a float32 model in a half type, which computes for it.
+class MixedReference:
+    """A low-precision copy of a float32 model: it computes, and the float32 model is trained.
 
     Args:
-        master: holds the float32 weights, and takes the gradients.
-        dtype: what the copy computes in.
+        master: holds the float32 weights, and gets the gradients.
+        dtype: of the copy.
     """
 
     def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
@@ -33,16 +33,16 @@ class HalfTwin:
                     setattr(module, name, buffer.to(dtype))
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments in the copy's precision, and the copy with the weights of the master."""
+        """Refresh the copy's weights from the master; returns the arguments in the copy's precision."""
         with torch.no_grad():
-            for own, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
-                own.grad = None
-                own.copy_(master)
+            for parameter, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
+                parameter.grad = None
+                parameter.copy_(master)
         return map_tensors(lambda _, t: t.to(self.dtype) if t.dtype == torch.float32 else t, args, kwargs)
 
-    def hand_over(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Add the copy's gradients to those of the master, in float32."""
-        for own, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
-            if own.grad is not None:
-                gradient = own.grad.to(master.dtype)
+        for parameter, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
+            if parameter.grad is not None:
+                gradient = parameter.grad.to(master.dtype)
                 master.grad = gradient if master.grad is None else master.grad + gradient

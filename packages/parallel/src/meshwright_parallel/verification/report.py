@@ -1,4 +1,4 @@
-"""What a verification found: every loss, gradient, parameter and optimizer state against one device."""
+"""The report of a verification: every loss, gradient, parameter and optimizer state against one device."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Comparison:
         name: fully qualified name; for a state, name and key ("layer.weight/exp_avg").
         dtype: such as "float32".
         difference: largest absolute difference over all elements and ranks; infinite where one side has no value, or
-            a nan or infinity stands on one side only.
-        scale: what it is divided by: the tensor's largest magnitude on one device.
+            one side only has a nan or infinity.
+        scale: the tensor's largest magnitude on one device, by which the difference is divided.
         tolerance: largest relative difference that passes.
-        note: what is wrong where it is not a number, or why the tensor is no measure.
-        bound: for a tensor that is no measure (one device does not determine it): largest difference that passes.
+        note: the failure where it is not a number, or why the tensor is no measure.
+        bound: largest difference that passes, for a tensor that is no measure (one device does not determine it).
     """
 
     step: int
@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def measured(self) -> bool:
-        """Whether it is compared relative to its largest value, as all are that one device determines."""
+        """Whether one device determines the tensor, so that it is compared relative to its largest value."""
         return self.bound is None
 
     @property
@@ -60,18 +60,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Fault:
-    """The first place at which the parallel run differs from one device.
+    """The first call at which the parallel run differs from one device.
 
     Attributes:
-        phase: "forward": the value of the call differs, and those before it do not. "backward": all values agree; the
-            gradient of the call's result differs, and those that the backward pass computed before it do not, so that
-            what reads the result sends a wrong gradient back.
+        phase: "forward": the value of the call differs, and no value before it. "backward": all values agree; the
+            gradient of the call's result differs, and no gradient that the backward pass computed before it. So a
+            consumer of the result returns a wrong gradient.
         module: full name of the module whose forward makes the call; "" is the model.
         function: the torch function.
         occurrence: which call of that function in the module's forward, from 0.
         relative: largest difference, relative to the largest value on one device.
-        layout: how the result lies over the mesh.
-        inputs: how the tensors given to the call lie.
+        layout: layout of the result.
+        inputs: layouts of the tensors given to the call.
     """
 
     phase: Literal["forward", "backward"]
@@ -83,10 +83,10 @@ class Fault:
     inputs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = f"{self.function} #{self.occurrence} in module {self.module or '(model)'!r}"
-        what = "the value of" if self.phase == "forward" else "the gradient that comes back to the result of"
-        given = f" from {'; '.join(self.inputs)}" if self.inputs else ""
-        return f"{what} {where} differs first, by {self.relative:.1e}: {self.layout}{given}"
+        call = f"{self.function} #{self.occurrence} in module {self.module or '(model)'!r}"
+        quantity = "the value of" if self.phase == "forward" else "the gradient of the result of"
+        inputs = f" from {'; '.join(self.inputs)}" if self.inputs else ""
+        return f"{quantity} {call} differs first, by {self.relative:.1e}: {self.layout}{inputs}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class VerificationReport:
         steps: how many were run.
         losses: per step (one device, parallel).
         comparisons: every tensor of every step.
-        fault: where something differs, the first call of the first step whose value or gradient does, if one was found.
+        fault: the first call of the first step whose value or gradient differs, if one was found.
         tied: first name -> other names of every tied parameter; comparisons go by the first.
     """
 
@@ -188,9 +188,9 @@ class VerificationReport:
         console = Console(file=text, width=width, no_color=True)
         console.print(f"{self.model} on {mesh} against one device, {self.steps} steps", highlight=False)
         console.print(summary)
-        for step, (one, parallel) in enumerate(self.losses):
+        for step, (one_device, parallel) in enumerate(self.losses):
             console.print(
-                f"step {step}: loss on one device {one:.9g}, parallel {parallel:.9g}", highlight=False
+                f"step {step}: loss on one device {one_device:.9g}, parallel {parallel:.9g}", highlight=False
             )
         console.print("furthest from one device:")
         console.print(table)
@@ -203,7 +203,7 @@ class VerificationReport:
         return text.getvalue()
 
     def _named(self, comparison: Comparison) -> str:
-        """Its name for people, with every name of a tied parameter: "embed.weight = head.weight/exp_avg"."""
+        """The tensor's name with every name of a tied parameter: "embed.weight = head.weight/exp_avg"."""
         name, slash, key = comparison.name.partition("/")
         return " = ".join((name, *self.tied.get(name, ()))) + slash + key
 
@@ -212,7 +212,7 @@ class VerificationReport:
 
 
 def _badness(comparison: Comparison) -> tuple[float, float]:
-    """Times its tolerance; what is no measure stands behind all that is, unless it fails."""
+    """Sort key: multiples of the tolerance; tensors that are no measure come last, unless they fail."""
     if comparison.bound is not None:
         return (0.0 if comparison.ok else math.inf), 0.0
     over = comparison.relative / comparison.tolerance if comparison.tolerance > 0.0 else math.inf

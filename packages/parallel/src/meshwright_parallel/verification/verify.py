@@ -1,21 +1,20 @@
-"""Check the promise on a user's own model: a few steps in parallel against the same steps on one device.
+"""Compare a few training steps of a user's model in parallel with the same steps on one device.
 
-Both runs start from the same seed and see the same batch; every rank runs the one-device reference itself. Each step
+Both runs start from the same seed and see the same batch. Every rank runs the one-device reference itself. Each step
 compares the loss, every gradient, every parameter and buffer after the step, and the optimizer's state, each relative
-to its own largest value. Two things cannot be compared so, and are reported apart, as no measure:
+to its own largest value. Two kinds of tensors cannot be compared this way, and are reported separately, as "no measure":
 
-- a tensor that is rounding noise on one device too. A second run on one device, whose initial weights are one rounding
-  away, tells which: it must change the tensor beyond recognition. Such a tensor must be as small in parallel.
-- parameters after a step of an optimizer that divides by the gradient's own size (Adam): where a gradient is rounding
-  noise, it takes a full step of it. They must stay within the reach of the steps; its moments are compared like gradients.
+- tensors that are rounding noise on one device too. A second run on one device, whose initial weights are one rounding
+  away, finds them: it must change them completely. Such a tensor must be as small in parallel.
+- parameters after a step of an optimizer that divides by the gradient's own size (Adam). Where a gradient is rounding
+  noise, Adam takes a full step of it. So these parameters must stay within the sum of the steps. Adam's moments are
+  compared like gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,26 +22,28 @@ from torch import nn
 
 from meshwright_dtensor.errors import UsageError
 from meshwright_dtensor.mesh.mesh import init
+from meshwright_dtensor.model.batch_size import call_arguments
 from meshwright_dtensor.model.precision import DTYPES
 from meshwright_dtensor.model.stage_info import stages_of
 from meshwright_dtensor.model.tied_parameters import tied_names
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_parallel.api.parallelize import parallelize
+from meshwright_parallel.optim.clip_grad import clip_grad_norm_
 from meshwright_parallel.ranks import generator_kept
 from meshwright_parallel.verification.compare import (
     NOISE_REACH,
     TOLERANCES,
     Tensors,
-    agreed,
     compare,
-    farthest_move,
+    largest_change,
+    merge_ranks,
     one_rounding_away,
     uncompared,
     whole,
 )
 from meshwright_parallel.verification.locate import locate
-from meshwright_parallel.verification.mixed_reference import HalfTwin
+from meshwright_parallel.verification.mixed_reference import MixedReference
 from meshwright_parallel.verification.report import Comparison, Kind, VerificationReport
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -65,7 +66,7 @@ ADAPTIVE = (
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer: its step is as smooth as the gradient, so that it does not blow up rounding."""
+    """The default optimizer: its step is proportional to the gradient, so it does not amplify rounding."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -86,8 +87,8 @@ def verify(
     """Run `steps` training steps under `plan` and on one device, and compare all that a step computes.
 
     Args:
-        make_model: builds the model; called three times, twice more where something differs, after the same seed
-            (deferred_init() inside it is welcome).
+        make_model: builds the model; called three times, and twice more where something differs, after the same seed
+            (it may use deferred_init()).
         batch: what the model is called with (a dict of keywords, a tuple of arguments or a tensor), the same on
             every rank and in every step.
         plan: the plan to check; its world size is that of the job.
@@ -95,153 +96,105 @@ def verify(
         loss: from the model's output to a 0-dim tensor; by default the output, its `.loss` or its "loss".
         max_norm: clip gradients to this norm in both runs; the gradients compared are the clipped ones.
         seed: of the generator, for initial weights, and again before every step.
-        tolerance: largest relative difference that passes; by default that of each dtype (see comparison.TOLERANCES).
+        tolerance: largest relative difference that passes; by default that of each dtype (see compare.TOLERANCES).
         adaptive: the optimizer's step does not shrink with the gradient, so that parameters are no measure; by default
-            whether it is one of ADAPTIVE, or made from one.
+            whether the optimizer is an instance of a class in ADAPTIVE.
         plugins: as for `parallelize`.
 
     Returns:
         The report, the same on every rank. `report.raise_if_bad()` turns failures into VerificationError.
 
     Raises:
-        UsageError: the model's output holds no loss.
-        whatever `parallelize` raises.
+        UsageError: the model's output holds no loss. Errors of `parallelize` are raised too.
     """
     if steps < 1:
         raise UsageError(f"steps={steps} checks nothing; use at least 1")
     init()
-    args, kwargs = _arguments(batch)
+    call = _Call(*call_arguments(batch), loss)
+
+    def seeded_model() -> nn.Module:
+        torch.manual_seed(seed)
+        return make_model()
+
     with generator_kept():
-        torch.manual_seed(seed)
-        reference = make_model()
-        torch.manual_seed(seed)
-        parallel = parallelize(make_model(), plan, batch=batch, plugins=plugins)
-        torch.manual_seed(seed)
-        neighbour = make_model()
-        half = None if plan.precision is None else DTYPES[plan.precision.parameters]
-        if half == torch.float32:
-            half = None
-        if half is not None and tolerance is None:
-            tolerance = TOLERANCES[half]
-        one_rounding_away(neighbour.parameters(), half)
-        one, near = _Run(reference, optimizer, half), _Run(neighbour, optimizer, half)
-        many = _Run(parallel, optimizer)
+        reference = seeded_model()
+        parallel = parallelize(seeded_model(), plan, batch=batch, plugins=plugins)
+        perturbed = seeded_model()
+        dtype = None if plan.precision is None else DTYPES[plan.precision.parameters]
+        if dtype == torch.float32:
+            dtype = None
+        if dtype is not None and tolerance is None:
+            tolerance = TOLERANCES[dtype]
+        one_rounding_away(perturbed.parameters(), dtype)
+        runs = _Runs(
+            one_device=_Run(reference, optimizer, dtype),
+            parallel=_Run(parallel, optimizer),
+            perturbed=_Run(perturbed, optimizer, dtype),
+            tolerance=tolerance,
+        )
         if adaptive is None:
-            adaptive = isinstance(one.optimizer, ADAPTIVE)
-        comparisons: list[Comparison] = []
-        losses: list[tuple[float, float]] = []
-        reach = dict.fromkeys(one.parameters(), 0.0)
-        divided = stages_of(parallel) is not None
-        # before the first step the values must be equal bit for bit
-        comparisons += compare(-1, "parameter", one.parameters(), many.parameters(), 0.0, found_only=divided)
+            adaptive = isinstance(runs.one_device.optimizer, ADAPTIVE)
+        runs.compare_initial()
         for step in range(steps):
-            found = []
-            for run in (one, many, near):
-                torch.manual_seed(seed + 1 + step)
-                found.append(run.step(args, kwargs, loss, max_norm))
-            losses.append((float(found[0].double()), float(found[1].double())))
-            comparisons += compare(step, "loss", {"": found[0]}, {"": found[1]}, tolerance)
-            pair = partial(_compare_runs, step, one, many, near, tolerance)
-            gradients = pair("gradient")
-            comparisons += gradients
-            noise = {c.name for c in gradients if not c.measured}
-            before = {name: p.detach().clone() for name, p in one.model.named_parameters()}
-            for run in (one, many, near):
-                run.update()
-            for name, move in farthest_move(before, one.parameters()).items():
-                # both runs may have gone their own way, as far as their noise is large
-                reach[name] += (NOISE_REACH if name in noise else 2.0) * move
-            comparisons += pair("parameter", reach=reach if adaptive else {})
-            comparisons += pair("buffer")
-            comparisons += pair("state")
-        every = agreed(comparisons, divided)
-        if divided:  # what nobody holds is compared by nobody
-            every += uncompared(every, -1, "parameter", one.parameters(), "float32")
+            runs.step(step, seed + 1 + step, call, max_norm, adaptive)
         report = VerificationReport(
             model=type(reference).__name__,
             degrees=dict(plan.degrees),
             steps=steps,
-            losses=tuple(losses),
-            comparisons=tuple(every),
+            losses=tuple(runs.losses),
+            comparisons=tuple(runs.all_comparisons()),
             tied=tied_names(reference),
         )
-        if report.ok or divided or not any(c.step >= 0 for c in report.failures):
+        if report.ok or runs.is_staged or not any(c.step >= 0 for c in report.failures):
             return report
-        fresh = []
-        for _ in range(2):
-            torch.manual_seed(seed)
-            fresh.append(make_model())
+        fresh = seeded_model(), seeded_model()
         parallelize(fresh[1], plan, batch=batch, plugins=plugins)
-
-        def forward(model: nn.Module) -> torch.Tensor:
-            output = model(*args, **kwargs)
-            return loss_of(output) if loss is None else loss(output)
-
-        return replace(report, fault=locate(fresh[0], fresh[1], forward, seed + 1, tolerance))
+        return replace(report, fault=locate(*fresh, call, seed + 1, tolerance))
 
 
-def _compare_runs(
-    step: int,
-    one: _Run,
-    many: _Run,
-    near: _Run,
-    tolerance: float | None,
-    kind: Kind,
-    reach: Mapping[str, float] = MappingProxyType({}),
-) -> list[Comparison]:
-    return compare(
-        step,
-        kind,
-        one.all(kind),
-        many.all(kind),
-        tolerance,
-        neighbour=near.all(kind),
-        reach=reach,
-        found_only=stages_of(many.model) is not None,
-    )
+@dataclass(frozen=True)
+class _Call:
+    """The call of the model in every step, and the loss of its output."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], torch.Tensor] | None
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        output = model(*self.args, **self.kwargs)
+        return loss_of(output) if self.loss is None else self.loss(output)
 
 
 class _Run:
-    """One model in training, and what can be compared of it."""
+    """One model in training, and its tensors that can be compared."""
 
     def __init__(
-        self, model: nn.Module, optimizer: OptimizerFactory, half: torch.dtype | None = None
+        self, model: nn.Module, optimizer: OptimizerFactory, compute_dtype: torch.dtype | None = None
     ) -> None:
         self.model = model
-        self.twin = None if half is None else HalfTwin(model, half)
+        self.mixed = None if compute_dtype is None else MixedReference(model, compute_dtype)
         self.optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
-        division = stages_of(model)
-        aliases = {} if division is None else division.aliases  # a tied one goes by its first name
+        stages = stages_of(model)
+        aliases = {} if stages is None else stages.aliases  # a tied parameter goes by its first name
         self.named = {aliases.get(name, name): p for name, p in model.named_parameters()}
         self.names = {id(p): name for name, p in self.named.items()}
 
-    def step(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Callable[[Any], torch.Tensor] | None,
-        max_norm: float | None,
-    ) -> torch.Tensor:
-        """Forward and backward; the loss as a plain tensor."""
-        from meshwright_parallel.optim.clip_grad import clip_grad_norm_
-
+    def backward(self, call: _Call, max_norm: float | None) -> torch.Tensor:
+        """Forward and backward; returns the loss as a plain tensor."""
         self.optimizer.zero_grad()
-        if self.twin is not None:
-            args, kwargs = self.twin.inputs(args, kwargs)
-        output = (self.model if self.twin is None else self.twin.model)(*args, **kwargs)
-        value = loss_of(output) if loss is None else loss(output)
-        value.backward()
-        if self.twin is not None:
-            self.twin.hand_over()
+        if self.mixed is None:
+            loss = call(self.model)
+            loss.backward()
+        else:
+            args, kwargs = self.mixed.inputs(call.args, call.kwargs)
+            loss = replace(call, args=args, kwargs=kwargs)(self.mixed.model)
+            loss.backward()
+            self.mixed.accumulate_gradients()
         if max_norm is not None:
             clip_grad_norm_(self.model.parameters(), max_norm)
-        plain = whole(value)
+        plain = whole(loss)
         assert plain is not None
         return plain
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        self.optimizer.step()
 
     def all(self, kind: Kind) -> Tensors:
         """The tensors of one kind by name."""
@@ -260,22 +213,87 @@ class _Run:
         return dict(self.named)
 
     def buffers(self) -> Tensors:
-        return dict((self.model if self.twin is None else self.twin.model).named_buffers())
+        return dict((self.model if self.mixed is None else self.mixed.model).named_buffers())
 
     def state(self) -> Tensors:
         """The tensors that the optimizer keeps per parameter."""
-        found: dict[str, torch.Tensor | None] = {}
-        for parameter, entries in self.optimizer.state.items():
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{self.names.get(id(parameter), '?')}/{key}"] = value
-        return found
+        return {
+            f"{self.names.get(id(parameter), '?')}/{key}": value
+            for parameter, entries in self.optimizer.state.items()
+            for key, value in entries.items()
+            if isinstance(value, torch.Tensor)
+        }
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+@dataclass
+class _Runs:
+    """The three runs of a verification, step by step, and their comparisons.
+
+    Attributes:
+        perturbed: a run on one device whose initial weights are one rounding away.
+        reach: parameter -> largest difference that adaptive steps may have caused so far.
+    """
+
+    one_device: _Run
+    parallel: _Run
+    perturbed: _Run
+    tolerance: float | None
+    comparisons: list[Comparison] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    reach: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a rank holds some stages of the model only."""
+        return stages_of(self.parallel.model) is not None
+
+    def compare_initial(self) -> None:
+        """Before the first step the values must be equal bit for bit."""
+        expected, actual = self.one_device.parameters(), self.parallel.parameters()
+        self.comparisons += compare(-1, "parameter", expected, actual, 0.0, actual_only=self.is_staged)
+
+    def step(self, step: int, seed: int, call: _Call, max_norm: float | None, adaptive: bool) -> None:
+        """Run one training step in every run, and compare its tensors."""
+        runs = (self.one_device, self.parallel, self.perturbed)
+        losses = []
+        for run in runs:
+            torch.manual_seed(seed)
+            losses.append(run.backward(call, max_norm))
+        self.losses.append((float(losses[0].double()), float(losses[1].double())))
+        self.comparisons += compare(step, "loss", {"": losses[0]}, {"": losses[1]}, self.tolerance)
+        gradients = self._compare(step, "gradient")
+        noise = {c.name for c in gradients if not c.measured}
+        before = {name: p.detach().clone() for name, p in self.one_device.model.named_parameters()}
+        for run in runs:
+            run.optimizer.step()
+        for name, change in largest_change(before, self.one_device.parameters()).items():
+            # the two runs may step in opposite directions, and further where the gradient is noise
+            factor = NOISE_REACH if name in noise else 2.0
+            self.reach[name] = self.reach.get(name, 0.0) + factor * change
+        self._compare(step, "parameter", self.reach if adaptive else {})
+        self._compare(step, "buffer")
+        self._compare(step, "state")
+
+    def _compare(self, step: int, kind: Kind, reach: Mapping[str, float] | None = None) -> list[Comparison]:
+        comparisons = compare(
+            step,
+            kind,
+            self.one_device.all(kind),
+            self.parallel.all(kind),
+            self.tolerance,
+            perturbed=self.perturbed.all(kind),
+            reach=reach or {},
+            actual_only=self.is_staged,
+        )
+        self.comparisons += comparisons
+        return comparisons
+
+    def all_comparisons(self) -> list[Comparison]:
+        """The comparisons of all ranks, with a failure for each parameter that no rank holds."""
+        merged = merge_ranks(self.comparisons, self.is_staged)
+        if self.is_staged:
+            merged += uncompared(merged, -1, "parameter", self.one_device.parameters(), "float32")
+        return merged
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -297,7 +315,7 @@ def loss_of(output: Any) -> torch.Tensor:
     value = find_loss(output)
     if value is None:
         raise UsageError(
-            f"the model returned a {type(output).__name__} in which no loss was found (a 0-dim tensor, its .loss or its "
-            "'loss'); say where it is: loss=lambda output: ..."
+            f"no loss was found in the model's output, a {type(output).__name__}: it must be a 0-dim tensor, or have it as "
+            ".loss or ['loss']; otherwise give verify() a function: loss=lambda output: ..."
         )
     return value
