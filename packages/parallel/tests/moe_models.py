@@ -1,4 +1,4 @@
-"""Mixture-of-experts models as people write them, and modules that only look like experts."""
+"""Mixture-of-experts models as users write them, and modules that only look like experts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Container(nn.ModuleList):
 
 
 class Masked(Container):
-    """The same with an assignment that says for each expert whether it is chosen."""
+    """The same with an assignment of one flag per expert."""
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(tokens)
@@ -112,7 +112,7 @@ class Dropping(Fused):
 
 
 class Full(Fused):
-    """Experts that take no more than a few rows each, while training."""
+    """Experts with a capacity of a few rows each, while training."""
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         out = super().one(x, expert)
@@ -122,7 +122,7 @@ class Full(Fused):
 
 
 class Counting(Fused):
-    """How many rows experts have had is kept."""
+    """Counts the rows of each expert in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,14 +134,14 @@ class Counting(Fused):
 
 
 class Shifted(Fused):
-    """Expert 0 is another's: gradients do not reach what the assignment names."""
+    """Runs another expert than the assignment names."""
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         return super().one(x, (expert + 1) % self.many)
 
 
 class Alone(nn.Module):
-    """Looks like experts, but is not told who goes where."""
+    """Looks like experts, but takes no assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def mixture(kind: type[nn.Module] = Fused, top: int = 2) -> Mixture:
 
 
 def tokens(rows: int = 4, seed: int = 0, same: bool = False) -> dict[str, Tensor]:
-    """A batch; `same`: every token is alike, so that most experts, and some ranks, get none."""
+    """A batch; `same`: all tokens are equal, so that most experts, and some ranks, get none."""
     ids = torch.randint(VOCABULARY, (rows, 5), generator=torch.Generator().manual_seed(seed))
     if same:
         ids = torch.full_like(ids, 7)
@@ -210,14 +210,14 @@ def tokens(rows: int = 4, seed: int = 0, same: bool = False) -> dict[str, Tensor
 
 
 def plan_for(model: nn.Module, degrees: dict[str, int]) -> ParallelPlan:
-    """A plan that shares every module of experts along ep."""
-    found = detect(model)
+    """A plan that shards every module of experts along ep."""
+    detection = detect(model)
     world = 1
     for degree in degrees.values():
         world *= degree
-    placed = placements_of(found, degrees)
-    rules = tuple(ParameterRule(pattern=name, placement=states) for name, states in placed.items())
-    return ParallelPlan(world_size=world, degrees=degrees, parameters=rules, experts=rules_of(found))
+    placements = placements_of(detection, degrees)
+    rules = tuple(ParameterRule(pattern=name, placement=states) for name, states in placements.items())
+    return ParallelPlan(world_size=world, degrees=degrees, parameters=rules, experts=rules_of(detection))
 
 
 def full(tensor: Any) -> Any:
@@ -228,7 +228,7 @@ def full(tensor: Any) -> Any:
 
 
 def differences(got: nn.Module, want: nn.Module, what: str, limit: float = 1e-5) -> Problems:
-    """What is off by more than `limit` of its largest value, or is None on one side only."""
+    """Tensors that differ by more than `limit` of their largest value, or are None on one side only."""
     wrong: Problems = []
     for (name, p), (_, q) in zip(got.named_parameters(), want.named_parameters(), strict=True):
         a, b = (full(p.grad), q.grad) if what == "gradient" else (full(p), q.detach())

@@ -1,4 +1,4 @@
-"""Which modules are taken for experts: proved by running them, and nothing else than experts passes."""
+"""Detection of experts: modules are proved by running them, and modules that only look like experts are rejected."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def within(experts: nn.Module) -> nn.Module:
         (Masked, "mask", ()),
     ],
 )
-def test_experts_are_found(kind: type[nn.Module], style: str, attributes: tuple[str, ...]) -> None:
+def test_experts_are_detected(kind: type[nn.Module], style: str, attributes: tuple[str, ...]) -> None:
     model = Mixture(kind)
-    found = detect(model)
-    assert [e.candidate.name for e in found.experts] == ["blocks.0.experts", "blocks.1.experts"]
-    assert not found.rejected
-    (rule,) = rules_of(found)
+    detection = detect(model)
+    assert [e.candidate.name for e in detection.experts] == ["blocks.0.experts", "blocks.1.experts"]
+    assert not detection.rejected
+    (rule,) = rules_of(detection)
     assert (rule.module, rule.count, rule.assignment) == ("blocks.*.experts", EXPERTS, style)
     assert rule.attributes == attributes
     names = {name for name, _ in model.named_parameters() if ".experts." in name}
-    assert set(parameters_of(found)) == names
+    assert set(parameters_of(detection)) == names
 
 
 @pytest.mark.parametrize(
@@ -68,21 +68,22 @@ def test_experts_are_found(kind: type[nn.Module], style: str, attributes: tuple[
         (Alone, "does not take tokens"),
     ],
 )
-def test_what_only_looks_like_experts_is_rejected_with_the_reason(kind: type[nn.Module], reason: str) -> None:
-    found = detect(within(kind()))
-    assert not found.experts
-    assert [name for name, _ in found.rejected] == ["0"]
-    assert reason in found.rejected[0][1]
-    assert any(f"not shared as experts: *: {found.rejected[0][1]}" == note for note in notes_of(found))
+def test_lookalike_is_rejected_with_the_reason(kind: type[nn.Module], reason: str) -> None:
+    detection = detect(within(kind()))
+    assert not detection.experts
+    assert [name for name, _ in detection.rejected] == ["0"]
+    assert reason in detection.rejected[0][1]
+    note = f"not sharded as experts: *: {detection.rejected[0][1]}"
+    assert note in notes_of(detection)
 
 
-def test_a_probed_module_keeps_its_buffers() -> None:
+def test_probed_module_keeps_its_buffers() -> None:
     model = within(Counting())
     detect(model)
     assert not model["0"].rows.any()  # type: ignore[index]
 
 
-def test_no_values_are_needed_and_no_random_number_is_drawn() -> None:
+def test_detect_needs_no_values_and_keeps_the_random_state() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     with torch.device("meta"):
@@ -98,15 +99,15 @@ def test_no_values_are_needed_and_no_random_number_is_drawn() -> None:
 
 
 def test_large_experts_are_proved_on_a_small_copy() -> None:
-    """A module of 3 TB: nothing of its size is ever made."""
+    """A module of 3 TB, of which no full-size copy is made."""
     with torch.device("meta"):
-        experts = Fused(256, 2**15, 2**16)
-    (found,) = detect(within(experts)).experts
-    assert found.candidate.expert_bytes() > LIMIT_BYTES
-    assert found.found.width == 2**15
+        module = Fused(256, 2**15, 2**16)
+    (experts,) = detect(within(module)).experts
+    assert experts.candidate.expert_bytes() > LIMIT_BYTES
+    assert experts.found.width == 2**15
 
 
-def test_an_attribute_that_is_equal_by_chance_is_no_number_of_experts() -> None:
+def test_attribute_equal_by_chance_is_not_the_number_of_experts() -> None:
     class Chance(Fused):
         def __init__(self) -> None:
             super().__init__(EXPERTS, WIDTH_TOO, 12)
@@ -117,13 +118,13 @@ def test_an_attribute_that_is_equal_by_chance_is_no_number_of_experts() -> None:
             return super().forward(tokens, chosen, weights)
 
     WIDTH_TOO = EXPERTS
-    (found,) = detect(within(Chance())).experts
-    assert found.found.attributes == ("many",)
+    (experts,) = detect(within(Chance())).experts
+    assert experts.found.attributes == ("many",)
 
 
 def test_ordinary_models_have_no_experts() -> None:
     model = nn.Sequential(
         nn.Conv1d(4, 4, 3), nn.TransformerEncoderLayer(8, 2), nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
     )
-    found = detect(model)
-    assert not found.experts and not found.rejected
+    detection = detect(model)
+    assert not detection.experts and not detection.rejected

@@ -1,4 +1,4 @@
-"""Expert parallelism on real ranks: losses, gradients and steps are those of one device, and only tokens travel."""
+"""Expert parallelism on real ranks: losses, gradients and steps equal those of one device, and only tokens are sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS: dict[str, type[nn.Module]] = {"fused": Fused, "container": Container, "ma
 def steps(
     rank: int, world_size: int, kind: str, degrees: dict[str, int], same: bool = False, top: int = 2
 ) -> dict[str, Any]:
-    """Four AdamW steps with clipping, of batches that divide over all axes, some of them or none, beside one device."""
+    """Four AdamW steps with clipping, compared with one device; batches divide over all axes, some of them or none."""
     single = mixture(KINDS[kind], top)
     model = copy.deepcopy(single)
     parallelize(model, plan_for(model, degrees))
@@ -79,21 +79,18 @@ def steps(
         ("masked", {"ep": 2}),
     ],
 )
-def test_training_is_that_of_one_device(
+def test_training_equals_one_device(
     rank_pool: RankPool, kind: str, degrees: dict[str, int], same: bool
 ) -> None:
     world = degrees.get("dp", 1) * degrees["ep"]
-    for told in rank_pool.run(world, steps, kind, degrees, same):
-        assert not told["wrong"]
-        assert told["share"] == 1 / degrees["ep"]
-        told_each_other = "which experts have rows"  # E integers: which gradients of a container there are
-        kinds = {
-            k for k, _, module, _, why in told["events"] if ".experts" in module and why != told_each_other
-        }
-        assert kinds == {"all_to_all"}, "only tokens travel, no weights of experts"
-        sizes = {
-            nbytes for kind, *_, nbytes, why in told["events"] if kind == "all_to_all" and "tokens" in why
-        }
+    for result in rank_pool.run(world, steps, kind, degrees, same):
+        assert not result["wrong"]
+        assert result["share"] == 1 / degrees["ep"]
+        events = result["events"]
+        counts = "which experts have rows"  # E integers, to agree on the gradients of a container
+        kinds = {k for k, _, module, _, why in events if ".experts" in module and why != counts}
+        assert kinds == {"all_to_all"}, "only tokens are sent, no weights of experts"
+        sizes = {nbytes for kind, *_, nbytes, why in events if kind == "all_to_all" and "tokens" in why}
         assert (sizes and all(nbytes > 0 for nbytes in sizes)) or same
 
 
@@ -103,11 +100,11 @@ def modes(rank: int, world_size: int) -> dict[str, Any]:
     model = copy.deepcopy(single)
     parallelize(model, plan_for(model, {"ep": world_size}))
     batch = tokens()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for mode in ("eval", "train"):
         getattr(model, mode)(), getattr(single, mode)()
         with torch.no_grad():
-            told[mode] = float((full(model(**batch).logits) - single(**batch).logits).abs().max())
+            results[mode] = float((full(model(**batch).logits) - single(**batch).logits).abs().max())
     for name, trained in (("frozen", False), ("alone", True)):
         for m in (model, single):
             for key, p in m.named_parameters():
@@ -115,14 +112,14 @@ def modes(rank: int, world_size: int) -> dict[str, Any]:
                 p.grad = None
         for m in (model, single):
             m(**tokens(same=True)).loss.backward()
-        told[name] = differences(model, single, "gradient")
-    return told
+        results[name] = differences(model, single, "gradient")
+    return results
 
 
 def test_evaluation_and_frozen_parts(rank_pool: RankPool) -> None:
-    for told in rank_pool.run(2, modes):
-        assert told["eval"] <= 1e-6 and told["train"] <= 1e-6
-        assert not told["frozen"] and not told["alone"]
+    for results in rank_pool.run(2, modes):
+        assert results["eval"] <= 1e-6 and results["train"] <= 1e-6
+        assert not results["frozen"] and not results["alone"]
 
 
 def accumulated(rank: int, world_size: int) -> Problems:
@@ -138,13 +135,13 @@ def accumulated(rank: int, world_size: int) -> Problems:
     return differences(model, single, "gradient") + untouched
 
 
-def test_gradients_accumulate_and_a_copy_is_a_model_of_its_own(rank_pool: RankPool) -> None:
+def test_gradients_accumulate_and_copies_are_independent(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(2, accumulated):
         assert not wrong
 
 
 def spoilt(rank: int, world_size: int) -> Problems:
-    """The comparison of these tests, on a dispatch that sends results back to the wrong rows."""
+    """The comparison of these tests, with a dispatch that returns results to the wrong rows."""
     single = mixture()
     model = copy.deepcopy(single)
     parallelize(model, plan_for(model, {"ep": world_size}))
@@ -158,7 +155,7 @@ def spoilt(rank: int, world_size: int) -> Problems:
     return differences(model, single, "gradient")
 
 
-def test_a_wrong_combination_would_be_seen(rank_pool: RankPool) -> None:
+def test_comparison_detects_a_wrong_combination(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(2, spoilt):
         assert len(wrong) > 5
 
@@ -170,13 +167,13 @@ def refused(rank: int, world_size: int, plan: str, dense: bool) -> tuple[str, st
     return caught.value.field, str(caught.value)
 
 
-def test_plans_that_cannot_be_are_refused(rank_pool: RankPool) -> None:
+def test_impossible_plans_are_refused(rank_pool: RankPool) -> None:
     base = plan_for(Mixture(), {"ep": 2})
     three = base.replace(degrees={"ep": 3}, world_size=3)
     with pytest.raises(PlanError, match="divide"):
         three.validate_for(3)
     for field, text in rank_pool.run(3, refused, three.replace(experts=()).to_json(), False):
-        assert field == "degrees.ep" and "share" in text and "nearest legal: 2" in text
+        assert field == "degrees.ep" and "equally many experts" in text and "nearest legal: 2" in text
     for field, text in rank_pool.run(
         2, refused, ParallelPlan(world_size=2, degrees={"ep": 2}).to_json(), True
     ):

@@ -1,4 +1,4 @@
-"""Experts of tokens that stay, on real ranks: where rows are divided and experts are not, nothing of a token travels."""
+"""Experts on local tokens, on real ranks: where rows are sharded and experts are not, no token is communicated."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def plan(fields: dict[str, Any], **more: Any) -> ParallelPlan:
     return ParallelPlan(world_size=world, **fields, **more)
 
 
-def lopsided(rows: int) -> dict[str, torch.Tensor]:
-    """A batch whose first half is one token again and again: the experts of the second half are idle there."""
+def unbalanced(rows: int) -> dict[str, torch.Tensor]:
+    """A batch whose first half is one repeated token, so that most experts are idle on the first rank."""
     batch = tokens(rows, seed=rows)
     batch["ids"][: rows // 2] = 7
     return batch
 
 
-def travelling(events: list[CommEvent]) -> set[tuple[str, str, str]]:
-    """What moves on data axes because of experts, and anything there that gathers or exchanges but for parameters."""
+def token_collectives(events: list[CommEvent]) -> set[tuple[str, str, str]]:
+    """Collectives of experts on data axes, and all others there but all-reduces and those of parameters."""
     return {
         (e.axis, e.kind, e.function)
         for e in events
@@ -80,7 +80,7 @@ def travelling(events: list[CommEvent]) -> set[tuple[str, str, str]]:
 
 
 def steps(rank: int, world_size: int, kind: str, fields: dict[str, Any], top: int = 2) -> dict[str, Any]:
-    """Three AdamW steps, of batches that divide over all axes, or not, beside one device; what travelled in the last."""
+    """Three AdamW steps, of batches that divide over all axes or not, compared with one device."""
     single = mixture(KINDS[kind], top)
     model = copy.deepcopy(single)
     shared = plan_for(model, {"ep": 2}) if "ep" in fields["degrees"] else None
@@ -88,18 +88,18 @@ def steps(rank: int, world_size: int, kind: str, fields: dict[str, Any], top: in
     parallelize(model, plan(fields, **more))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
     wrong: Problems = []
-    moved: set[tuple[str, str, str]] = set()
-    for step, batch in enumerate((tokens(3), tokens(4, same=True), lopsided(8))):
+    collectives: set[tuple[str, str, str]] = set()
+    for step, batch in enumerate((tokens(3), tokens(4, same=True), unbalanced(8))):
         scores = single.blocks[0].router(single.norm(single.embed(batch["ids"])))
-        seen = [set(half.argmax(-1).flatten().tolist()) for half in scores.chunk(2)]
-        losses, moved = [], set()
+        chosen = [set(half.argmax(-1).flatten().tolist()) for half in scores.chunk(2)]
+        losses, collectives = [], set()
         for m in (model, single):
             torch.manual_seed(step)
             with communication() as log:
                 loss = m(**batch).loss
                 loss.backward()
             losses.append(float(full(loss)))
-            moved |= travelling(log.events)  # of one device: nothing
+            collectives |= token_collectives(log.events)  # one device has none
         if abs(losses[0] - losses[1]) > 1e-6:
             wrong.append((f"loss {step}", abs(losses[0] - losses[1])))
         wrong += differences(model, single, "gradient")
@@ -107,7 +107,7 @@ def steps(rank: int, world_size: int, kind: str, fields: dict[str, Any], top: in
             optimizer.step()
             optimizer.zero_grad()
     wrong += differences(model, single, "value", 1e-4)  # Adam divides small gradients by themselves
-    return {"wrong": wrong, "moved": moved, "seen": seen}
+    return {"wrong": wrong, "collectives": collectives, "chosen": chosen}
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def steps(rank: int, world_size: int, kind: str, fields: dict[str, Any], top: in
         "fused-dp-tp",
     ],
 )
-def test_training_is_that_of_one_device_and_no_token_travels(
+def test_training_equals_one_device_without_token_collectives(
     rank_pool: RankPool, kind: str, fields: dict[str, Any], top: int
 ) -> None:
-    for told in rank_pool.run(plan(fields).world_size, steps, kind, fields, top):
-        assert not told["wrong"]
-        assert not told["moved"]
-        first, second = told["seen"]
+    for result in rank_pool.run(plan(fields).world_size, steps, kind, fields, top):
+        assert not result["wrong"]
+        assert not result["collectives"]
+        first, second = result["chosen"]
         assert second - first, "some experts have tokens of one rank only"
 
 
@@ -152,32 +152,33 @@ def rejecting(rank: int, world_size: int) -> dict[str, Any]:
         detect.probe = kept
 
 
-def test_what_the_probe_rejects_is_gathered_and_right(rank_pool: RankPool) -> None:
-    for told in rank_pool.run(2, rejecting):
-        assert not told["wrong"] and told["moved"]
+def test_rejected_experts_are_gathered_and_right(rank_pool: RankPool) -> None:
+    for result in rank_pool.run(2, rejecting):
+        assert not result["wrong"] and result["collectives"]
     for kind in ("mixing", "dropping"):
-        for told in rank_pool.run(2, steps, kind, DP):
-            assert not told["wrong"] and told["moved"]
+        for result in rank_pool.run(2, steps, kind, DP):
+            assert not result["wrong"] and result["collectives"]
 
 
-def trusting(rank: int, world_size: int) -> Problems:
-    """Experts whose rows depend on each other, run apart against what the probe says."""
-    kept, rule = parallelize_module.modules_apart, ExpertsRule(module="blocks.*.experts", count=EXPERTS)
+def without_probe(rank: int, world_size: int) -> Problems:
+    """Experts whose rows depend on each other, run on local tokens although the probe rejects them."""
+    original = parallelize_module.local_token_modules
+    rule = ExpertsRule(module="blocks.*.experts", count=EXPERTS)
     try:
-        parallelize_module.modules_apart = lambda *_: {f"blocks.{b}.experts": rule for b in (0, 1)}
+        parallelize_module.local_token_modules = lambda *_: {f"blocks.{b}.experts": rule for b in (0, 1)}
         return steps(rank, world_size, "mixing", DP)["wrong"]  # type: ignore[no-any-return]
     finally:
-        parallelize_module.modules_apart = kept
+        parallelize_module.local_token_modules = original
 
 
-def test_rows_that_depend_on_each_other_would_be_seen(rank_pool: RankPool) -> None:
-    for wrong in rank_pool.run(2, trusting):
+def test_comparison_detects_rows_that_interact(rank_pool: RankPool) -> None:
+    for wrong in rank_pool.run(2, without_probe):
         assert len(wrong) > 5
 
 
 def used(rank: int, world_size: int, fields: dict[str, Any]) -> list[Any]:
-    """Evaluation, a second run of what holds the experts, of a part of them, and a copy of the parallel model."""
-    found: list[Any] = []
+    """Evaluation, recomputation of experts, of a module that holds them and of a part, and a copy of the model."""
+    problems: list[Any] = []
     for pattern in ("blocks.*", "blocks.*.experts", "blocks.*.experts.*"):
         single = mixture(Container)
         first = copy.deepcopy(single)
@@ -185,17 +186,17 @@ def used(rank: int, world_size: int, fields: dict[str, Any]) -> list[Any]:
         model = copy.deepcopy(first)
         for m in (model, single):
             m(**tokens()).loss.backward()
-        found += differences(model, single, "gradient")
-        found += [n for n, p in first.named_parameters() if p.grad is not None]
+        problems += differences(model, single, "gradient")
+        problems += [n for n, p in first.named_parameters() if p.grad is not None]
     for m in (model, single):
         m.eval()
     with torch.no_grad():
         out = model(**tokens()).logits
     if float((full(out) - single(**tokens()).logits).abs().max()) > 1e-6:
-        found.append("eval")
-    return found
+        problems.append("eval")
+    return problems
 
 
-def test_second_runs_evaluation_and_copies(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, used, DP):
-        assert not found
+def test_recomputation_evaluation_and_copies(rank_pool: RankPool) -> None:
+    for problems in rank_pool.run(2, used, DP):
+        assert not problems

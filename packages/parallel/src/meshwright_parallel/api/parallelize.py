@@ -33,7 +33,7 @@ from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_parallel.engine import install_compute_copies, install_reduction, make_groups
 from meshwright_parallel.engine.buckets import Filling
-from meshwright_parallel.moe.install import install_apart, modules_apart
+from meshwright_parallel.moe.install import install_local_tokens, local_token_modules
 from meshwright_parallel.optim.step_hooks import attend_to_steps, refuse_assignment
 from meshwright_parallel.placement.inputs import Placed, install_inputs
 from meshwright_parallel.placement.live_models import LivePlacements
@@ -77,7 +77,7 @@ def parallelize(
     whole, part, states = fit.whole, fit.part, fit.states
     outer, inner, strategies = part.outer, part.plan, part.strategies
     check_optimizers(model)
-    apart = modules_apart(model, inner, strategies)
+    local_tokens = local_token_modules(model, inner, strategies)
     blank = is_blank(model)
     if world_size > 1:
         check_alike(model, plan, device, values=not blank)
@@ -100,7 +100,7 @@ def parallelize(
     attend_to_steps()
     for strategy in strategies:
         strategy.attach(model, mesh, inner)
-    install_apart(model, apart)
+    install_local_tokens(model, local_tokens)
     install_compute_copies(model, mesh, inner, strategies)
     # what is divided has its gradients in other memory until the step is over
     install_reduction(model, mesh, Filling(BUCKET_BYTES, again=division is None))

@@ -1,4 +1,4 @@
-"""Rows travel between the ranks of one mesh axis: an all-to-all whose parts differ in size, known to autograd."""
+"""Uneven all-to-all of rows between the ranks of one mesh axis, with autograd."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright_dtensor.api import distribute
 from meshwright_dtensor.comm.log import CommLog, record
 from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.tensor.global_tensor import GlobalTensor
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Route:
-    """One way between the ranks of an axis.
+    """The all-to-alls of one module along one axis.
 
     Args:
         group: the ranks of the axis.
         axis: its name, for the communication log.
-        module: fully qualified name of the module on whose behalf rows travel.
+        module: fully qualified name of the module, for the log.
     """
 
     group: dist.ProcessGroup
@@ -43,10 +45,7 @@ class Route:
         return received
 
     def rows(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int], why: str) -> Tensor:
-        """Rows [sum(sent), ...], sorted by the rank they go to; returns [sum(received), ...] by the rank they come from.
-
-        Gradients travel back the same way.
-        """
+        """Send rows [sum(sent), ...], sorted by target rank; returns [sum(received), ...], sorted by source rank."""
         return _Exchange.apply(tensor, self, tuple(sent), tuple(received), "forward", why)  # type: ignore[no-any-return]
 
     def move(
@@ -65,11 +64,17 @@ class Route:
             record("all_to_all", self.axis, nbytes, phase, self.module, "experts", why)
 
 
-def named_anywhere(counts: Tensor, context: MeshContext, axes: Iterable[int], module: str) -> Tensor:
-    """Rows per expert [E] of this rank, added up over the ranks of these axes.
+def as_global(tensor: Any, context: MeshContext) -> GlobalTensor:
+    """The global tensor itself, or a plain tensor as a replicated one."""
+    return (
+        tensor if isinstance(tensor, GlobalTensor) else distribute(tensor, context.mesh, context.replicated)
+    )
 
-    Ranks must agree on which experts of a container have a gradient, although each has its own tokens: gradients are summed,
-    and weights gathered, in an order that depends on it.
+
+def sum_over_axes(counts: Tensor, context: MeshContext, axes: Iterable[int], module: str) -> Tensor:
+    """Sum the rows per expert [E] of this rank over these axes.
+
+    Ranks must agree on which experts of a container have a gradient, because the order of collectives depends on it.
     """
     for axis in axes:
         counts = counts.clone(memory_format=torch.contiguous_format)
@@ -103,7 +108,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Tie(torch.autograd.Function):
-    """Identity on the first tensor; the others get zeros as gradients."""
+    """Identity on the first tensor; the others get zeros as gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *tied: Tensor) -> Tensor:
@@ -112,14 +117,13 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        wanted = zip(ctx.shapes, ctx.needs_input_grad[1:], strict=True)
         zeros = (
             torch.zeros(shape, dtype=dtype, device=device) if needed else None
-            for (shape, dtype, device), needed in wanted
+            for (shape, dtype, device), needed in zip(ctx.shapes, ctx.needs_input_grad[1:], strict=True)
         )
         return (gradient, *zeros)
 
 
 def tied(tensor: Tensor, *others: Tensor) -> Tensor:
-    """`tensor`, so that the backward pass through it reaches every one of `others`, with a zero gradient."""
+    """`tensor`, whose backward pass also gives each of `others` a zero gradient."""
     return _Tie.apply(tensor, *others)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Which modules of a model hold experts: by the shapes of their parameters, then by what a probe of them shows.
+"""Detect the modules of a model that hold experts: candidates by parameter shapes, proved by a probe.
 
-Values are never read, so models on the meta device and inside `deferred_init()` will do.
+Values are never read, so the model may be on the meta device or inside `deferred_init()`.
 """
 
 from __future__ import annotations
@@ -14,38 +14,41 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from meshwright_parallel.moe.intermediate_dim import inner_cuts
-from meshwright_parallel.moe.probe import Found, Rejected, probe
+from meshwright_parallel.moe.intermediate_dim import inner_states
+from meshwright_parallel.moe.probe import Proved, Rejected, probe
 from meshwright_parallel.moe.probe_model import Candidate
 
-Answer: TypeAlias = tuple[Found | Rejected, Mapping[str, str]]
+Answer: TypeAlias = tuple[Proved | Rejected, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that was proved to hold experts; `inner` says how ranks can hold parts of each (see inner_cuts)."""
+    """A module that was proved to hold experts.
+
+    `inner`: states in which ranks hold parts of each expert (see `intermediate_dim.inner_states`).
+    """
 
     candidate: Candidate
-    found: Found
+    found: Proved
     inner: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Detection:
-    """Experts of a model, and modules that look like experts but are not dispatched, with the reason."""
+    """Experts of a model, and (name, reason) of modules that only look like experts."""
 
     experts: tuple[Experts, ...]
     rejected: tuple[tuple[str, str], ...]
 
     @cached_property
-    def known(self) -> dict[object, Any]:
-        """What follows from it, kept: a search asks the same again and again."""
+    def cache(self) -> dict[object, Any]:
+        """Derived values that a search needs many times."""
         return {}
 
 
 def detect(model: nn.Module) -> Detection:
-    """Find the modules of experts. Modules of one class with the same shapes and numbers are probed once."""
-    known: dict[Any, Answer] = {}
+    """Find the modules of experts. Modules of one class with the same shapes and attributes are probed once."""
+    answers: dict[Any, Answer] = {}
     experts: list[Experts] = []
     rejected: list[tuple[str, str]] = []
     inside: list[str] = []
@@ -54,8 +57,8 @@ def detect(model: nn.Module) -> Detection:
             continue
         reasons: list[str] = []
         for candidate in candidates(name, module):
-            answer, inner = _answer(candidate, known)
-            if isinstance(answer, Found):
+            answer, inner = _answer(candidate, answers)
+            if isinstance(answer, Proved):
                 experts.append(Experts(candidate, answer, inner))
                 inside.append(name)
                 reasons.clear()
@@ -67,21 +70,21 @@ def detect(model: nn.Module) -> Detection:
 
 
 def candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
-    """What `module` may be, by its shapes."""
+    """The forms of experts that the shapes of `module` allow."""
     if type(module).__module__.startswith("torch.nn.") or not name:
         return
-    takes = _arguments(module) >= 3
-    own = {key: p for key, p in module._parameters.items() if p is not None}
-    counts = Counter(p.shape[0] for p in own.values() if p.ndim)
-    for count in sorted({p.shape[0] for p in own.values() if p.ndim == 3}):
+    takes_routing = _argument_count(module) >= 3
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    counts = Counter(p.shape[0] for p in parameters.values() if p.ndim)
+    for count in sorted({p.shape[0] for p in parameters.values() if p.ndim == 3}):
         if count > 1 and counts[count] >= 2:
-            paths = tuple(key for key, p in own.items() if p.ndim and p.shape[0] == count)
-            # a convolution has one such weight, and a bias that goes with it
-            strong = takes or sum(own[key].ndim == 3 for key in paths) > 1
+            paths = tuple(key for key, p in parameters.items() if p.ndim and p.shape[0] == count)
+            # a convolution has one such weight, and its bias
+            strong = takes_routing or sum(parameters[key].ndim == 3 for key in paths) > 1
             yield Candidate(name, module, "fused", count, paths, strong)
-    if not takes:
+    if not takes_routing:
         return
-    children = _alike(module)
+    children = _equal_children(module)
     if children:
         strong = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         yield Candidate(name, module, "container", len(children), children, strong)
@@ -89,7 +92,7 @@ def candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
 
 
 def _flattened(name: str, module: nn.Module) -> Iterator[Candidate]:
-    """Experts flattened into dim 0: matrices of one shape, whose rows some integer attribute divides."""
+    """Experts flattened into dim 0: matrices of one shape whose rows an integer attribute divides."""
     matrices = dict(module.named_parameters())
     shapes = {tuple(p.shape) for p in matrices.values()}
     if len(matrices) < 2 or len(shapes) != 1:
@@ -102,7 +105,7 @@ def _flattened(name: str, module: nn.Module) -> Iterator[Candidate]:
         yield Candidate(name, module, "fused", count, tuple(matrices), strong=False)
 
 
-def _alike(module: nn.Module) -> tuple[str, ...]:
+def _equal_children(module: nn.Module) -> tuple[str, ...]:
     """Paths of at least two children with equal parameters that together hold every parameter of `module`."""
     holders = [("", module), *((f"{key}.", child) for key, child in module.named_children())]
     for prefix, holder in holders:
@@ -121,7 +124,7 @@ def _signature(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def _arguments(module: nn.Module) -> int:
+def _argument_count(module: nn.Module) -> int:
     """How many positional arguments the forward takes."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
@@ -130,23 +133,21 @@ def _arguments(module: nn.Module) -> int:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _answer(candidate: Candidate, known: dict[Any, Answer]) -> Answer:
+def _answer(candidate: Candidate, answers: dict[Any, Answer]) -> Answer:
     module = candidate.module
-    numbers = tuple(
+    attributes = tuple(
         (key, value)
         for part in module.modules()
         for key, value in vars(part).items()
         if isinstance(value, (int, float, str))
     )
-    config = id(getattr(module, "config", None))  # what chooses between implementations
-    key = (type(module), candidate.kind, candidate.count, _signature(module), numbers, config)
-    if key not in known:
-        if _arguments(module) < 3:
-            known[key] = (
-                Rejected("its forward does not take tokens, the experts of each token and their weights"),
-                {},
-            )
+    config = id(getattr(module, "config", None))  # it may choose between implementations
+    key = (type(module), candidate.kind, candidate.count, _signature(module), attributes, config)
+    if key not in answers:
+        if _argument_count(module) < 3:
+            reason = "its forward does not take tokens, the experts of each token and their weights"
+            answers[key] = Rejected(reason), {}
         else:
             answer = probe(candidate)
-            known[key] = (answer, inner_cuts(candidate, answer) if isinstance(answer, Found) else {})
-    return known[key]
+            answers[key] = answer, inner_states(candidate, answer) if isinstance(answer, Proved) else {}
+    return answers[key]

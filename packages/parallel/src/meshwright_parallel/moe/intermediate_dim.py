@@ -1,7 +1,7 @@
-"""Experts that are divided inside: proved by adding up what the parts of one size give.
+"""Tensor parallelism inside experts: which dims can be sharded, proved by adding up the outputs of the parts.
 
-An expert with an inner size F (gate and up project into it, down out of it) is the sum of the experts made of its parts. Which
-dims hold F, alone or two of it in a row or interleaved, is found by trying.
+An expert with an intermediate size F (gate and up project to it, down projects from it) is the sum of experts made of parts of
+F. Which dims hold F once, or twice in a row or interleaved, is found by trying.
 """
 
 from __future__ import annotations
@@ -11,35 +11,36 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from meshwright_parallel.moe.probe import TOLERANCE, Found, kept_generator
+from meshwright_parallel.moe.probe import TOLERANCE, Proved
 from meshwright_parallel.moe.probe_model import Candidate, Sample, copied, sample_of
+from meshwright_parallel.ranks import generator_kept
 
 Tensor = torch.Tensor
 Cut = tuple[int, int]
-"""(dim, how many segments of it are each cut in two)"""
-MOST = 256
+"""(dim, number of its segments, each of which is sharded)"""
+MAX_COMBINATIONS = 256
 """Combinations that are tried."""
 
 
-def inner_cuts(candidate: Candidate, found: Found) -> dict[str, str]:
+def inner_states(candidate: Candidate, proved: Proved) -> dict[str, str]:
     """Parameter path -> state in which ranks hold parts of each expert; empty where that was not proved.
 
-    A parameter that has no part of the inner size is left out: it counts once, on one of the ranks.
+    A parameter without the intermediate dim is left out: one of the ranks adds it.
     """
     if candidate.kind != "fused":
         return {}
     factor = candidate.reduction()
-    with kept_generator():
-        sample = sample_of(candidate, found.attributes, factor, torch.Generator().manual_seed(0))
+    with generator_kept():
+        sample = sample_of(candidate, proved.attributes, factor, torch.Generator().manual_seed(0))
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(4, found.width // factor, generator=generator)
+        x = torch.randn(4, proved.width // factor, generator=generator)
         first, second = sample.used[-1], sample.used[-2]
         chosen = torch.tensor([first, second, first, second])
-        if found.assignment == "mask":
+        if proved.assignment == "mask":
             chosen = torch.nn.functional.one_hot(chosen, sample.count)
         arguments = (x, chosen[:, None], torch.rand(4, 1, generator=generator) + 0.5)
         for inner in sorted({size for size in sample.widths() if size % 2 == 0}):
-            for cuts in itertools.islice(_combinations(candidate, sample, inner), MOST):
+            for cuts in itertools.islice(_combinations(candidate, sample, inner), MAX_COMBINATIONS):
                 if _adds_up(sample, cuts, arguments):
                     return {path: _text(cut, inner * factor) for path, cut in cuts.items()}
     return {}
@@ -49,17 +50,17 @@ def _combinations(candidate: Candidate, sample: Sample, inner: int) -> Iterator[
     options: list[list[tuple[str, Cut] | None]] = []
     for path in candidate.experts:
         shape = sample.module.get_parameter(path).shape
-        ways: list[tuple[str, Cut] | None] = [
+        cuts: list[tuple[str, Cut] | None] = [
             (path, (dim, parts))
             for dim in range(1, len(shape))
             for size, parts in ((inner, 1), (2 * inner, 2), (2 * inner, 1))
             if shape[dim] == size
         ]
-        if not ways and len(shape) > 2:
+        if not cuts and len(shape) > 2:
             return  # a weight that every part would need whole
-        options.append(ways or [None])
+        options.append(cuts or [None])
     for choice in itertools.product(*options):
-        yield dict(way for way in choice if way is not None)
+        yield dict(cut for cut in choice if cut is not None)
 
 
 def _adds_up(sample: Sample, cuts: Mapping[str, Cut], arguments: tuple[Tensor, ...]) -> bool:
@@ -76,7 +77,7 @@ def _adds_up(sample: Sample, cuts: Mapping[str, Cut], arguments: tuple[Tensor, .
         with torch.no_grad():
             whole = sample.module(*arguments)
             added = part(0) + part(1)
-    except Exception:  # whatever a module says to parts that it cannot use
+    except Exception:  # a module may reject parts with any error
         return False
     return whole.shape == added.shape and bool(
         (whole - added).abs().max() <= TOLERANCE * float(whole.abs().max())

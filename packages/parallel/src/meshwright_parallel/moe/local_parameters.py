@@ -1,4 +1,4 @@
-"""A module of experts as it is on one rank: for the time of a call, its parameters are plain local tensors."""
+"""Run a module of experts on plain local tensors in place of its parameters, during one call."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from meshwright_dtensor.sharding.states import State, States, is_shard
 Tensor = torch.Tensor
 
 
-class Swapped:
-    """Other tensors in the place of the parameters of a module and of all modules in it, until `undo`."""
+class SwappedParameters:
+    """Tensors in place of the parameters of a module tree, until `undo`."""
 
     def __init__(self) -> None:
         self._parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def swap(self, whole: nn.Module, value: Callable[[MeshParameter], Tensor]) -> list[Tensor]:
-        """Put in `value(parameter)`, made once for each parameter; returns what was made."""
-        made: dict[int, Tensor] = {}
-        for module in whole.modules():
+    def swap(self, root: nn.Module, value: Callable[[MeshParameter], Tensor]) -> list[Tensor]:
+        """Replace each parameter by `value(parameter)`; returns the new tensors."""
+        values: dict[int, Tensor] = {}
+        for module in root.modules():
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, MeshParameter):
-                    if id(parameter) not in made:
-                        made[id(parameter)] = value(parameter)
+                    if id(parameter) not in values:
+                        values[id(parameter)] = value(parameter)
                     self._parameters.append((module, name, parameter))
-                    module._parameters[name] = cast(Any, made[id(parameter)])
-        return list(made.values())
+                    module._parameters[name] = cast(Any, values[id(parameter)])
+        return list(values.values())
 
     def undo(self) -> None:
-        """Everything is as it was."""
+        """Put the parameters back."""
         for module, name, parameter in self._parameters:
             module._parameters[name] = parameter
         self._parameters.clear()
@@ -46,14 +46,14 @@ class LocalExperts:
 
     Args:
         module: the module of experts.
-        rule: what the plan says of it.
+        rule: its rule in the plan.
         rank, ranks: coordinate on the expert axis, and its size.
         rows: state of the tokens on each mesh axis; X where ranks have the same tokens but parts of every expert.
         axis: name of the expert axis.
-        idle: of a container, the numbers of the experts that got rows, but none that is here.
+        idle: of a container, the numbers of the experts that have rows on other ranks only.
 
     Attributes:
-        trained: whether any parameter of the module is trained, here or on another rank.
+        trained: whether any parameter of the module is trained.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class LocalExperts:
         self.module, self.rule, self.rank, self.ranks, self.rows = module, rule, rank, ranks, rows
         self.axis, self.idle = axis, idle
         self.trained = any(p.requires_grad for p in module.parameters())
-        self._swapped = Swapped()
+        self._swapped = SwappedParameters()
         self._attributes: list[tuple[nn.Module, str, int]] = []
 
     def __enter__(self) -> list[Tensor]:
-        """Returns the local tensors that get a gradient even where no token comes to this rank.
+        """Returns the local tensors that get a gradient even where this rank has no token.
 
-        All of fused experts, as on one device. Of containers those of experts, and the empty parts of those that other ranks
-        have, that work elsewhere only: whether a gradient is there, or None, is the same on every rank.
+        Of fused experts: all, as on one device. Of a container: those of the idle experts, so that all ranks agree on which
+        gradients are None.
         """
-        made = self._swapped.swap(self.module, self._local)
+        tensors = self._swapped.swap(self.module, self._local)
         if self.rule.kind == "container":
-            others = [self.module.get_submodule(self.rule.children[e]) for e in self.idle]
-            return [p for child in others for p in child.parameters()]
+            idle = [self.module.get_submodule(self.rule.children[e]) for e in self.idle]
+            return [p for child in idle for p in child.parameters()]
         for path in self.rule.attributes:
             owner, _, name = path.rpartition(".")
             module = self.module.get_submodule(owner)
             self._attributes.append((module, name, getattr(module, name)))
             setattr(module, name, self.rule.count // self.ranks)
-        return made
+        return tensors
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -97,11 +97,11 @@ class LocalExperts:
             setattr(module, name, value)
 
     def assignment(self, expert: Tensor, like: Tensor) -> Tensor:
-        """What the module is told for rows that go to the local experts `expert` [R], in the form of `like`."""
+        """The module's assignment for rows of the local experts `expert` [R], in the form of `like`."""
         count = self.rule.count
         if self.rule.kind == "fused":
             count //= self.ranks
-        else:  # the experts of other ranks keep their numbers, and get no row
+        else:  # children keep their global numbers
             expert = expert + self.rank * (count // self.ranks)
         if self.rule.assignment == "mask":
             expert, like = nn.functional.one_hot(expert, count), like[..., 0]
@@ -109,9 +109,9 @@ class LocalExperts:
         return expert.to(like.dtype).view(-1, *(1,) * (like.ndim - 1))
 
     def _local(self, parameter: MeshParameter) -> Tensor:
-        """The local tensor, gradient kinds as the rows are divided: partial only where ranks see different rows.
+        """The local tensor, whose gradient is partial only where ranks have different rows.
 
-        Where ranks have parts of every expert, what is not divided is taken into account once: by the first.
+        Where ranks have parts of every expert, a parameter that is not sharded counts once, on the first rank.
         """
         layout = layout_of_dtensor(parameter)
         states: list[State] = []

@@ -1,9 +1,9 @@
-"""Experts of tokens that stay: every rank runs them on the rows that it has, where rows are divided and experts are not.
+"""Experts on local tokens: each rank runs all experts on its own rows, without an all-to-all.
 
-A row of the output depends on its own token and on the experts, and on no other row (the probe shows it). So where an axis
-divides the rows of a batch (`dp`, `zero`, `cp`) nothing has to be gathered, although routing (sorting, counting, indexing by
-expert) mixes rows: the module runs on this rank's rows as if they were all there are. On the axes that are left, such as `tp`,
-the rows are a global value of their own, and the module runs there as the plan says.
+A row of the output depends on its own token and on the experts, and on no other row (the probe proves it). So where an axis
+shards the rows of a batch (`dp`, `zero`, `cp`), nothing has to be gathered, although routing (sorting, counting, indexing by
+expert) combines rows: the module runs on this rank's rows as if they were the whole batch. On the other axes, such as `tp`,
+these rows are a global value, and the module runs there as the plan says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright_dtensor.api import distribute
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.layout import Layout, layout_of
@@ -25,22 +24,22 @@ from meshwright_dtensor.plan import ExpertsRule
 from meshwright_dtensor.sharding.states import States
 from meshwright_dtensor.tensor.global_tensor import GlobalTensor, local_in, wrap
 from meshwright_dtensor.trace.module_stack import FRAMES, Frame
-from meshwright_parallel.moe.all_to_all import named_anywhere, tied
-from meshwright_parallel.moe.local_parameters import Swapped
-from meshwright_parallel.moe.routing import named_experts
+from meshwright_parallel.moe.all_to_all import as_global, sum_over_axes, tied
+from meshwright_parallel.moe.local_parameters import SwappedParameters
+from meshwright_parallel.moe.routing import rows_per_expert
 
 Tensor = torch.Tensor
 
 
 @dataclass
-class Apart:
-    """The forward of a module of experts that every rank has whole, on the axes that divide the rows.
+class LocalTokens:
+    """The forward of a module of replicated experts, on the axes that shard the rows.
 
     Args:
         module: the module.
         name: its fully qualified name.
-        rule: what kind of experts it holds.
-        inner: the forward that it had before.
+        rule: its kind of experts.
+        inner: its original forward.
     """
 
     module: nn.Module
@@ -55,111 +54,120 @@ class Apart:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module for global tokens [..., H], assignment and weights."""
         bound = self.__signature__.bind(*args, **kwargs)
-        given = [bound.arguments.get(name) for name in self._names]
-        tensors = [t for t in given if isinstance(t, Tensor)]
-        others = [value for name, value in bound.arguments.items() if name not in self._names]
-        tokens = given[0]
-        if (
-            not isinstance(tokens, GlobalTensor)
-            or len(tensors) < 3
-            or any(isinstance(value, GlobalTensor) for value in others)
-        ):
+        inputs = self._tensors(bound)
+        if inputs is None:
             return self.inner(*args, **kwargs)
-        flat: Any = _shaped(tokens, (-1, tokens.shape[-1]) if tokens.ndim != 2 else tokens.shape)
-        axes = self._dividing(flat._layout)
-        if not axes or any(t.shape[:1] != flat.shape[:1] for t in tensors[1:]):
+        tokens = inputs[0]
+        flat = _reshaped(tokens, (-1, tokens.shape[-1]) if tokens.ndim != 2 else tokens.shape)
+        axes = self._row_axes(flat._layout)
+        if not axes or any(t.shape[:1] != flat.shape[:1] for t in inputs[1:]):
             return self.inner(*args, **kwargs)
-        states: States = flat._layout.states
-        rows = tuple(s if i in axes else "I" for i, s in enumerate(states))
-        kept = [i for i, n in enumerate(flat._layout.context.sizes) if i not in axes and n > 1]
-        values = [self._rows(t, flat._layout, rows, kept) for t in (flat, *tensors[1:])]
-        length, width = values[0].shape
-        values[0] = _shaped(values[0], (*(1,) * (tokens.ndim - 2), length, width))
-        bound.arguments.update(zip(self._names, values, strict=True))
-        out = self._run(bound, self._idle(values[1], flat._layout.context, axes), kept)
-        if not isinstance(out, Tensor) or out.numel() != length * width:
-            what = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise UnsupportedError(
-                f"experts {self.name!r} returned {what} for tokens of shape {[length, width]}; they were found to give one row "
-                "for every row: report the model, or give the plan a batch whose rows the data ranks do not divide"
-            )
-        out = _shaped(out, (length, width))
-        local, left = (out._local, out._layout.states) if isinstance(out, GlobalTensor) else (out, ())
-        inside = dict(zip(kept, left, strict=False))
-        whole = tuple(s if i in axes else inside.get(i, "I") for i, s in enumerate(states))
-        return _shaped(
-            wrap(local, layout_of(flat._layout.context, whole, flat.shape, local.dtype)), tokens.shape
-        )
+        out = self._on_local_rows(bound, [flat, *inputs[1:]], tokens.ndim, axes)
+        return _reshaped(out, tokens.shape)
 
-    def _dividing(self, layout: Layout) -> frozenset[int]:
-        """The axes that divide the rows, and on which the gradients of all parameters are summed later."""
+    def _tensors(self, bound: inspect.BoundArguments) -> list[Any] | None:
+        """Tokens, assignment and weights; None where the call is of another form."""
+        inputs = [bound.arguments.get(name) for name in self._names]
+        others = [value for name, value in bound.arguments.items() if name not in self._names]
+        if len(inputs) < 3 or not all(isinstance(t, Tensor) for t in inputs):
+            return None
+        if not isinstance(inputs[0], GlobalTensor) or any(isinstance(x, GlobalTensor) for x in others):
+            return None
+        return inputs
+
+    def _row_axes(self, layout: Layout) -> frozenset[int]:
+        """The axes that shard the rows, and over which the gradients of all parameters are summed later."""
         stored = [
             layout_of_dtensor(p) if isinstance(p, MeshParameter) else None for p in self.module.parameters()
         ]
-        found: set[int] = set()
+        axes: set[int] = set()
         for axis, state in enumerate(layout.states):
             if not isinstance(state, int) or int(state) != 0:
                 continue
-            if any(
-                own is None or own.context is not layout.context or own.states[axis] != "X" for own in stored
-            ):
-                break  # what axes further in make of rows that stay together is theirs
-            found.add(axis)
-        return frozenset(found)
+            if any(p is None or p.context is not layout.context or p.states[axis] != "X" for p in stored):
+                break  # this axis and those further in stay global
+            axes.add(axis)
+        return frozenset(axes)
 
-    def _rows(self, t: Tensor, like: Layout, rows: States, kept: Sequence[int]) -> Tensor:
-        """This rank's rows of `t`, divided as those of `like`: plain, or a global value on the `kept` axes."""
-        tensor = (
-            t if isinstance(t, GlobalTensor) else distribute(t, like.context.mesh, like.context.replicated)
-        )
-        own = tensor._layout.states
-        states = tuple(own[axis] if axis in kept else row for axis, row in enumerate(rows))
+    def _on_local_rows(
+        self, bound: inspect.BoundArguments, inputs: Sequence[Any], ndim: int, axes: Collection[int]
+    ) -> GlobalTensor:
+        """Run the module on this rank's rows; returns the global output [N, H]."""
+        layout: Layout = inputs[0]._layout
+        states = layout.states
+        rows = tuple(state if axis in axes else "I" for axis, state in enumerate(states))
+        global_axes = [i for i, n in enumerate(layout.context.sizes) if i not in axes and n > 1]
+        values = [self._local_rows(t, layout, rows, global_axes) for t in inputs]
+        length, width = values[0].shape
+        values[0] = _reshaped(values[0], (*(1,) * (ndim - 2), length, width))
+        bound.arguments.update(zip(self._names, values, strict=True))
+        out = self._run(bound, self._idle(values[1], layout.context, axes), global_axes)
+        if not isinstance(out, Tensor) or out.numel() != length * width:
+            returned = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise UnsupportedError(
+                f"experts {self.name!r} returned {returned} for tokens of shape {[length, width]}: experts must return one "
+                "row for every row, as they did when they were probed; report the model, or use a batch whose rows the "
+                "data ranks do not divide"
+            )
+        out = _reshaped(out, (length, width))
+        local, inner_states = (out._local, out._layout.states) if isinstance(out, GlobalTensor) else (out, ())
+        inner = dict(zip(global_axes, inner_states, strict=False))
+        result: States = tuple(s if i in axes else inner.get(i, "I") for i, s in enumerate(states))
+        return wrap(local, layout_of(layout.context, result, inputs[0].shape, local.dtype))
+
+    def _local_rows(self, t: Tensor, like: Layout, rows: States, global_axes: Sequence[int]) -> Tensor:
+        """This rank's rows of `t`, sharded as those of `like`: plain, or a global value on `global_axes`."""
+        tensor = as_global(t, like.context)
+        current = tensor._layout.states
+        states = tuple(current[axis] if axis in global_axes else row for axis, row in enumerate(rows))
         local = local_in(tensor, states)
-        if not kept:
+        if not global_axes:
             return local
-        return wrap(local, layout_of(like.context, states, tensor.shape, tensor.dtype).inside(kept))
+        return wrap(local, layout_of(like.context, states, tensor.shape, tensor.dtype).inside(global_axes))
 
     def _idle(self, assignment: Tensor, context: MeshContext, axes: Collection[int]) -> list[nn.Module]:
-        """The experts of a container that work on other ranks only, which must have a gradient here as they have there."""
+        """Experts of a container that have rows on other ranks only. They must have a gradient here too."""
         if self.rule.kind != "container" or not torch.is_grad_enabled():
             return []
-        own = assignment.full_tensor() if isinstance(assignment, GlobalTensor) else assignment
-        here = named_experts(own, self.rule)
-        anywhere = named_anywhere(here, context, sorted(axes), self.name)
-        numbers = ((anywhere > 0) & (here == 0)).nonzero().flatten().tolist()
+        chosen = assignment.full_tensor() if isinstance(assignment, GlobalTensor) else assignment
+        local = rows_per_expert(chosen, self.rule)
+        total = sum_over_axes(local, context, sorted(axes), self.name)
+        numbers = ((total > 0) & (local == 0)).nonzero().flatten().tolist()
         return [self.module.get_submodule(self.rule.children[number]) for number in numbers]
 
-    def _run(self, bound: inspect.BoundArguments, idle: Sequence[nn.Module], kept: Sequence[int]) -> Any:
-        """What the module makes of the rows of this rank, every parameter that has a gradient anywhere reached."""
+    def _run(
+        self, bound: inspect.BoundArguments, idle: Sequence[nn.Module], global_axes: Sequence[int]
+    ) -> Any:
+        """Run the module's own forward; every parameter that has a gradient on any rank gets one here."""
 
         def value(parameter: MeshParameter) -> Tensor:
             layout = layout_of_dtensor(parameter)
             local = parameter_local(parameter, layout.states)
-            return local if not kept else wrap(local, layout.inside(kept))
+            return local if not global_axes else wrap(local, layout.inside(global_axes))
 
-        swapped = Swapped()
+        swapped = SwappedParameters()
         try:
-            every = swapped.swap(self.module, value)
+            needed = swapped.swap(self.module, value)
             out = self.inner(*bound.args, **bound.kwargs)
             if self.rule.kind == "container":
-                every = [p for child in idle for p in child.parameters()]
+                needed = [p for child in idle for p in child.parameters()]
             elif not torch.is_grad_enabled() or not isinstance(out, Tensor) or out.requires_grad:
                 return out
-            return _reaching(out, every) if every else out
+            return _tied_to(out, needed) if needed else out
         finally:
             swapped.undo()
 
 
-def _reaching(out: Any, others: Sequence[Tensor]) -> Any:
-    """`out`, from which the backward pass reaches `others` too, with zeros."""
+def _tied_to(out: Any, others: Sequence[Tensor]) -> Any:
+    """`out`, whose backward pass also gives `others` a gradient of zeros."""
     leaves = [t._local if isinstance(t, GlobalTensor) else t for t in others]
     if isinstance(out, GlobalTensor):
         return wrap(tied(out._local, *leaves), out._layout)
     return tied(out, *leaves) if isinstance(out, Tensor) else out
 
 
-def _shaped(t: Any, shape: Sequence[int]) -> Any:
-    """`t` in another shape; no call of the module, so that those that the plan speaks of keep their numbers."""
+def _reshaped(t: Any, shape: Sequence[int]) -> Any:
+    """Reshape outside of the module's calls, so that the plan's call numbers (occurrences) stay right."""
     if tuple(t.shape) == tuple(shape):
         return t
     FRAMES.stack.append(Frame("", {}))

@@ -1,4 +1,4 @@
-"""Between what was detected and what a plan says: rules for modules and parameters, and their installation."""
+"""Plan rules of experts: from detected modules to rules and placements, and the installation of token dispatch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from meshwright_parallel.moe.dispatch import Dispatch
 
 def rule_of(experts: Experts, pattern: str) -> ExpertsRule:
     """The rule for the modules of a pattern, of which `experts` is one."""
-    candidate, found = experts.candidate, experts.found
+    candidate, proved = experts.candidate, experts.found
     return ExpertsRule(
         module=pattern,
         count=candidate.count,
         kind="container" if candidate.kind == "container" else "fused",
-        assignment=found.assignment,
-        attributes=found.attributes,
+        assignment=proved.assignment,
+        attributes=proved.attributes,
         children=candidate.experts if candidate.kind == "container" else (),
         inner=dict(experts.inner),
     )
@@ -35,33 +35,41 @@ def rule_of(experts: Experts, pattern: str) -> ExpertsRule:
 def owner_of(plan: ParallelPlan, fqn: str, ranks: int) -> int | None:
     """The rank along the axis that owns a parameter of a container's child, None for any other parameter."""
     parts = fqn.split(".")
-    for place in range(len(parts) - 1, 0, -1):
-        rule = plan.experts_rule(".".join(parts[:place]))
+    for length in range(len(parts) - 1, 0, -1):
+        rule = plan.experts_rule(".".join(parts[:length]))
         if rule is not None and rule.kind == "container":
-            rest = ".".join(parts[place:])
-            for number, child in enumerate(rule.children):
-                if rest.startswith(f"{child}."):
-                    return number // (rule.count // ranks)
+            path = ".".join(parts[length:])
+            for expert, child in enumerate(rule.children):
+                if path.startswith(f"{child}."):
+                    return expert // (rule.count // ranks)
     return None
 
 
+def expert_rules(model: nn.Module, plan: ParallelPlan) -> dict[str, ExpertsRule]:
+    """Module name -> rule: those of the plan, or of the experts that the probe finds."""
+    if not plan.experts:
+        return {e.candidate.name: rule_of(e, e.candidate.name) for e in detect(model).experts}
+    rules = {name: plan.experts_rule(name) for name, _ in model.named_modules()}
+    return {name: rule for name, rule in rules.items() if rule is not None}
+
+
 def rules_of(detection: Detection) -> tuple[ExpertsRule, ...]:
-    """One rule for all modules that are alike but for the numbers in their names."""
-    if "rules" not in detection.known:
-        detection.known["rules"] = _rules(detection)
-    found: tuple[ExpertsRule, ...] = detection.known["rules"]
-    return found
+    """One rule for all modules whose names differ in numbers only."""
+    if "rules" not in detection.cache:
+        detection.cache["rules"] = _rules(detection)
+    rules: tuple[ExpertsRule, ...] = detection.cache["rules"]
+    return rules
 
 
 def _rules(detection: Detection) -> tuple[ExpertsRule, ...]:
-    alike: dict[Any, list[Experts]] = {}
+    equal: dict[Any, list[Experts]] = {}
     for experts in detection.experts:
         pattern = _pattern(experts.candidate.name)
         rule = rule_of(experts, pattern)
-        alike.setdefault((pattern, rule.model_dump_json()), []).append(experts)
-    patterns = [pattern for pattern, _ in alike]
+        equal.setdefault((pattern, rule.model_dump_json()), []).append(experts)
+    patterns = [pattern for pattern, _ in equal]
     rules: list[ExpertsRule] = []
-    for (pattern, _), members in alike.items():
+    for (pattern, _), members in equal.items():
         if patterns.count(pattern) == 1:
             rules.append(rule_of(members[0], pattern))
         else:
@@ -82,28 +90,28 @@ def parameters_of(detection: Detection) -> Iterator[str]:
 
 
 def placements_of(detection: Detection, degrees: Mapping[str, int]) -> Mapping[str, Mapping[str, str]]:
-    """Parameter name -> mesh axis -> state: rows of experts are shared along "ep", and their insides along "tp"."""
+    """Parameter name -> mesh axis -> state: dim 0 is sharded along "ep", the intermediate dim of each expert along "tp"."""
     key = ("placements", degrees.get("tp", 1))
-    if key not in detection.known:
-        detection.known[key] = MappingProxyType(_placements(detection, degrees))
-    found: Mapping[str, Mapping[str, str]] = detection.known[key]
-    return found
+    if key not in detection.cache:
+        detection.cache[key] = MappingProxyType(_placements(detection, degrees))
+    placements: Mapping[str, Mapping[str, str]] = detection.cache[key]
+    return placements
 
 
 def _placements(detection: Detection, degrees: Mapping[str, int]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    placements: dict[str, dict[str, str]] = {}
     for experts in detection.experts:
         candidate = experts.candidate
         if candidate.kind == "fused":
-            found |= {f"{candidate.name}.{path}": {"ep": "S(0)"} for path in candidate.experts}
+            placements |= {f"{candidate.name}.{path}": {"ep": "S(0)"} for path in candidate.experts}
             if divided_inside(experts, degrees):
                 for path, state in experts.inner.items():
-                    found[f"{candidate.name}.{path}"]["tp"] = state
-    return found
+                    placements[f"{candidate.name}.{path}"]["tp"] = state
+    return placements
 
 
 def divided_inside(experts: Experts, degrees: Mapping[str, int]) -> bool:
-    """Whether each expert is divided over the ranks of "tp"."""
+    """Whether each expert is sharded over the ranks of "tp"."""
     ranks = degrees.get("tp", 1)
 
     def divides(path: str, state: State) -> bool:
@@ -122,68 +130,61 @@ def divided_inside(experts: Experts, degrees: Mapping[str, int]) -> bool:
 
 
 def all_divided_inside(detection: Detection, degrees: Mapping[str, int]) -> bool:
-    """Whether every one of them is."""
+    """Whether every expert of the model is sharded over the ranks of "tp"."""
     key = ("inside", degrees.get("tp", 1))
-    if key not in detection.known:
-        detection.known[key] = all(divided_inside(experts, degrees) for experts in detection.experts)
-    return bool(detection.known[key])
+    if key not in detection.cache:
+        detection.cache[key] = all(divided_inside(experts, degrees) for experts in detection.experts)
+    return bool(detection.cache[key])
 
 
 def notes_of(detection: Detection) -> tuple[str, ...]:
-    """What was found, and what was not taken and why, a line each."""
-    found = [
+    """Notes for the plan: detected experts, and rejected modules with the reason."""
+    notes = [
         f"experts: {rule.module} ({rule.count} experts, {rule.kind}, assignment by {rule.assignment})"
         for rule in rules_of(detection)
     ]
-    reasons: dict[tuple[str, str], int] = {}
-    for name, reason in detection.rejected:
-        key = (_pattern(name), reason)
-        reasons[key] = reasons.get(key, 0) + 1
-    found += [f"not shared as experts: {name}: {reason}" for (name, reason), _ in reasons.items()]
-    return tuple(found)
+    reasons = dict.fromkeys((_pattern(name), reason) for name, reason in detection.rejected)
+    notes += [f"not sharded as experts: {name}: {reason}" for name, reason in reasons]
+    return tuple(notes)
 
 
 def install(model: nn.Module, plan: ParallelPlan, axis: str) -> None:
-    """Dispatch tokens in every module of experts that the plan speaks of.
+    """Install token dispatch in every module of experts of the plan.
 
-    A plan without rules for modules gets them from the modules whose parameters it shards on `axis`.
+    A plan without rules for modules gets them from the probe.
 
     Raises:
-        PlanError: nothing is there to share, or a module's parameters are shared but its tokens would not be sent.
+        PlanError: no expert is sharded, or a sharded parameter belongs to no module with token dispatch.
     """
-    rules = {name: plan.experts_rule(name) for name, _ in model.named_modules()}
-    if not plan.experts:
-        rules = {e.candidate.name: rule_of(e, e.candidate.name) for e in detect(model).experts}
-    shared = {name for name, p in model.named_parameters() if _shared(p, axis)}
-    reached: set[str] = set()
+    rules = expert_rules(model, plan)
+    sharded = {name for name, p in model.named_parameters() if _is_sharded(p, axis)}
+    dispatched: set[str] = set()
     for name, module in model.named_modules():
         rule = rules.get(name)
-        own = {f"{name}.{path}" for path, _ in module.named_parameters()}
-        if rule is None or (rule.kind == "fused" and not own & shared):
+        parameters = {f"{name}.{path}" for path, _ in module.named_parameters()}
+        if rule is None or (rule.kind == "fused" and not parameters & sharded):
             continue
         if rule.count % plan.degree(axis):
             text = f"every rank needs equally many experts, and {plan.degree(axis)} does not divide the {rule.count} of {name!r}"
             raise PlanError(f"degrees.{axis}", plan.degree(axis), text)
-        kept: Any = module
-        kept.forward = Dispatch(module, name, rule, axis, module.forward)
-        reached |= own
-    if not reached and stages_of(model) is None:  # a stage of a pipeline may have none
+        module.forward = Dispatch(module, name, rule, axis, module.forward)
+        dispatched |= parameters
+    if not dispatched and stages_of(model) is None:  # a pipeline stage may have none
         raise PlanError(
             f"degrees.{axis}",
             plan.degree(axis),
-            f"the plan shares the parameters of no module of experts of this {type(model).__name__} along {axis!r}",
+            f"the plan shards the parameters of no module of experts of this {type(model).__name__} along {axis!r}",
             "1",
         )
-    if shared - reached:
-        name = min(shared - reached)
-        raise PlanError(
-            "parameters",
-            name,
-            f"it is sharded along {axis!r}, but no rule of plan.experts speaks of a module that holds it",
+    if sharded - dispatched:
+        name = min(sharded - dispatched)
+        rule_text = (
+            f"it is sharded along {axis!r}, but no rule of plan.experts matches a module that holds it"
         )
+        raise PlanError("parameters", name, rule_text)
 
 
-def _shared(parameter: Any, axis: str) -> bool:
+def _is_sharded(parameter: Any, axis: str) -> bool:
     layout = layout_of_dtensor(parameter)
     return is_shard(layout.states[layout.context.axes.index(axis)])
 

@@ -1,9 +1,9 @@
-"""Is a module what expert parallelism needs? Found by running a small copy of it, whatever it is called.
+"""Prove by running a small copy that a module can be expert parallel. Its class and names do not matter.
 
-What must hold, for tokens x [N, H], an assignment and weights:
+For tokens x [N, H], an assignment and weights, the probe checks that:
 
-- every row of the output depends on its own token only, and on the experts that its assignment names (experts that are
-  not named may hold anything, here NaN; gradients reach the named ones only);
+- every row of the output depends on its own token only, and on the experts that its assignment names. Other experts may hold
+  anything (here NaN), and get no gradient;
 - the slots of a token add up: a token with two experts is the sum of two tokens with one expert each;
 - the module works with another number of experts, once its integer attributes say so.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from meshwright_parallel.moe.probe_model import Candidate, Sample, fused_count, sample_of
+from meshwright_parallel.ranks import generator_kept
 
 Tensor = torch.Tensor
 Style = Literal["index", "mask"]
@@ -26,20 +26,20 @@ Style = Literal["index", "mask"]
 LIMIT_BYTES = 4 * 2**30
 """Largest copy that is made to probe a module."""
 GRADIENT_BYTES = 2**28
-"""Largest copy of which gradients are computed too."""
+"""Largest copy for which gradients are computed too."""
 MANY = 64
-"""Rows for one expert, more than a capacity gives it."""
+"""Rows for one expert, more than an expert capacity allows."""
 TOLERANCE = 1e-4
-"""Of the largest value: sums in another order; a wrong combination is off by its whole size."""
+"""Relative to the largest value: allows another order of summation. A wrong combination differs far more."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a module was proved to be.
+class Proved:
+    """The call of a module that was proved to hold experts.
 
     Args:
         assignment: form of its assignment.
-        attributes: those that hold the number of experts.
+        attributes: paths of the attributes that hold the number of experts.
         width: size of a token.
     """
 
@@ -50,18 +50,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Why a module cannot be dispatched."""
+    """Why a module cannot be expert parallel."""
 
     reason: str
 
 
-def probe(candidate: Candidate) -> Found | Rejected:
-    """Run a copy of the module; random numbers of the caller are left as they were.
+def probe(candidate: Candidate) -> Proved | Rejected:
+    """Run a copy of the module; the caller's random state does not change.
 
-    A small copy with the same proportions is tried first; where that proves nothing, one of the full size.
+    A small copy with the same proportions is tried first, then one of full size.
     """
     answer = Rejected("it was not run")
-    with kept_generator():
+    with generator_kept():
         for factor in dict.fromkeys((candidate.reduction(), 1)):
             copies = 3 if candidate.kind == "container" else fused_count(candidate.count)
             size = candidate.expert_bytes() * copies
@@ -70,30 +70,30 @@ def probe(candidate: Candidate) -> Found | Rejected:
                 return Rejected(
                     f"{answer.reason} in a small copy, and one of full size would take {size / 2**30:.1f} GiB, {limit}"
                 )
-            found = _probe(candidate, factor, factor > 1 or size <= GRADIENT_BYTES)
-            if isinstance(found, Found):
-                return found
-            answer = found
+            result = _probe(candidate, factor, factor > 1 or size <= GRADIENT_BYTES)
+            if isinstance(result, Proved):
+                return result
+            answer = result
     return answer
 
 
-def _probe(candidate: Candidate, factor: int, gradients: bool) -> Found | Rejected:
-    reason = "its forward runs for no form of (tokens, assignment, weights) that is known"
+def _probe(candidate: Candidate, factor: int, gradients: bool) -> Proved | Rejected:
+    reason = "its forward runs for no known form of (tokens, assignment, weights)"
     for attributes in _attribute_sets(candidate):
         generator = torch.Generator().manual_seed(0)
         sample = sample_of(candidate, attributes, factor, generator)
         for width, style, dims in itertools.product(sample.widths(), ("index", "mask"), (2, 3)):
             trial = _Trial(sample, width, style, dims, generator)
             if trial.runs():
-                broken = trial.broken(gradients)
-                if broken is None:
-                    return Found("mask" if style == "mask" else "index", attributes, width * factor)
-                reason = broken
+                violation = trial.violation(gradients)
+                if violation is None:
+                    return Proved("mask" if style == "mask" else "index", attributes, width * factor)
+                reason = violation
     return Rejected(reason)
 
 
 def _attribute_sets(candidate: Candidate) -> Iterator[tuple[str, ...]]:
-    """Which attributes hold the number of experts: all that are equal to it, or one of them, or none."""
+    """Attributes that may hold the number of experts: all that are equal to it, or one of them, or none."""
     if candidate.kind == "container":
         yield ()
         return
@@ -112,7 +112,7 @@ class _Trial:
         self.sample, self.style, self.dims = sample, style, dims
         self.x = torch.randn(4, width, generator=generator)
         self.w = torch.rand(4, 2, generator=generator) + 0.5
-        # two experts in turn; the third, where there is one, is named by no token
+        # two experts in turn; a third is named by no token
         self.first, self.second = sample.used[-1], sample.used[-2]
         self.chosen = torch.tensor([self.first, self.second, self.first, self.second])
         self.other = torch.tensor([self.second, self.first, self.second, self.first])
@@ -128,17 +128,17 @@ class _Trial:
         try:
             with torch.no_grad():
                 self.out = self._run(self.x, self.assignment(self.chosen), self.w[:, :1])
-        except Exception:  # whatever a module says to arguments that are not meant for it
+        except Exception:  # a module may reject arguments with any error
             return False
         return isinstance(self.out, Tensor) and self.out.shape == self.x.shape
 
-    def broken(self, gradients: bool) -> str | None:
-        """What does not hold, or None."""
+    def violation(self, gradients: bool) -> str | None:
+        """The first property that does not hold, or None."""
         try:
             with torch.no_grad():
-                reason = self._rows() or self._slots() or self._experts() or self._draws()
+                reason = self._rows() or self._slots() or self._experts() or self._training()
             return reason or (self._gradients() if gradients else None)
-        except Exception as error:  # a property that cannot even be run does not hold
+        except Exception as error:  # a property whose check raises does not hold
             return f"a probe of it raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
     def _call(self, rows: Any = slice(None)) -> Tensor:
@@ -150,22 +150,22 @@ class _Trial:
 
     def _rows(self) -> str | None:
         if not torch.isfinite(self.out).all() or not self.out.abs().sum() > 0:
-            return "its output is not finite, or nothing"
+            return "its output is not finite, or zero"
         for rows in ([2, 0, 3, 1], [1, 2], [3]):
             if not _close(self._call(rows), self.out[rows]):
                 return "a row of its output depends on other rows"
         if not _close(self.out, self._run(self.x, self.assignment(self.chosen), self.w[:, :1])):
             return "two equal calls differ"
-        if self.dims == 3 and self._mixes_sequences():
+        if self.dims == 3 and self._depends_on_sequences():
             return "a row of its output depends on how rows are divided into sequences"
         return None
 
-    def _mixes_sequences(self) -> bool:
-        """Whether tokens [2, 2, H] give anything else than the same tokens as [1, 4, H], which they are made in a run."""
+    def _depends_on_sequences(self) -> bool:
+        """Whether tokens [2, 2, H] give another result than the same tokens as [1, 4, H], the form at run time."""
         assignment, weights = self.assignment(self.chosen), self.w[:, :1]
         try:
             out = self.sample.module(self.x.view(2, 2, -1), assignment, weights)
-        except Exception:  # then nobody calls it so
+        except Exception:  # then the model does not call it with several sequences
             return False
         return not _close(out.reshape(self.out.shape), self.out)
 
@@ -180,11 +180,11 @@ class _Trial:
     def _experts(self) -> str | None:
         for expert in self.sample.used:
             named = (self.chosen == expert)[:, None].expand_as(self.out)
-            held = [part.clone() for part in self.sample.parts[expert]]
+            originals = [part.clone() for part in self.sample.parts[expert]]
             for part in self.sample.parts[expert]:
                 part.fill_(float("nan"))
             out = self._call()
-            for part, values in zip(self.sample.parts[expert], held, strict=True):
+            for part, values in zip(self.sample.parts[expert], originals, strict=True):
                 part.copy_(values)
             if torch.isnan(out[~named]).any() or not _close(out[~named], self.out[~named]):
                 return "a row depends on experts that its assignment does not name"
@@ -192,9 +192,8 @@ class _Trial:
                 return "a row does not depend on the expert that its assignment names"
         return None
 
-    def _draws(self) -> str | None:
-        """What is done while training only: one device draws for all rows of an expert at once, which ranks that each have
-        some cannot repeat; nor can they count together, or drop what is beyond a capacity."""
+    def _training(self) -> str | None:
+        """Training mode must not draw random numbers, write to buffers or drop rows: ranks see some of the rows only."""
         module, before = self.sample.module, torch.get_rng_state()
         buffers = {name: b.clone() for name, b in module.named_buffers()}
         module.train()
@@ -227,7 +226,7 @@ class _Trial:
 
 
 def _reached(part: Tensor, parameters: list[torch.nn.Parameter]) -> bool:
-    """Whether the gradient of the memory that `part` shows is anything else than zero."""
+    """Whether the gradient of the memory of `part` is not zero."""
     for parameter in parameters:
         if (
             parameter.grad is not None
@@ -240,13 +239,3 @@ def _reached(part: Tensor, parameters: list[torch.nn.Parameter]) -> bool:
 
 def _close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * max(float(b.abs().max()), 1e-6))
-
-
-@contextmanager
-def kept_generator() -> Iterator[None]:
-    """Leave random numbers of the caller as they were."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

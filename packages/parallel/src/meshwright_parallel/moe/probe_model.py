@@ -1,4 +1,4 @@
-"""A small copy of a module of experts, with values of its own: what the probe runs. The module itself is not touched."""
+"""Small copies of modules of experts, with random values, for the probe. The module itself is not changed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 Tensor = torch.Tensor
 SMALLEST = 16
-"""No dim of a copy is made smaller than this."""
+"""Least size of a dim of a copy."""
 SCALE = 0.3
-"""Standard deviation of values: large enough that no result drowns in rounding."""
+"""Standard deviation of values: large enough that results are well above rounding."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class Candidate:
         module: the module.
         kind: "fused" - experts are equal parts of dim 0 of the parameters; "container" - one child each.
         count: number of experts, E.
-        experts: paths of what belongs to experts: parameters (fused), or children in their order (container).
-        strong: its shape alone says experts; a rejection is worth a warning.
+        experts: paths of the experts' parameters (fused), or of the children in order (container).
+        strong: its shapes alone suggest experts, so a rejection is reported.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Candidate:
         return {size for shape in shapes for size in shape if size > 1}
 
     def reduction(self) -> int:
-        """By what all sizes can be divided in a copy that does the same: a power of two, 1 where they are small or odd."""
+        """By how much a copy can divide all sizes: a power of two, 1 where they are small or odd."""
         factor, sizes = 1, self.sizes()
         while sizes and all(size % (2 * factor) == 0 and size // (2 * factor) >= SMALLEST for size in sizes):
             factor *= 2
@@ -77,9 +76,9 @@ class Sample:
 
     Args:
         module: the copy.
-        count: how many experts it is told to have.
-        used: numbers of three experts, or two, that have values.
-        parts: expert -> its parameters, or for fused ones views of its rows.
+        count: number of experts in its attributes.
+        used: numbers of the two or three experts that have values.
+        parts: expert -> its parameters, or for fused experts views of its rows.
     """
 
     module: nn.Module
@@ -97,10 +96,10 @@ class Sample:
 def sample_of(
     candidate: Candidate, attributes: tuple[str, ...], factor: int, generator: torch.Generator
 ) -> Sample:
-    """A copy with as few experts as show what a module does, whose sizes are divided by `factor`.
+    """A copy with few experts whose sizes are divided by `factor`.
 
-    A fused copy differs from the original in the number of experts, so that `attributes`, which are told that number, are
-    proved too. In a container only three children have values, as a rank has only its own.
+    A fused copy has another number of experts than the original. This proves `attributes` too, which are set to that number.
+    In a container only three children have values, as on a rank that has only its own experts.
     """
     sizes = {size: size // factor for size in candidate.sizes()}
     if candidate.kind == "container":
@@ -136,7 +135,7 @@ def _fused(candidate: Candidate, sizes: Mapping[int, int], generator: torch.Gene
 
 
 def fused_count(count: int) -> int:
-    """Number of experts of a fused copy: never the original's, at least three."""
+    """Number of experts of a fused copy: at least three, and not the original number."""
     return 3 if count != 3 else 4
 
 
@@ -159,7 +158,7 @@ def _container(candidate: Candidate, sizes: Mapping[int, int], generator: torch.
 
 
 def drawn(shape: list[int], generator: torch.Generator) -> Tensor:
-    """Values without structure; a large tensor repeats a block of them, since drawing takes longer than computing."""
+    """Random values; a large tensor repeats a block of them, because drawing them would be slow."""
     size, block = math.prod(shape), 2**16 + 1
     values = torch.randn(min(size, block), generator=generator) * SCALE
     if size > block:
@@ -168,16 +167,12 @@ def drawn(shape: list[int], generator: torch.Generator) -> Tensor:
 
 
 def copied(module: nn.Module, values: Callable[[str, Tensor], Tensor], prefix: str = "") -> nn.Module:
-    """A copy of a module tree whose parameters hold `values(path, parameter)`; buffers are copied, everything else is
-    shared."""
+    """A copy of a module tree with parameters `values(path, parameter)` and copied buffers; all else is shared."""
     new = copy.copy(module)
-    own: dict[str, Any] = {}
-    for name, parameter in module._parameters.items():
-        own[name] = (
-            None
-            if parameter is None
-            else nn.Parameter(values(f"{prefix}{name}", parameter), requires_grad=False)
-        )
+    parameters = {
+        name: None if p is None else nn.Parameter(values(f"{prefix}{name}", p), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
     buffers = {
         name: None if b is None else torch.ones(b.shape, dtype=b.dtype) if b.is_meta else b.clone()
         for name, b in module._buffers.items()
@@ -186,5 +181,5 @@ def copied(module: nn.Module, values: Callable[[str, Tensor], Tensor], prefix: s
         name: None if child is None else copied(child, values, f"{prefix}{name}.")
         for name, child in module._modules.items()
     }
-    vars(new).update(_parameters=own, _buffers=buffers, _modules=children)
+    vars(new).update(_parameters=parameters, _buffers=buffers, _modules=children)
     return new

@@ -1,4 +1,4 @@
-"""The router's choice as rows: one for every (token, slot) that names an expert, sorted by expert."""
+"""The router's choice as rows: one for each (token, slot) that names an expert, sorted by expert."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """What this rank sends.
+    """The rows that this rank sends.
 
     Args:
-        token: [R] row of the tokens, sorted by expert, and by token where experts are equal.
-        weight: [R, 1] what the expert's result is multiplied with.
+        token: [R] index of the token, sorted by expert, then by token.
+        weight: [R, 1] factor of the expert's result.
         counts: [E] rows per expert.
-        order: [R] for each row its (token, slot) as token * slots + slot, where every slot names an expert; else None.
+        order: [R] token * slots + slot of each row, where every slot names an expert; else None.
     """
 
     token: Tensor
@@ -29,27 +29,27 @@ class Rows:
     order: Tensor | None
 
     def combined(self, results: Tensor, tokens: int) -> Tensor:
-        """Results [R, H] in the order of the rows, added up by token: [tokens, H]."""
+        """Sum results [R, H], in the order of the rows, per token: [tokens, H]."""
         if self.order is None or not tokens:
             return results.new_zeros((tokens, results.shape[1])).index_add(0, self.token, results)
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
-        # one sum per token: adding row by row would be in no fixed order on an accelerator
+        # index_add has no fixed order of summation on an accelerator
         return results[inverse].view(tokens, -1, results.shape[1]).sum(1)
 
 
 def chosen_rows(assignment: Tensor, weights: Tensor, rule: ExpertsRule, name: str) -> Rows:
-    """The rows that an assignment asks for.
+    """The rows of an assignment.
 
     Args:
-        assignment: [N, ...slots] numbers of experts ("index"), or [N, ...slots, E] which is chosen ("mask"). A number out
-            of 0..E-1 names none.
-        weights: as many as slots.
+        assignment: [N, ...slots] numbers of experts ("index"), or [N, ...slots, E] of flags ("mask"). A number outside of
+            0..E-1 names no expert.
+        weights: one per slot.
         rule: kind of assignment and number of experts.
         name: of the module, for errors.
 
     Raises:
-        UnsupportedError: weights and assignment do not go together.
+        UnsupportedError: the shapes of weights and assignment do not match.
     """
     n, experts = assignment.shape[0], rule.count
     masked = rule.assignment == "mask"
@@ -74,8 +74,8 @@ def chosen_rows(assignment: Tensor, weights: Tensor, rule: ExpertsRule, name: st
     return Rows(place // max(slots, 1), flat[place], counts, place if whole else None)
 
 
-def named_experts(assignment: Tensor, rule: ExpertsRule) -> Tensor:
-    """How many (token, slot) name each expert: [E] of int64, for an assignment as `chosen_rows` takes it."""
+def rows_per_expert(assignment: Tensor, rule: ExpertsRule) -> Tensor:
+    """Rows per expert: [E] of int64, for an assignment as in `chosen_rows`."""
     if rule.assignment == "mask":
         return (assignment.reshape(-1, rule.count) != 0).sum(0)
     expert = assignment.reshape(-1)
