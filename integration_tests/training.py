@@ -108,7 +108,9 @@ def _pairs(step: int, kind: Kind, runs: dict[str, Models]) -> list[Comparison]:
         for run, models in runs.items()
     }
     divided = any(stages_of(model) is not None for model in runs["many"].values())
-    return compare(step, kind, found["one"], found["many"], None, perturbed=found["near"], actual_only=divided)
+    return compare(
+        step, kind, found["one"], found["many"], None, perturbed=found["near"], actual_only=divided
+    )
 
 
 def _tensors(model: nn.Module, kind: Kind) -> dict[str, Tensor | None]:
