@@ -17,7 +17,7 @@ from meshwright_dtensor.mesh.mesh import destroy_groups, init, restrict_world, s
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.plan import ParallelPlan
 from meshwright_parallel import parallelize
-from meshwright_parallel.placement.unparallelize import blank_out, take_off
+from meshwright_parallel.placement.unparallelize import drop_values, unparallelize
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer | None)  # noqa: E741
@@ -63,7 +63,7 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         )
     brought = ranks.together(lambda: Belongings.of(model, optimizer) if old is not None else Belongings())
     trained = trained_everywhere(ranks.gather(brought.trained))
-    off = take_off(model) if old is not None else blank_out(model)
+    off = unparallelize(model) if old is not None else drop_values(model)
     stays = ranks.rank < size
     everyone = dist.group.WORLD
     try:
@@ -74,7 +74,7 @@ def reshard(model: M, optimizer: O, plan: ParallelPlan) -> tuple[M, O]:
         ranks.together(lambda: _apply(model, plan, size, ranks))
         agreed = brought.check(model, optimizer, ranks=ranks, here=stays)
     except BaseException:
-        off.put_back()
+        off.restore()
         if everyone is not None and dist.group.WORLD is not everyone:
             set_default_world(everyone)
         raise

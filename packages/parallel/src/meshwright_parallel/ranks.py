@@ -35,7 +35,7 @@ def same_plugins(plugins: PluginHost | None) -> PluginHost:
     return plugins
 
 
-def check_alike(
+def check_ranks_agree(
     model: nn.Module,
     plan: ParallelPlan,
     device: torch.device,

@@ -17,7 +17,7 @@ from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel.engine import DataReduction
 from meshwright_parallel.engine import buckets as bucketing
-from meshwright_parallel.engine.buckets import Filling
+from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.engine.grad_reduction import reduction_of
 from meshwright_parallel.strategies.data import Data
 
@@ -29,10 +29,10 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3)).double()
 
 
-def attach(model: nn.Module, world_size: int, nbytes: int = 2**20, again: bool = True) -> DataReduction:
+def attach(model: nn.Module, world_size: int, nbytes: int = 2**20, reuse: bool = True) -> DataReduction:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    filling = Filling(nbytes, again=again)
-    return DataReduction(mesh, [(n, p, ("dp",)) for n, p in model.named_parameters()], filling)
+    sizes = BucketSizes(nbytes, reuse=reuse)
+    return DataReduction(mesh, [(n, p, ("dp",)) for n, p in model.named_parameters()], sizes)
 
 
 def backward(model: nn.Module, step: int, rank: int, world_size: int) -> None:
@@ -50,12 +50,12 @@ def places(rank: int, world_size: int, keep: bool) -> list[int]:
         (bucket,) = engine._buckets
         if step:  # fresh memory may lie at the same place by chance: this is what the next step asks for
             own = model[0].weight.grad.untyped_storage().data_ptr()
-            assert bucket.before.untyped_storage().data_ptr() == own
+            assert bucket.previous.untyped_storage().data_ptr() == own
         if keep and step == 1:
             kept.append(model[0].bias.grad)
         model.zero_grad()
         # a sum that has ended is let go of by another thread
-        while step and not (keep and step == 1) and not bucketing.seen_by_none_else(bucket.before):
+        while step and not (keep and step == 1) and not bucketing.seen_by_none_else(bucket.previous):
             time.sleep(0.001)
     return found
 
@@ -79,7 +79,7 @@ def adding(rank: int, world_size: int) -> list[bool]:
             backward(model, 2 * step + part, rank, world_size)
         (bucket,) = engine._buckets
         there = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-        found.append(bucket.before is not None and {bucket.before.untyped_storage().data_ptr()} == there)
+        found.append(bucket.previous is not None and {bucket.previous.untyped_storage().data_ptr()} == there)
         model.zero_grad()
     return found
 
@@ -195,7 +195,7 @@ def staying(rank: int, world_size: int, plan: ParallelPlan) -> int:
         model.zero_grad()
     engine = reduction_of(model)
     assert engine is not None
-    return sum(bucket.numel for bucket in engine._buckets if bucket.before is not None)
+    return sum(bucket.numel for bucket in engine._buckets if bucket.previous is not None)
 
 
 @pytest.mark.parametrize(("precision", "large"), [(None, False), ("bf16", True)])

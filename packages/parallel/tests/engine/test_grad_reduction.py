@@ -21,11 +21,11 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel.engine import DataReduction
 from meshwright_parallel.engine import buckets as bucketing
-from meshwright_parallel.engine.buckets import Filling
+from meshwright_parallel.engine.buckets import BucketSizes
 
 ROWS = 12
 SMALL = 300  # bytes: several buckets in a small model
-SINGLES = Filling(
+SINGLES = BucketSizes(
     2**20, single=200
 )  # every weight is summed where it lies, one of them without a gradient at times
 
@@ -89,7 +89,7 @@ def assert_same(found: dict[str, torch.Tensor | None], expected: dict[str, torch
 
 
 def train(
-    rank: int, world_size: int, axes: tuple[str, ...], bucket_bytes: int | Filling, engine: bool
+    rank: int, world_size: int, axes: tuple[str, ...], bucket_bytes: int | BucketSizes, engine: bool
 ) -> list[Any]:
     """Three steps with accumulation, unused and newly used parameters; the gradients after each backward."""
     model, x = build()
@@ -114,7 +114,7 @@ def train(
 @pytest.mark.parametrize(("world_size", "axes"), [(2, ("dp",)), (4, ("dp",)), (4, ("outer", "inner"))])
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 2**20, SINGLES])
 def test_sums_equal_one_device(
-    rank_pool: RankPool, world_size: int, axes: tuple[str, ...], bucket_bytes: int | Filling
+    rank_pool: RankPool, world_size: int, axes: tuple[str, ...], bucket_bytes: int | BucketSizes
 ) -> None:
     (expected,) = rank_pool.run(1, train, axes, bucket_bytes, True)
     for found in rank_pool.run(world_size, train, axes, bucket_bytes, True):
@@ -198,7 +198,7 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
-def broken_pass(rank: int, world_size: int, where: str, filling: int | Filling) -> Any:
+def broken_pass(rank: int, world_size: int, where: str, filling: int | BucketSizes) -> Any:
     model, x = build()
     x = rows(x, rank, world_size)
     engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=filling)
@@ -225,7 +225,7 @@ def broken_pass(rank: int, world_size: int, where: str, filling: int | Filling) 
 @pytest.mark.parametrize("filling", [SMALL, SINGLES])
 @pytest.mark.parametrize("where", ["first", "later", "hook"])
 def test_a_backward_that_raises_leaves_gradients_as_they_were(
-    rank_pool: RankPool, where: str, filling: int | Filling
+    rank_pool: RankPool, where: str, filling: int | BucketSizes
 ) -> None:
     model, x = build()
     for _ in range(1 if where == "first" else 2):
@@ -294,7 +294,7 @@ def test_freezing_and_thawing(rank_pool: RankPool) -> None:
         assert_same(found, expected)
 
 
-def used_on_one_rank(rank: int, world_size: int, filling: int | Filling) -> Any:
+def used_on_one_rank(rank: int, world_size: int, filling: int | BucketSizes) -> Any:
     model, x = build()
     engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=filling)
     loss(model, rows(x, rank, world_size), use=rank == 1).backward()
@@ -302,7 +302,7 @@ def used_on_one_rank(rank: int, world_size: int, filling: int | Filling) -> Any:
 
 
 @pytest.mark.parametrize("filling", [SMALL, SINGLES])
-def test_ranks_never_disagree_on_what_has_a_gradient(rank_pool: RankPool, filling: int | Filling) -> None:
+def test_ranks_never_disagree_on_what_has_a_gradient(rank_pool: RankPool, filling: int | BucketSizes) -> None:
     a, b = rank_pool.run(2, used_on_one_rank, filling)
     assert a is not None
     assert torch.equal(a, b)

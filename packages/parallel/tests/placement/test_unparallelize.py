@@ -13,7 +13,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.testing.rank_pool import RankPool
 from meshwright_parallel import parallelize
 from meshwright_parallel._torch.core import module_parts
-from meshwright_parallel.placement.unparallelize import take_off
+from meshwright_parallel.placement.unparallelize import unparallelize
 
 
 class Net(nn.Module):
@@ -47,13 +47,13 @@ def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
     parallelize(model, plan)
     model(torch.ones(4, 8)).sum().backward()
     mean = model.norm.running_mean.clone()
-    again = take_off(model)
+    again = unparallelize(model)
     assert described(model) == before
     assert model.first.weight is model.last.weight and not again.lost
     assert torch.equal(model.norm.running_mean, mean) and mean.any()
     with pytest.raises(UsageError, match="has not been parallelized"):
-        take_off(model)
-    again.put_back()
+        unparallelize(model)
+    again.restore()
     model.zero_grad()
     model(torch.ones(4, 8)).sum().backward()
     assert model.first.weight.grad is not None
@@ -62,7 +62,7 @@ def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
     model.first.weight.requires_grad_(False)
     model.eval()
     model.name = "mine"  # type: ignore[assignment]
-    take_off(model)
+    unparallelize(model)
     assert not model.training and model.name == "mine" and not model.first.weight.requires_grad
     assert isinstance(model.first.weight, nn.Parameter) and model.last.bias.requires_grad
     model(torch.ones(4, 8))
@@ -70,7 +70,7 @@ def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
     parallelize(model, plan)
     model.first.extra = nn.Parameter(torch.ones(1))
     with pytest.raises(UsageError, match=r"'first.extra' was put in"):
-        take_off(model)
+        unparallelize(model)
     assert model.parallel_plan == plan
 
 

@@ -99,7 +99,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def just_accumulated(gradient: torch.Tensor) -> bool:
+def is_only_user_after_accumulation(gradient: torch.Tensor) -> bool:
     """In the hook behind accumulation: whether nobody but `.grad` sees the memory of this gradient from now on.
 
     Autograd takes a gradient over as it is where it holds it alone, but what it holds may be a view of what others use.
@@ -109,7 +109,7 @@ def just_accumulated(gradient: torch.Tensor) -> bool:
     return uses <= _uses_alone()[0] + 1 and names <= _uses_alone()[1]
 
 
-def seen_by_none_else(tensor: torch.Tensor) -> bool:
+def is_only_user(tensor: torch.Tensor) -> bool:
     """Whether no other tensor or array lies in the memory of this one, and nobody has its storage at hand."""
     uses, names = _uses(tensor)
     return uses <= _uses_alone()[0] and names <= _uses_alone()[1]

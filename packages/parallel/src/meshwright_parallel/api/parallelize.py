@@ -32,14 +32,14 @@ from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, regio
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.stored.permuted import install_true_order
 from meshwright_parallel.engine import install_compute_copies, install_reduction, make_groups
-from meshwright_parallel.engine.buckets import Filling
+from meshwright_parallel.engine.buckets import BucketSizes
 from meshwright_parallel.moe.install import install_local_tokens, local_token_modules
-from meshwright_parallel.optim.step_hooks import attend_to_steps, refuse_assignment
-from meshwright_parallel.placement.inputs import Placed, install_inputs
+from meshwright_parallel.optim.step_hooks import refuse_assigned_state, watch_optimizer_steps
+from meshwright_parallel.placement.inputs import ModelPlacement, install_inputs
 from meshwright_parallel.placement.live_models import LivePlacements
-from meshwright_parallel.placement.stage_plan import link
-from meshwright_parallel.placement.unparallelize import Before, is_blank
-from meshwright_parallel.ranks import check_alike, same_plugins
+from meshwright_parallel.placement.stage_plan import link_stages
+from meshwright_parallel.placement.unparallelize import PlanUndo, has_no_values
+from meshwright_parallel.ranks import check_ranks_agree, same_plugins
 from meshwright_parallel.recompute.checkpoint import install_recompute
 from meshwright_parallel.strategies.data import BUCKET_BYTES
 from meshwright_parallel.validation.checks import check_model, check_optimizers
@@ -78,32 +78,32 @@ def parallelize(
     outer, inner, strategies = part.outer, part.plan, part.strategies
     check_optimizers(model)
     local_tokens = local_token_modules(model, inner, strategies)
-    blank = is_blank(model)
+    blank = has_no_values(model)
     if world_size > 1:
-        check_alike(model, plan, device, values=not blank)
-    before = Before(model, live_process_groups())
+        check_ranks_agree(model, plan, device, values=not blank)
+    before = PlanUndo(model, live_process_groups())
     all_axes = build_mesh(whole)
     mesh = part.mesh(all_axes)
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
     division = None if outer is None else outer.divide(model, whole, all_axes)
     plain = division is not None and mesh.size() == 1 and computes_as_stored(inner)
-    placed = Placed(inner, mesh, strategies, plain)
+    placed = ModelPlacement(inner, mesh, strategies, plain)
     _place_parameters(model, mesh, states, device, blank)
     _place_buffers(model, device, inner)
-    link(model, mesh)
+    link_stages(model, mesh)
     install_true_order(model)
     install_recompute(model, inner, device)
     install_targets(model, inner, everywhere=any(strategy.logs_all_modules for strategy in strategies))
     install_module_to(model)
     install_inputs(model, placed)
-    refuse_assignment(model)
-    attend_to_steps()
+    refuse_assigned_state(model)
+    watch_optimizer_steps()
     for strategy in strategies:
         strategy.attach(model, mesh, inner)
     install_local_tokens(model, local_tokens)
     install_compute_copies(model, mesh, inner, strategies)
     # what is divided has its gradients in other memory until the step is over
-    install_reduction(model, mesh, Filling(BUCKET_BYTES, again=division is None))
+    install_reduction(model, mesh, BucketSizes(BUCKET_BYTES, reuse=division is None))
     if division is not None:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from meshwright_dtensor.sharding.boxes import chunk_box
 from meshwright_dtensor.sharding.states import State
 from meshwright_parallel._torch.core import map_tensors
 from meshwright_parallel.data.rng_guard import WatchedCollate, WatchedDataset
-from meshwright_parallel.placement.inputs import Placed, placed_of, size_of
+from meshwright_parallel.placement.inputs import ModelPlacement, placement_of, size_of
 from meshwright_parallel.placement.live_models import LivePlacements
 from meshwright_parallel.ranks import checksum, differing
 
@@ -51,7 +51,7 @@ def shard_loader(loader: Iterable[Any], *, model: nn.Module | None = None) -> Sh
         )
     placed = None
     if model is not None:
-        placed = placed_of(model)
+        placed = placement_of(model)
         if placed is None:
             raise UsageError(f"this {type(model).__name__} is not parallel; call parallelize() first")
     return ShardedLoader(loader, placed)
@@ -60,7 +60,7 @@ def shard_loader(loader: Iterable[Any], *, model: nn.Module | None = None) -> Sh
 class ShardedLoader:
     """What `shard_loader` returns. Attributes of the loader it wraps (`dataset`, `sampler`, ...) can be read from it."""
 
-    def __init__(self, loader: Iterable[Any], placed: Placed | None) -> None:
+    def __init__(self, loader: Iterable[Any], placed: ModelPlacement | None) -> None:
         self.loader = loader
         self._placed = placed
         self._local: _LocalLoader | None = None
@@ -92,7 +92,7 @@ def _reads_rows(loader: Iterable[Any]) -> bool:
     )
 
 
-def _cut(loader: Iterable[Any], placed: Placed) -> Iterator[Any]:
+def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
     for batch in loader:
         args, kwargs = call_arguments(batch)
         sums: list[int] = []
@@ -103,7 +103,7 @@ def _cut(loader: Iterable[Any], placed: Placed) -> Iterator[Any]:
             return tensor
 
         map_tensors(look, args, kwargs)
-        _agree(
+        _check_ranks_agree(
             [len(sums), zlib.crc32(str(sums).encode())],
             placed,
             "batches differ between ranks; seed them alike",
@@ -114,7 +114,7 @@ def _cut(loader: Iterable[Any], placed: Placed) -> Iterator[Any]:
 class _LocalLoader:
     """A DataLoader that fetches this rank's rows of every batch."""
 
-    def __init__(self, loader: Any, placed: Placed) -> None:
+    def __init__(self, loader: Any, placed: ModelPlacement) -> None:
         self.placed = placed
         self._told: deque[tuple[int, int]] = (
             deque()
@@ -182,7 +182,7 @@ class _LocalLoader:
         map_tensors(check, args, kwargs)
         if length != count:
             _check_leaves(batch)
-        _agree(
+        _check_ranks_agree(
             [zlib.crc32(seen[0].encode()), zlib.crc32("\n".join(seen).encode())],
             self.placed,
             "ranks read different rows, or collated them to different shapes; seed the sampler alike on every rank, and "
@@ -221,7 +221,7 @@ def _check_leaves(batch: Any) -> None:
             )
 
 
-def _agree(values: list[int], placed: Placed, message: str) -> None:
+def _check_ranks_agree(values: list[int], placed: ModelPlacement, message: str) -> None:
     if differing(values, torch.device(placed.mesh.device_type), None):
         raise UsageError(message)
 

@@ -1,17 +1,18 @@
-"""Buckets: gradients that are summed over the same axes by one collective.
+"""Gradient buckets: gradients that are reduced over the same axes by one collective.
 
-A bucket is one flat buffer. Behind the gradients lies one flag per parameter, 1 where this rank had a gradient: after
-the sum, a flag above zero says that SOME rank had one, so ranks can never disagree on which gradients stay None.
+A bucket is one flat buffer: the gradients, then one flag per parameter, 1 where this rank had a gradient. After the sum a flag
+above zero says that SOME rank had one, so all ranks agree on which gradients stay None.
 
-Gradients of parameters that are stored in shards lie in the buffer as one row per rank of the sharing axis; a
-reduce-scatter leaves each rank the sum of its row, which is then summed over the axes of replicas.
+Gradients of sharded parameters form one row per rank of the shard axis. A reduce-scatter leaves each rank the sum of its row,
+which is then all-reduced over the axes of replicas.
 
-A large gradient is summed where it lies, by a collective of its own (`Single`), instead of being copied; its flag travels
-with a bucket of the same kind.
+A large gradient is reduced in place by a collective of its own (`Single`), without a copy. Its flag is in a bucket of the same
+kind.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor.comm.log import record
 from meshwright_dtensor.mesh.mesh import group_over
-from meshwright_parallel._torch.core import just_accumulated, local_of, seen_by_none_else
+from meshwright_parallel._torch.core import is_only_user, is_only_user_after_accumulation, local_of
 from meshwright_parallel.engine.flat_shards import Shards, single_bytes
 
 Axes = tuple[str, ...]
@@ -33,16 +34,16 @@ _Kind = TypeVar("_Kind", bound="Bucket")
 
 @dataclass
 class Slot:
-    """One parameter of the engine and its place in a bucket.
+    """One parameter and its place in a bucket.
 
     Attributes:
         name: fully qualified name, for messages.
         leaf: the tensor at which autograd accumulates: plain, or a stock DTensor.
-        axes: mesh axes over which its gradient is partial, but for the one that shares it.
-        holder: the tensor whose `.grad` shows the sum: the leaf itself, or the stored part of which it is a copy.
-        shared: the axis along which the holder is a shard of the leaf, "" where there is none.
-        shards: how it is cut there.
-        unit: what is shared together: gradients of one unit and dtype make one bucket.
+        axes: mesh axes over which its gradient is partial, without the shard axis.
+        stored: the tensor whose `.grad` gets the sum: the leaf, or the stored parameter of which the leaf is a compute copy.
+        shard_axis: the axis along which `stored` is a shard of the leaf, "" where there is none.
+        shards: geometry of the shards.
+        group: parameter group; sharded gradients of one group and dtype make one bucket.
         index: its place among the slots of the engine.
         bucket, position, offset: number of its bucket, its place there, its first element there.
     """
@@ -50,10 +51,10 @@ class Slot:
     name: str
     leaf: torch.Tensor
     axes: Axes
-    holder: torch.Tensor
-    shared: str = ""
+    stored: torch.Tensor
+    shard_axis: str = ""
     shards: Shards | None = None
-    unit: int = -1
+    group: int = -1
     index: int = 0
     bucket: int = -1
     position: int = 0
@@ -61,38 +62,38 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of this rank's part in a row of the buffer."""
+        """Elements in a row of the buffer."""
         return local_of(self.leaf).numel() if self.shards is None else self.shards.size
 
     @cached_property
     def shape(self) -> torch.Size:
-        """This rank's part of the sum."""
-        return local_of(self.holder).shape
+        """Shape of this rank's part of the sum."""
+        return local_of(self.stored).shape
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Strides of a fresh gradient of the leaf: those of the parameter where that is dense."""
+        """Strides of a new gradient of the leaf: those of the parameter where it is dense."""
         if self.shards is not None:
             return self.shards.strides
-        local = local_of(self.holder)
+        local = local_of(self.stored)
         return local.stride() if local.is_contiguous() else torch.empty_like(local, device="meta").stride()
 
     @property
     def in_rows(self) -> bool:
-        """Whether a gradient of the leaf is in memory what is summed: the parts of the ranks one after the other."""
-        if self.leaf.dtype != self.holder.dtype or isinstance(self.leaf, DTensor):
+        """Whether a gradient of the leaf can be reduced in place: its shards are contiguous, one rank after the other."""
+        if self.leaf.dtype != self.stored.dtype or isinstance(self.leaf, DTensor):
             return False
         return self.shards is None or self.shards.in_rows
 
     @property
-    def copied(self) -> bool:
-        """Whether the gradient goes to another tensor than the one at which it arrives."""
-        return self.holder is not self.leaf
+    def has_compute_copy(self) -> bool:
+        """Whether the gradient arrives at a compute copy of the stored parameter."""
+        return self.stored is not self.leaf
 
     @property
     def all_axes(self) -> Axes:
-        """The axes over which the gradient that arrives is partial."""
-        return (*self.axes, self.shared) if self.shared else self.axes
+        """The axes over which the local gradient is partial."""
+        return (*self.axes, self.shard_axis) if self.shard_axis else self.axes
 
 
 @dataclass
@@ -100,29 +101,29 @@ class Bucket:
     """Slots reduced together, and the state of their reduction in the current backward pass.
 
     Attributes:
-        axes: summed over by an all-reduce.
-        shared, count: axis of the reduce-scatter and its ranks; "" and 1 where there is none.
-        dtype: of the sums, which is that of the holders.
-        again: the buffer is taken again once no gradient lies in it any more: a CPU gets fresh memory page by page.
-        guests: by its index, where among the flags lies that of a slot that is summed alone.
-        before: the last buffer in which gradients were left, for `again`.
-        lent: gradients are left in the buffer of this pass.
-        views: by position, what `view` has made in this pass.
+        axes: axes of the all-reduce.
+        shard_axis, count: axis of the reduce-scatter and its size; "" and 1 where there is none.
+        dtype: of the sums and of the stored parameters.
+        reuse: reuse the buffer of the last step when no gradient uses it any more; on a CPU new memory is slow.
+        flag_slots: index of a slot that is reduced alone -> position of its flag.
+        previous: the buffer of the last step, for `reuse`.
+        in_gradients: gradients are views of this pass's buffer.
+        views: position -> view of the buffer, in this pass.
     """
 
     axes: Axes
-    shared: str
+    shard_axis: str
     count: int
     dtype: torch.dtype
     device: torch.device
-    again: bool = False
+    reuse: bool = False
     slots: list[Slot] = field(default_factory=list)
-    guests: dict[int, int] = field(default_factory=dict)
+    flag_slots: dict[int, int] = field(default_factory=dict)
     numel: int = 0
     arrived: set[int] = field(default_factory=set)
     rows: torch.Tensor | None = None
-    before: torch.Tensor | None = None
-    lent: bool = False
+    previous: torch.Tensor | None = None
+    in_gradients: bool = False
     result: torch.Tensor | None = None
     work: dist.Work | None = None
     views: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -130,29 +131,29 @@ class Bucket:
     @property
     def complete(self) -> bool:
         """Whether every parameter has delivered its gradient on this rank."""
-        return len(self.arrived) == len(self.slots) + len(self.guests)
+        return len(self.arrived) == len(self.slots) + len(self.flag_slots)
 
     @property
     def width(self) -> int:
-        """Elements of a row: gradients, then one flag per slot and guest."""
-        return self.numel + len(self.slots) + len(self.guests)
+        """Elements of a row: gradients, then one flag per slot, also of those that are reduced alone."""
+        return self.numel + len(self.slots) + len(self.flag_slots)
 
     def add(self, slot: Slot) -> None:
-        """Give a slot its place."""
+        """Add a slot at the end."""
         slot.position, slot.offset = len(self.slots), self.numel
         self.slots.append(slot)
         self.numel += slot.numel
 
     def buffer(self) -> torch.Tensor:
-        """The buffer [ranks that share, width]; in every pass one that nobody else sees, where gradients become views of it."""
-        if self.rows is None and self.before is not None and seen_by_none_else(self.before):
-            self.rows = self.before
+        """The buffer [count, width] of this pass; nobody else uses its memory, since gradients become views of it."""
+        if self.rows is None and self.previous is not None and is_only_user(self.previous):
+            self.rows = self.previous
         if self.rows is None:
             self.rows = torch.empty(self.count, self.width, dtype=self.dtype, device=self.device)
         return self.rows
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """Where the sum of a slot's gradient lies in the end, with the strides a fresh gradient would have."""
+        """The view of the buffer for a slot's summed gradient, with the strides of a new gradient."""
         if slot.shards is not None:
             return slot.shards.in_row(
                 (self.buffer()[0] if self.result is None else self.result)[slot.offset :]
@@ -160,18 +161,18 @@ class Bucket:
         view = self.views.get(slot.position)
         if view is None:
             rows = self.buffer()
-            # dense, in the parameter's order of dims
+
             view = rows.as_strided(slot.shape, slot.strides, rows.storage_offset() + slot.offset)
             self.views[slot.position] = view
         return view
 
-    def lend(self, slot: Slot) -> torch.Tensor:
-        """The same, as a gradient that lies there beyond the pass."""
-        self.lent = True
+    def view_as_gradient(self, slot: Slot) -> torch.Tensor:
+        """The same view, for use as `.grad` after the pass."""
+        self.in_gradients = True
         return self.view(slot)
 
     def put(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Take this rank's part of a gradient in."""
+        """Copy a local gradient into the buffer."""
         if slot.shards is None:
             self.view(slot).copy_(gradient)
         else:
@@ -181,20 +182,20 @@ class Bucket:
         self.arrived.add(slot.position)
 
     def launch(self, mesh: DeviceMesh) -> None:
-        """Start the sum and return at once; what has not arrived counts as zero."""
+        """Start the collective and return; gradients that have not arrived count as zero."""
         rows = self._filled()
-        if self.shared:
+        if self.shard_axis:
             self.result = torch.empty(rows.shape[1], dtype=self.dtype, device=self.device)
             nbytes = rows.numel() * rows.element_size()
-            record("reduce_scatter", self.shared, nbytes, "backward", function="zero", why="X->S")
-            group = mesh.get_group(self.shared)
+            record("reduce_scatter", self.shard_axis, nbytes, "backward", function="zero", why="X->S")
+            group = mesh.get_group(self.shard_axis)
             self.work = dist.reduce_scatter_single(self.result, rows.view(-1), group=group, async_op=True)
         else:
             self.work = self._sum(rows[0], mesh)
 
     def advance(self, mesh: DeviceMesh) -> None:
-        """The second half of a launched sum: over the replicas of each shard. Call it in one order on all ranks."""
-        if self.shared and self.work is not None:
+        """After the reduce-scatter, all-reduce over the replicas. All ranks must call it in the same order."""
+        if self.shard_axis and self.work is not None:
             self.work.wait()
             self.work = None
             self.rows = None
@@ -202,31 +203,32 @@ class Bucket:
             self.work = self._sum(self.result, mesh)
 
     def finish(self) -> list[Slot]:
-        """Wait for the sum; returns the slots of which any rank had a gradient."""
+        """Wait for the sum; returns the slots that have a gradient on any rank."""
         flags = self.flags()
         return self.slots if flags is None else [slot for slot in self.slots if flags[slot.position] > 0]
 
     def flags(self) -> list[float] | None:
-        """How many ranks had a gradient of each slot and guest; None where this rank had them all."""
+        """Number of ranks that had a gradient, per flag; None where this rank had all gradients."""
         if self.work is not None:
             self.work.wait()
-        if self.complete:  # reading the flags would make an accelerator's host wait
+        if self.complete:  # reading the flags would make the host wait for an accelerator
             return None
         row = self.buffer()[0] if self.result is None else self.result
         return row[self.numel :].tolist()  # type: ignore[no-any-return]
 
     def reset(self) -> None:
-        """Forget the pass; a sum still in flight ends first, since its buffer goes."""
+        """Forget the pass, after waiting for a sum in flight, which uses the buffer."""
         if self.work is not None:
             self.work.wait()
-        if self.again and self.lent:  # not in a pass that adds to gradients: those lie in the one before
-            self.before = self.rows
-        self.rows, self.result, self.work, self.lent = None, None, None, False
+        # a pass that adds to existing gradients leaves them in the earlier buffer
+        if self.reuse and self.in_gradients:
+            self.previous = self.rows
+        self.rows, self.result, self.work, self.in_gradients = None, None, None, False
         self.arrived.clear()
         self.views.clear()
 
     def _filled(self) -> torch.Tensor:
-        """The buffer, zero where nothing has arrived, with the flags behind."""
+        """The buffer with flags, and with zeros for gradients that have not arrived."""
         rows = self.buffer()
         flags = rows[:, self.numel :]
         flags.fill_(1)
@@ -236,7 +238,7 @@ class Bucket:
             if slot.position not in self.arrived:
                 rows[:, slot.offset : slot.offset + slot.numel].zero_()
                 flags[:, slot.position] = 0
-        for place in self.guests.values():
+        for place in self.flag_slots.values():
             if place not in self.arrived:
                 flags[:, place] = 0
         return rows
@@ -251,26 +253,26 @@ class Bucket:
 
 @dataclass
 class Single(Bucket):
-    """One large gradient, summed where autograd has left it; copied only where someone else sees that memory too.
+    """One large gradient, reduced in autograd's own memory; it is copied only if something else uses that memory.
 
     Attributes:
-        host: the bucket with which its flag travels.
+        flag_bucket: the bucket that has its flag.
     """
 
-    host: Bucket | None = None
+    flag_bucket: Bucket | None = None
 
     def put(self, slot: Slot, gradient: torch.Tensor) -> None:
         """See Bucket."""
-        assert self.host is not None
+        assert self.flag_bucket is not None
         count = gradient.numel()
-        if gradient.stride() == slot.strides and just_accumulated(gradient):
+        if gradient.stride() == slot.strides and is_only_user_after_accumulation(gradient):
             flat = gradient.as_strided((count,), (1,), gradient.storage_offset())
         else:
             flat = torch.empty(count, dtype=self.dtype, device=self.device)
             flat.as_strided(gradient.shape, slot.strides).copy_(gradient)
         self.rows = flat.view(self.count, -1)
         self.arrived.add(0)
-        self.host.arrived.add(self.host.guests[slot.index])
+        self.flag_bucket.arrived.add(self.flag_bucket.flag_slots[slot.index])
 
     def finish(self) -> list[Slot]:
         """See Bucket."""
@@ -278,9 +280,11 @@ class Single(Bucket):
             self.work.wait()
         if self.arrived:
             return self.slots
-        assert self.host is not None
-        flags = self.host.flags()
-        return self.slots if flags is None or flags[self.host.guests[self.slots[0].index]] > 0 else []
+        assert self.flag_bucket is not None
+        flags = self.flag_bucket.flags()
+        return (
+            self.slots if flags is None or flags[self.flag_bucket.flag_slots[self.slots[0].index]] > 0 else []
+        )
 
     def _filled(self) -> torch.Tensor:
         if self.rows is None:
@@ -289,59 +293,59 @@ class Single(Bucket):
 
 
 @dataclass(frozen=True)
-class Filling:
-    """When a bucket is full.
+class BucketSizes:
+    """Sizes of buckets.
 
     Attributes:
-        nbytes: bytes of gradients at which a bucket is launched, where they are not shared: those have one per unit.
-        single: bytes from which a gradient is summed alone; None: see `single_bytes`.
-        again: see Bucket; only on a CPU, and where ranks do not share the gradients.
+        nbytes: bytes at which a bucket is reduced. Sharded gradients have one bucket per parameter group instead.
+        single: bytes from which a gradient is reduced alone; None: see `single_bytes`.
+        reuse: see Bucket; only on a CPU, and for gradients that are not sharded.
     """
 
     nbytes: int
     single: int | None = None
-    again: bool = False
+    reuse: bool = False
 
-    def alone(self, slot: Slot) -> bool:
-        """Whether a slot has a collective of its own."""
-        least = single_bytes(slot.holder.device, bool(slot.shared)) if self.single is None else self.single
-        return slot.in_rows and slot.numel * slot.holder.dtype.itemsize >= least
+    def is_single(self, slot: Slot) -> bool:
+        """Whether a slot is reduced alone."""
+        least = (
+            single_bytes(slot.stored.device, bool(slot.shard_axis)) if self.single is None else self.single
+        )
+        return slot.in_rows and slot.numel * slot.stored.dtype.itemsize >= least
 
 
-def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
-    """Fill buckets with `slots` in the order given, and tell each slot its place.
+def make_buckets(slots: Sequence[Slot], sizes: BucketSizes) -> list[Bucket]:
+    """Fill buckets with `slots` in this order, and set each slot's place.
 
-    A bucket holds one dtype, one device and one set of axes. The buckets come in the order in which they fill up, which
-    is the order of their launch.
+    A bucket has one dtype, one device and one set of axes. The buckets are returned in the order in which they fill up, which
+    is the order of their collectives.
     """
-    left: dict[tuple[object, ...], int] = {}
-    for slot in slots:
-        left[_key(slot)] = left.get(_key(slot), 0) + 1
+    left = Counter(map(_key, slots))
     closed: list[Bucket] = []
     opened: dict[tuple[object, ...], Bucket] = {}
     singles: dict[tuple[object, ...], list[Single]] = {}
     for slot in slots:
         key = _key(slot)
         left[key] -= 1
-        if filling.alone(slot):
-            # its memory is whatever autograd brings
-            single = _bucket(Single, slot, replace(filling, again=False))
+        if sizes.is_single(slot):
+            # its memory is autograd's, so there is none to reuse
+            single = _bucket(Single, slot, replace(sizes, reuse=False))
             single.add(slot)
             closed.append(single)
             singles.setdefault(key, []).append(single)
         else:
             if key not in opened:
-                opened[key] = _bucket(Bucket, slot, filling)
+                opened[key] = _bucket(Bucket, slot, sizes)
             opened[key].add(slot)
         bucket = opened.get(key)
-        if not left[key] and key in singles:  # the last one takes the flags of all that go alone
-            bucket = bucket or _bucket(Bucket, slot, filling)
+        if not left[key] and key in singles:  # the last bucket of a kind has the flags of its singles
+            bucket = bucket or _bucket(Bucket, slot, sizes)
             for single in singles[key]:
-                single.host = bucket
-                bucket.guests[single.slots[0].index] = len(bucket.slots) + len(bucket.guests)
+                single.flag_bucket = bucket
+                bucket.flag_slots[single.slots[0].index] = len(bucket.slots) + len(bucket.flag_slots)
         if bucket is None:
             continue
-        full = not bucket.shared and bucket.numel * bucket.dtype.itemsize >= filling.nbytes
+        full = not bucket.shard_axis and bucket.numel * bucket.dtype.itemsize >= sizes.nbytes
         if full or not left[key]:
             closed.append(bucket)
             opened.pop(key, None)
@@ -351,20 +355,26 @@ def make_buckets(slots: Sequence[Slot], filling: Filling) -> list[Bucket]:
     return closed
 
 
-def _bucket(kind: type[_Kind], slot: Slot, filling: Filling) -> _Kind:
-    """An empty one for a slot and its like."""
-    count, device = 1 if slot.shards is None else slot.shards.count, slot.holder.device
-    again = filling.again and device.type == "cpu" and not slot.shared
-    return kind(slot.axes, slot.shared, count, slot.holder.dtype, device, again)
+def _bucket(kind: type[_Kind], slot: Slot, sizes: BucketSizes) -> _Kind:
+    """An empty bucket for slots of this kind."""
+    count, device = 1 if slot.shards is None else slot.shards.count, slot.stored.device
+    again = sizes.reuse and device.type == "cpu" and not slot.shard_axis
+    return kind(slot.axes, slot.shard_axis, count, slot.stored.dtype, device, again)
 
 
 def _key(slot: Slot) -> tuple[object, ...]:
-    return (slot.axes, slot.shared, slot.unit if slot.shared else -1, slot.holder.dtype, slot.holder.device)
+    return (
+        slot.axes,
+        slot.shard_axis,
+        slot.group if slot.shard_axis else -1,
+        slot.stored.dtype,
+        slot.stored.device,
+    )
 
 
-def agreed_order(order: Sequence[int], mesh: DeviceMesh, axes: Axes, device: torch.device) -> list[int]:
-    """The `order` of the first rank along `axes`, on every rank: unlike buckets would mix tensors in a sum."""
-    told = torch.tensor(order, dtype=torch.int64, device=device)
+def broadcast_order(order: Sequence[int], mesh: DeviceMesh, axes: Axes, device: torch.device) -> list[int]:
+    """The `order` of the first rank along `axes`, on every rank: all ranks must fill equal buckets."""
+    indices = torch.tensor(order, dtype=torch.int64, device=device)
     group = group_over(mesh, axes)
-    dist.broadcast(told, src=dist.get_global_rank(group, 0), group=group)
-    return [int(index) for index in told.tolist()]
+    dist.broadcast(indices, src=dist.get_global_rank(group, 0), group=group)
+    return [int(index) for index in indices.tolist()]

@@ -1,8 +1,8 @@
-"""Geometry of a parameter that is cut along one dim into the rows of a flat buffer, one row per rank.
+"""Geometry of a parameter that is sharded along one dim into the rows of a flat buffer, one row per rank.
 
     whole [.., L, ..]  <->  rows [n, size]      size = elements of the largest shard (torch.chunk sizes)
 
-All memory is walked in the parameter's own order of dims, so that a transposed parameter is copied as fast.
+Copies follow the parameter's own memory order, so a transposed parameter is copied as fast.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_parallel.strategies.data import BUCKET_BYTES, SINGLE_BYTES, SUMMED_ALONE_BYTES
 
 
-def single_bytes(device: torch.device, shared: bool = True) -> int:
-    """Size of the tensors that are moved alone, from where they lie: on accelerators copies are cheap.
+def single_bytes(device: torch.device, sharded: bool = True) -> int:
+    """Size from which a tensor has a collective of its own, without copies, which are cheap on accelerators.
 
-    `shared`: ranks share the tensor; otherwise it is only summed.
+    `sharded`: it is gathered or reduce-scattered; otherwise all-reduced.
     """
     if device.type != "cpu":
         return BUCKET_BYTES
-    return SINGLE_BYTES if shared else SUMMED_ALONE_BYTES
+    return SINGLE_BYTES if sharded else SUMMED_ALONE_BYTES
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How one tensor of local shape `shape` (whole on the axis) is cut along `dim` over `count` ranks.
+    """How a tensor of local shape `shape` (whole on the axis) is sharded along `dim` over `count` ranks.
 
     Attributes:
         order: dims from the outermost in memory to the innermost.
-        rank: this rank's place on the axis.
+        rank: this rank's coordinate on the axis.
     """
 
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Shards:
 
     @staticmethod
     def of(local: torch.Tensor, shape: Sequence[int], dim: int, count: int, rank: int) -> Shards:
-        """The cut whose part on this rank is `local`."""
+        """The shards of which this rank's is `local`."""
         return Shards(tuple(shape), dim, count, rank, dim_order_of(local))
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides of the whole in the parameter's own order of dims, without holes."""
+        """Strides of the whole: dense, in the parameter's memory order."""
         return dense_strides(self.shape, self.order)
 
     @property
@@ -59,7 +59,7 @@ class Shards:
 
     @property
     def chunk(self) -> int:
-        """Length of the cut dim in the largest shard."""
+        """Length of the sharded dim in the largest shard."""
         return -(-self.shape[self.dim] // self.count)
 
     @property
@@ -74,20 +74,20 @@ class Shards:
 
     @property
     def in_rows(self) -> bool:
-        """Whether the whole is in memory the shards of the ranks, one after the other."""
+        """Whether the memory of the whole is that of the ranks' shards, one after the other."""
         return self.even and self.order[0] == self.dim
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard of the rank at this place."""
+        """Shape of a rank's shard."""
         start = min(rank * self.chunk, self.shape[self.dim])
         length = min(self.chunk, self.shape[self.dim] - start)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
     def part(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The view of `whole` that is the shard of a rank (this one by default)."""
-        place = self.rank if rank is None else rank
-        start = min(place * self.chunk, self.shape[self.dim])  # the last shards may be empty
-        return whole.narrow(self.dim, start, self.shard_shape(place)[self.dim])
+        rank = self.rank if rank is None else rank
+        start = min(rank * self.chunk, self.shape[self.dim])  # the last shards may be empty
+        return whole.narrow(self.dim, start, self.shard_shape(rank)[self.dim])
 
     def in_row(self, row: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """The view of the first elements of a 1-D `row` that is the shard of a rank (this one by default)."""
@@ -95,7 +95,7 @@ class Shards:
         return row.as_strided(shape, dense_strides(shape, self.order), row.storage_offset())
 
     def pairs(self, rows: torch.Tensor, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views (in `rows` [n, size], in `whole`) that hold the same elements: copy one into the other."""
+        """Pairs of views (of `rows` [n, size], of `whole`) of the same elements, for copies between them."""
         if not self.even:
             return [(self.in_row(rows[r], r), self.part(whole, r)) for r in range(self.count)]
         shape = self.shard_shape(0)

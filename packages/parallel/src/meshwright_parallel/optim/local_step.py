@@ -26,7 +26,7 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States that are one number per parameter."""
 
 
-def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """The optimizer over local tensors, for one step; None where the step has to see DTensors."""
     if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
         return None
@@ -64,7 +64,7 @@ def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def take_over(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+def copy_states_back(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
     """Show in the user's optimizer what the step of its twin made."""
     for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
         for parameter, local in zip(group["params"], local_group["params"], strict=True):

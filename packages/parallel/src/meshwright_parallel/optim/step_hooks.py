@@ -14,12 +14,12 @@ from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.parameter import MeshParameter
 from meshwright_dtensor.stored.mesh_value import MeshValue, mesh_value
 from meshwright_dtensor.stored.permuted import PermutedDTensor, like_parameter, permuted_layout
-from meshwright_parallel.optim.local_step import ELEMENTWISE, NUMBERS, take_over, twin_of
-from meshwright_parallel.optim.whole_step import whole_twin_of
+from meshwright_parallel.optim.local_step import ELEMENTWISE, NUMBERS, copy_states_back, local_optimizer
+from meshwright_parallel.optim.whole_step import whole_optimizer
 
 
 @cache
-def attend_to_steps() -> None:
+def watch_optimizer_steps() -> None:
     """From now on, optimizer states loaded from one device are laid over the mesh before the next step, and steps that go
     element by element run on local tensors, those that look at whole matrices on whole tensors.
 
@@ -35,7 +35,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     _lay_out(optimizer)
     if not args or args[0] is not optimizer:
         return None
-    twin = twin_of(optimizer) or whole_twin_of(optimizer)
+    twin = local_optimizer(optimizer) or whole_optimizer(optimizer)
     return None if twin is None else ((twin, *args[1:]), kwargs)
 
 
@@ -46,7 +46,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         and type(args[0]) is type(optimizer)
         and type(optimizer) in ELEMENTWISE
     ):
-        take_over(optimizer, args[0])
+        copy_states_back(optimizer, args[0])
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
@@ -71,7 +71,7 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
                 entries[key] = mesh_value(like_parameter(value, parameter))
 
 
-def refuse_assignment(model: nn.Module) -> None:
+def refuse_assigned_state(model: nn.Module) -> None:
     """Make `load_state_dict(assign=True)` raise: it would put plain parameters in the place of those over the mesh."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):

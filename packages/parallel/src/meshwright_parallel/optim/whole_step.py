@@ -21,7 +21,7 @@ WHOLE = frozenset({Muon})
 """Exactly these classes, which step one parameter after the other."""
 
 
-def whole_twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+def whole_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """The optimizer over whole tensors, for one step; None where the step may see DTensors."""
     if type(optimizer) not in WHOLE:
         return None

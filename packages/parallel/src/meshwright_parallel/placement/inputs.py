@@ -28,7 +28,7 @@ _ATTRIBUTE = "_meshwright_placed"
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class ModelPlacement:
     """What `parallelize` did to a model: plan, mesh, and the strategy of each mesh axis, in mesh order.
 
     `plain`: the model is run on ordinary tensors, its mesh being one rank.
@@ -39,7 +39,7 @@ class Placed:
     strategies: tuple[Strategy, ...]
     plain: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelPlacement:
         return self  # a copied model lies on the same mesh
 
     def input_states(self, name: str, shape: Sequence[int], size: BatchSize) -> tuple[State, ...]:
@@ -92,13 +92,13 @@ def size_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
     return BatchSize.of(found)
 
 
-def placed_of(model: nn.Module) -> Placed | None:
+def placement_of(model: nn.Module) -> ModelPlacement | None:
     """What `parallelize` did to `model`, or None."""
     found = model.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, Placed) else None
+    return found if isinstance(found, ModelPlacement) else None
 
 
-def install_inputs(model: nn.Module, placed: Placed) -> None:
+def install_inputs(model: nn.Module, placed: ModelPlacement) -> None:
     """Make every call of `model` distribute its batch first."""
     model.__dict__[_ATTRIBUTE] = placed
     model.register_forward_pre_hook(_distribute, prepend=True, with_kwargs=True)
@@ -107,5 +107,5 @@ def install_inputs(model: nn.Module, placed: Placed) -> None:
 def _distribute(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    placed = placed_of(model)
+    placed = placement_of(model)
     return (args, kwargs) if placed is None else placed.place(args, kwargs)

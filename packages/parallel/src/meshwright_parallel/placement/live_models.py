@@ -10,22 +10,22 @@ import weakref
 from typing import ClassVar
 
 from meshwright_dtensor.errors import UsageError
-from meshwright_parallel.placement.inputs import Placed
+from meshwright_parallel.placement.inputs import ModelPlacement
 
 
 class LivePlacements:
     """What `parallelize` did to the models that are alive in this process, one world of ranks."""
 
     # the loader of a training loop is a plain function of the loader alone, so this must be found without an argument
-    _known: ClassVar[weakref.WeakSet[Placed]] = weakref.WeakSet()
+    _known: ClassVar[weakref.WeakSet[ModelPlacement]] = weakref.WeakSet()
 
     @classmethod
-    def add(cls, placed: Placed) -> None:
+    def add(cls, placed: ModelPlacement) -> None:
         """Note that a model has been placed."""
         cls._known.add(placed)
 
     @classmethod
-    def only(cls) -> Placed:
+    def only(cls) -> ModelPlacement:
         """How batches enter the models that are alive, where that is the same for all of them.
 
         Raises:
@@ -47,7 +47,7 @@ class LivePlacements:
         return first
 
 
-def _kind(placed: Placed) -> tuple[tuple[str, int, str], ...]:
+def _kind(placed: ModelPlacement) -> tuple[tuple[str, int, str], ...]:
     return tuple(
         (axis, degree, strategy.name)
         for (axis, degree), strategy in zip(placed.plan.degrees.items(), placed.strategies, strict=True)

@@ -15,7 +15,7 @@ from meshwright_dtensor.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Inside:
+class StagePlan:
     """A plan, taken apart.
 
     Attributes:
@@ -33,14 +33,14 @@ class Inside:
         return mesh if self.outer is None else mesh[self.plan.axes]
 
 
-def with_axis_inside(plan: ParallelPlan) -> ParallelPlan:
+def with_inner_axis(plan: ParallelPlan) -> ParallelPlan:
     """The plan, with an axis of one rank where nothing but "pp" is there: parameters need a mesh to lie on."""
     if tuple(plan.degrees) == ("pp",):
         return plan.replace(degrees={**plan.degrees, "dp": 1})
     return plan
 
 
-def inside(plan: ParallelPlan, strategies: Sequence[Strategy]) -> Inside:
+def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
     """Take a plan apart.
 
     Raises:
@@ -52,7 +52,7 @@ def inside(plan: ParallelPlan, strategies: Sequence[Strategy]) -> Inside:
         raise PlanError("degrees", dict(plan.degrees), f"{names} both divide the model by modules; keep one")
     dividing = {s.axis for s in strategies if s.divides}
     if not dividing:
-        return Inside(None, plan, tuple(strategies))
+        return StagePlan(None, plan, tuple(strategies))
     degrees = {axis: degree for axis, degree in plan.degrees.items() if axis not in dividing}
     left = plan.replace(
         world_size=plan.world_size // (plan.degree(outer[0].axis) if outer else 1),
@@ -63,10 +63,10 @@ def inside(plan: ParallelPlan, strategies: Sequence[Strategy]) -> Inside:
         predicted=None,
     )
     kept = tuple(s for s in strategies if s.axis not in dividing)
-    return Inside(outer[0] if outer else None, left, kept)
+    return StagePlan(outer[0] if outer else None, left, kept)
 
 
-def link(model: nn.Module, mesh: DeviceMesh) -> None:
+def link_stages(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let parameters know of those that other ranks hold."""
     info = stages_of(model)
     if info is None:

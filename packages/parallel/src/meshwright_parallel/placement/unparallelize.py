@@ -26,7 +26,7 @@ _OURS = "_meshwright_"
 
 
 @dataclass(frozen=True, eq=False)
-class Blank:
+class TensorForm:
     """A parameter or buffer without its values."""
 
     shape: torch.Size
@@ -35,9 +35,9 @@ class Blank:
     requires_grad: bool
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Blank:
+    def of(tensor: torch.Tensor) -> TensorForm:
         """The form of a tensor."""
-        return Blank(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+        return TensorForm(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def tensor(self) -> torch.Tensor:
         """Zeros that take no memory until they are written to."""
@@ -54,27 +54,27 @@ class Blank:
         return made
 
 
-def blank_out(model: nn.Module) -> TakenOff:
+def drop_values(model: nn.Module) -> Unparallelized:
     """Take the values from the parameters of a model without a plan: they are to come from other ranks."""
-    was = [_Module.of(module) for module in model.modules()]
+    was = [_ModuleSnapshot.of(module) for module in model.modules()]
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         part = parameters_of(module_parts(module))
         for name, parameter in part.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = Blank.of(parameter).parameter(parameter.requires_grad)
+                    made[id(parameter)] = TensorForm.of(parameter).parameter(parameter.requires_grad)
                 part[name] = made[id(parameter)]
-    return TakenOff(was)
+    return Unparallelized(was)
 
 
-def is_blank(model: nn.Module) -> bool:
+def has_no_values(model: nn.Module) -> bool:
     """Whether the parameters of a model have no values yet."""
     return any(getattr(parameter, _BLANK, False) for parameter in model.parameters())
 
 
 @dataclass
-class _Module:
+class _ModuleSnapshot:
     """Attributes and parts (dicts and sets of torch's own) of one module."""
 
     module: nn.Module
@@ -82,11 +82,11 @@ class _Module:
     parts: dict[str, Any]
 
     @staticmethod
-    def of(module: nn.Module) -> _Module:
+    def of(module: nn.Module) -> _ModuleSnapshot:
         """As they are now."""
         parts = module_parts(module)
         attributes = {name: value for name, value in vars(module).items() if name not in parts}
-        return _Module(module, attributes, {name: part.copy() for name, part in parts.items()})
+        return _ModuleSnapshot(module, attributes, {name: part.copy() for name, part in parts.items()})
 
     def restore(self) -> None:
         """Make them so again; the parts stay the same objects, which handles of hooks refer to."""
@@ -103,7 +103,7 @@ def _nothing() -> None:
     """What is left of it in a pickled model."""
 
 
-class Before:
+class PlanUndo:
     """What a model was before a plan is applied to it; `settle` notes what it is afterwards.
 
     Parameters and buffers are remembered by their form only.
@@ -111,22 +111,22 @@ class Before:
 
     def __init__(self, model: nn.Module, groups: frozenset[dist.ProcessGroup]) -> None:
         self.groups = groups
-        self.modules = [_Module.of(module) for module in model.modules()]
-        known: dict[int, Blank] = {}
+        self.modules = [_ModuleSnapshot.of(module) for module in model.modules()]
+        known: dict[int, TensorForm] = {}
         kept: list[torch.Tensor] = []  # while ids are looked up
         for one in self.modules:
             for part in (parameters_of(one.parts), buffers_of(one.parts)):
                 for name, tensor in part.items():
                     if tensor is not None:
                         kept.append(tensor)
-                        part[name] = known.setdefault(id(tensor), Blank.of(tensor))
-        self.after: list[_Module] = []
+                        part[name] = known.setdefault(id(tensor), TensorForm.of(tensor))
+        self.after: list[_ModuleSnapshot] = []
 
     def settle(self, model: nn.Module) -> None:
         """The plan has been applied."""
         model.__dict__[_ATTRIBUTE] = self
         self.groups = live_process_groups() - self.groups
-        self.after = [_Module.of(one.module) for one in self.modules]
+        self.after = [_ModuleSnapshot.of(one.module) for one in self.modules]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied model cannot be taken off its plan
@@ -136,7 +136,7 @@ class Before:
 
 
 @dataclass
-class TakenOff:
+class Unparallelized:
     """A model off its plan.
 
     Attributes:
@@ -144,17 +144,17 @@ class TakenOff:
         groups: the process groups that applying the plan has made.
     """
 
-    was: list[_Module]
+    was: list[_ModuleSnapshot]
     lost: frozenset[str] = field(default_factory=frozenset)
     groups: frozenset[dist.ProcessGroup] = field(default_factory=frozenset)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """The model on its plan again, exactly as it was; its parameters must have been left as they are."""
         for one in self.was:
             one.restore()
 
 
-def take_off(model: nn.Module) -> TakenOff:
+def unparallelize(model: nn.Module) -> Unparallelized:
     """Make `model` what it was before its plan was applied, in place, but for the values of its parameters.
 
     Buffers keep their values. Nothing is freed here: who holds the old parameters still has them.
@@ -163,11 +163,11 @@ def take_off(model: nn.Module) -> TakenOff:
         UsageError: `model` is not parallel, is a copy of a parallel model, or has got other parameters since.
     """
     before = model.__dict__.get(_ATTRIBUTE)
-    if not isinstance(before, Before):
+    if not isinstance(before, PlanUndo):
         raise UsageError(
             f"this {type(model).__name__} has not been parallelized, or is a copy of a model that has; give the model itself"
         )
-    was = [_Module.of(module) for module in model.modules()]
+    was = [_ModuleSnapshot.of(module) for module in model.modules()]
     made: dict[int, torch.Tensor] = {}
     lost: set[str] = set()
     names = {id(module): prefix for prefix, module in model.named_modules()}
@@ -178,10 +178,12 @@ def take_off(model: nn.Module) -> TakenOff:
         for one in was:
             one.restore()
         raise
-    return TakenOff(was, frozenset(lost), before.groups)
+    return Unparallelized(was, frozenset(lost), before.groups)
 
 
-def _take_off(old: _Module, new: _Module, prefix: str, made: dict[int, torch.Tensor], lost: set[str]) -> None:
+def _take_off(
+    old: _ModuleSnapshot, new: _ModuleSnapshot, prefix: str, made: dict[int, torch.Tensor], lost: set[str]
+) -> None:
     own = vars(old.module)
     parts = module_parts(old.module)
     parameters, buffers = parameters_of(old.parts), buffers_of(old.parts)

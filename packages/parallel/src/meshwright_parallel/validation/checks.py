@@ -23,7 +23,7 @@ from meshwright_dtensor.strategy.resolve import parameter_states
 from meshwright_dtensor.utils.fingerprint import fingerprint
 from meshwright_dtensor.utils.names import did_you_mean, listing
 from meshwright_parallel._torch.core import gradient_hooks, map_tensors
-from meshwright_parallel.placement.inputs import input_states, placed_of, size_of
+from meshwright_parallel.placement.inputs import input_states, placement_of, size_of
 from meshwright_parallel.validation.composition import check_composition
 
 _FINGERPRINT = re.compile(r"(.+)-([0-9a-f]{16})")
@@ -36,12 +36,12 @@ def check_model(model: nn.Module) -> None:
         UsageError: the model, or a part of it, is parallel already, or carries what would be lost.
         UnsupportedError: a parameter has no values, or hooks that would see parts of gradients.
     """
-    if placed_of(model) is not None:
+    if placement_of(model) is not None:
         raise UsageError(
             f"this {type(model).__name__} is parallel already; build the model anew to apply another plan to it"
         )
     for name, module in model.named_modules():
-        if name and placed_of(module) is not None:
+        if name and placement_of(module) is not None:
             raise UsageError(
                 f"module {name!r} is parallel already; call parallelize() on the whole model only, once"
             )

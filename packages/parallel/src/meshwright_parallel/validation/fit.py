@@ -12,7 +12,7 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost
 from meshwright_dtensor.sharding.states import State
 from meshwright_dtensor.strategy.resolve import resolve_strategies
-from meshwright_parallel.placement.stage_plan import Inside, inside, with_axis_inside
+from meshwright_parallel.placement.stage_plan import StagePlan, split_plan, with_inner_axis
 from meshwright_parallel.recompute.checkpoint import recomputed_modules
 from meshwright_parallel.validation.checks import check_dense, check_plan, stored_states
 
@@ -28,7 +28,7 @@ class Fit:
     """
 
     whole: ParallelPlan
-    part: Inside
+    part: StagePlan
     states: Mapping[str, tuple[State, ...]]
 
 
@@ -45,8 +45,8 @@ def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost
     Raises:
         PlanError, UsageError, UnsupportedError, PluginError: as `parallelize`.
     """
-    whole = with_axis_inside(plan)
-    part = inside(whole, resolve_strategies(whole, host, world_size))
+    whole = with_inner_axis(plan)
+    part = split_plan(whole, resolve_strategies(whole, host, world_size))
     states = stored_states(model, part.plan, part.strategies)
     check_plan(model, part.plan, part.strategies, batch, states)
     recomputed_modules(model, part.plan)
