@@ -1,4 +1,4 @@
-"""Ranks must start alike: the same parameters, buffers and random generator, checked by one small collective."""
+"""Check that all ranks start with the same plugins, plan, parameters, buffers and random state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from meshwright_dtensor.plan import ParallelPlan
 from meshwright_dtensor.plugins import PluginHost, discover_on_all_ranks
 
 _SAMPLES = 64
-_CHUNK = 2**22  # words that are widened at a time
+_CHUNK = 2**22  # words that are converted to int64 at a time
 _MASK = (1 << 62) - 1
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def same_plugins(plugins: PluginHost | None) -> PluginHost:
-    """The plugins to work with, None for what is installed; call it on every rank, before anything asks them.
+    """The plugins to use (None: the installed ones), after comparing them across ranks. All ranks must call it.
 
-    A rank that raised alone, or planned otherwise, would leave the others waiting for it.
+    A rank with other plugins would plan differently or raise alone, and the others would wait for it.
 
     Raises:
-        PluginError: a rank has other plugins, or an error among them; on every rank.
+        PluginError: on every rank, if a rank has other plugins or a broken one.
     """
     if plugins is None:
         return discover_on_all_ranks()
@@ -43,10 +43,10 @@ def check_ranks_agree(
     *,
     values: bool = True,
 ) -> None:
-    """Raise on every rank unless all ranks hold the same plan, and the same values in every parameter and buffer.
+    """Raise on every rank unless all ranks have the same plan, parameters, buffers and random state.
 
-    Values are compared bit for bit, and so is the state of torch's random generators. A deferred tensor is compared
-    at 64 places only, so that its file is not read. Without `values` names, shapes and plans are compared only.
+    Values are compared bit for bit, by checksum. Of a deferred tensor 64 elements are compared, so that its file is not read.
+    Without `values` only names, shapes and plans are compared.
 
     Raises:
         UsageError: naming the first tensor that differs, and the fix.
@@ -74,22 +74,22 @@ def check_ranks_agree(
         )
     for index in differing(sums, device, group) if values else ():
         raise UsageError(
-            f"{labels[index]} differs between ranks, and a model must start alike on all of them; "
+            f"{labels[index]} differs between ranks, but all ranks must start with the same model; "
             "seed every rank alike (torch.manual_seed) before the model is built, or load the same weights"
         )
 
 
 def differing(values: Iterable[int], device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
     """Indices at which `values` are not the same on all ranks."""
-    mine = torch.tensor(list(values), dtype=torch.int64, device=device)
-    both = torch.cat([mine, -mine])
+    local = torch.tensor(list(values), dtype=torch.int64, device=device)
+    both = torch.cat([local, -local])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = both[: len(mine)], -both[len(mine) :]
+    largest, smallest = both[: len(local)], -both[len(local) :]
     return [int(i) for i in (largest != smallest).nonzero().flatten().tolist()]
 
 
 def checksum(tensor: torch.Tensor, *, sampled: bool = False) -> int:
-    """A number that depends on the bits of a tensor: of all of them, or of 64 evenly spread elements."""
+    """A checksum of the bits of a tensor, or of 64 evenly spread elements."""
     flat = tensor.detach()
     if flat.numel() == 0 or flat.is_meta:
         return 0
@@ -97,7 +97,7 @@ def checksum(tensor: torch.Tensor, *, sampled: bool = False) -> int:
         flat = _sampled(flat)
     words = flat.contiguous().reshape(-1).view(_WORDS[flat.element_size()])
     head = words[:4096].to(torch.int64)
-    # the plain sum sees every bit; the head, weighted by place, sees what only changed places
+    # the sum depends on every bit; the head is weighted by position, because the sum does not depend on the order
     weighted = (head * torch.arange(1, len(head) + 1, device=head.device)).sum()
     total = sum(
         (part.to(torch.int64).sum() for part in words.split(_CHUNK)), start=torch.zeros_like(weighted)
@@ -119,7 +119,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def generator_kept() -> Iterator[None]:
-    """Leave torch's default generator as it was: where one rank draws alone, all must draw alike afterwards."""
+    """Restore the state of torch's default generator afterwards."""
     state = torch.get_rng_state()
     try:
         yield

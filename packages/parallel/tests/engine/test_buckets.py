@@ -55,7 +55,7 @@ def places(rank: int, world_size: int, keep: bool) -> list[int]:
             kept.append(model[0].bias.grad)
         model.zero_grad()
         # a sum that has ended is let go of by another thread
-        while step and not (keep and step == 1) and not bucketing.seen_by_none_else(bucket.previous):
+        while step and not (keep and step == 1) and not bucketing.is_only_user(bucket.previous):
             time.sleep(0.001)
     return found
 
@@ -91,12 +91,12 @@ def test_a_pass_that_adds_leaves_no_memory_behind(rank_pool: RankPool) -> None:
 
 def kept(rank: int, world_size: int, how: str, blind: bool) -> list[list[torch.Tensor]]:
     """Gradients that a user holds on to from every step, and what they were then; `blind`: nobody looks for that."""
-    known = bucketing.seen_by_none_else
+    known = bucketing.is_only_user
     model, found = model_of(), []
     attach(model, world_size)
     try:
         if blind:
-            bucketing.seen_by_none_else = lambda tensor: True
+            bucketing.is_only_user = lambda tensor: True
         for step in range(STEPS):
             backward(model, step, rank, world_size)
             for p in model.parameters():
@@ -110,7 +110,7 @@ def kept(rank: int, world_size: int, how: str, blind: bool) -> list[list[torch.T
                 found.append([held, held.clone()])
             model.zero_grad()
     finally:
-        bucketing.seen_by_none_else = known
+        bucketing.is_only_user = known
     return [[_whole(held), _whole(was)] for held, was in found]
 
 

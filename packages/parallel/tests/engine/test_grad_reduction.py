@@ -316,15 +316,15 @@ def shared_memory(rank: int, world_size: int, trusting: bool) -> list[Any]:
     DataReduction(
         mesh_of(world_size, "dp"), [(n, p, ("dp",)) for n, p in (("a", a), ("b", b), ("c", c))], SINGLES
     )
-    known = bucketing.just_accumulated
+    known = bucketing.is_only_user_after_accumulation
     if trusting:
-        bucketing.just_accumulated = lambda gradient: True
+        bucketing.is_only_user_after_accumulation = lambda gradient: True
     try:
         factor = rows(x, rank, world_size).sum(0)
         hidden = torch.tanh(c.view(-1)) ** 2 * a.detach().view(-1)
         ((a.view(-1) + hidden + b.view(-1)) * factor).sum().backward()
     finally:
-        bucketing.just_accumulated = known
+        bucketing.is_only_user_after_accumulation = known
     return [p.grad for p in (a, b, c)]
 
 
@@ -340,13 +340,15 @@ def answers(rank: int, world_size: int) -> list[bool]:
     """What is found of the large gradients of an ordinary model, in two passes."""
     model, x = build()
     engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SINGLES)
-    known, found = bucketing.just_accumulated, []
+    known, found = bucketing.is_only_user_after_accumulation, []
     try:
-        bucketing.just_accumulated = lambda gradient: found.append(known(gradient)) or found[-1]
+        bucketing.is_only_user_after_accumulation = lambda gradient: (
+            found.append(known(gradient)) or found[-1]
+        )
         for _ in range(2):
             loss(model, rows(x, rank, world_size)).backward()
     finally:
-        bucketing.just_accumulated = known
+        bucketing.is_only_user_after_accumulation = known
     return found
 
 

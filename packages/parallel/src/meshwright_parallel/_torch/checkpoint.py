@@ -1,4 +1,4 @@
-"""Torch's machinery of activation checkpointing, by its private names."""
+"""Private names of torch's activation checkpointing."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ Region = Generator[None, None, None]
 
 
 def recomputed_region(run: Callable[[], Any], device: torch.device, policy: str) -> Region:
-    """What autograd saves between the first and the second step of this generator is dropped; `run` makes it again.
+    """A region whose saved tensors are dropped: what autograd saves between the first and second step of this generator.
 
     Args:
-        run: runs the region once more, when the backward pass needs what was dropped.
+        run: runs the region once more, when the backward pass needs its saved tensors.
         device: where the region computes: its random state is restored for `run`.
-        policy: "full"; "selective" keeps the results of matmuls, convolutions and attention, so that `run` does not compute
-            them again; "alternate" keeps those of attention and of every other matmul or convolution, the first included.
+        policy: "full" keeps nothing; "selective" keeps the results of matmuls, convolutions and attention; "alternate" keeps
+            those of attention and of every other matmul or convolution, starting with the first.
     """
 
-    def again(_place: torch.Tensor) -> None:
+    def again(_argument: torch.Tensor) -> None:
         run()
 
-    place = torch.empty(
-        0, device=device
-    )  # torch looks at its arguments for the devices whose random state counts
+    # torch saves the random state of the devices of its arguments
+    argument = torch.empty(0, device=device)
     contexts = noop_context_fn if policy == "full" else partial(_keep_expensive, policy == "alternate")
     region: Region = _checkpoint_without_reentrant_generator(
-        again, True, contexts, "default", False, True, place
+        again, True, contexts, "default", False, True, argument
     )
     return region
 
@@ -46,19 +45,19 @@ def _keep_expensive(alternate: bool) -> tuple[AbstractContextManager[Any], Abstr
 
 
 class _Choice:
-    """Which of the expensive ops of one run are kept: attention, and of the others all, or every other one."""
+    """Chooses the expensive ops of one run that are kept: attention, and all others or every other one."""
 
     def __init__(self, alternate: bool) -> None:
-        self.alternate, self.met = alternate, 0
+        self.alternate, self.count = alternate, 0
 
     def keeps(self, op: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the result of the op that comes next is kept."""
+        """Whether the result of the next op is kept."""
         if not _is_expensive(op, args, kwargs):
             return False
         if not self.alternate or "scaled_dot_product" in str(op):
             return True
-        self.met += 1
-        return self.met % 2 == 1
+        self.count += 1
+        return self.count % 2 == 1
 
 
 class _Kept:
@@ -73,15 +72,15 @@ class _Kept:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has written to it."""
+        """Whether it was not written to since."""
         return self._versions() == self.versions
 
 
 class _Keep(TorchDispatchMode):
     """Keeps the results of expensive ops.
 
-    Not torch's create_selective_checkpoint_contexts: that one wants every op of the first run to come again, while a
-    program that is derived in the first run is only carried out in the second.
+    torch's create_selective_checkpoint_contexts does not fit: it requires the same ops in both runs, but the first run also
+    derives local programs, which the second only executes.
     """
 
     def __init__(self, kept: list[_Kept], alternate: bool) -> None:
@@ -96,33 +95,33 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives the results of expensive ops back, in the order in which they were kept."""
+    """Returns the kept results of expensive ops, in their order."""
 
     def __init__(self, kept: list[_Kept], alternate: bool) -> None:
         super().__init__()
         self.kept, self.alternate = kept, alternate
-        self.place, self.choice = 0, _Choice(alternate)
+        self.position, self.choice = 0, _Choice(alternate)
 
     def __enter__(self) -> Any:
-        self.place, self.choice = 0, _Choice(self.alternate)
+        self.position, self.choice = 0, _Choice(self.alternate)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.choice.keeps(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        kept = self.kept[self.place] if self.place < len(self.kept) else None
-        self.place += 1
+        kept = self.kept[self.position] if self.position < len(self.kept) else None
+        self.position += 1
         if kept is None or kept.op is not func:
             raise RuntimeError(
-                f"{func} runs in another place than in the first run; the module is not deterministic"
+                f"{func} runs at another position than in the first run; a recomputed module must be deterministic"
             )
-        if not kept.intact:  # written to in place since: compute it again
+        if not kept.intact:  # it was written to in place: compute it again
             return func(*args, **(kwargs or {}))
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, kept.out)
 
 
 def _is_expensive(op: Any, args: Any, kwargs: Any) -> bool:
-    """By what an op costs: torch counts flops of matmuls, convolutions and attention; all else is bound by memory."""
+    """Whether torch has a FLOP count for the op: matmuls, convolutions and attention. All others are memory-bound."""
     packet = getattr(op, "_overloadpacket", None)
     if packet not in flop_registry and "scaled_dot_product" not in str(op):
         return False
@@ -130,4 +129,4 @@ def _is_expensive(op: Any, args: Any, kwargs: Any) -> bool:
         return False
     names = (argument.name for argument in op._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return not given.get("dropout_p")  # it draws: left out, what is drawn after it would be other numbers
+    return not given.get("dropout_p")  # skipping a random op would change all random numbers after it

@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, in one place: the page to read when torch changes."""
+"""The private names of torch that this package uses, except those of checkpointing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright_dtensor.parameter import MeshParameter
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the backward pass that runs now has finished (not when it raises)."""
+    """Call `callback` once, when the current backward pass has finished (not when it raises)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
@@ -23,13 +23,13 @@ def gradient_is_captured() -> bool:
     node = torch._C._current_autograd_node()
     try:
         torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
-    except RuntimeError:  # torch refuses to answer for a leaf under autograd.grad: that is the answer
+    except RuntimeError:  # torch raises for a leaf under autograd.grad
         return True
     return False
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part: the storage of a DTensor itself (no copy, no autograd), or the tensor given."""
+    """The local tensor of a DTensor (no copy, no autograd), or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -47,7 +47,7 @@ def add_in_place(tensors: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) 
 
 
 def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies like `like` (a stock DTensor when `like` is any DTensor) whose own part is `local`."""
+    """A stock DTensor with the placements of `like` and the local tensor `local`; `local` itself if `like` is plain."""
     if not isinstance(like, DTensor):
         return local
     return cast(torch.Tensor, DTensor(local, like._spec, requires_grad=False))  # type: ignore[call-arg]
@@ -55,25 +55,28 @@ def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def scale_in_place(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each tensor by a 0-dim factor, with one kernel per device and dtype where torch has one."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, _), group in by_kind.items():
+    for device, group in _by_device_and_dtype(tensors):
         torch._foreach_mul_(group, factor.to(device))
 
 
 def unscale_in_place(
     tensors: Sequence[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply by `inverse`; a 0-dim tensor like `found_inf` that is 1 where an element was inf or nan."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, _), group in by_kind.items():
-        here = found_inf.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, here, inverse.to(device))
-        found_inf = torch.maximum(found_inf, here.to(found_inf.device))
+    """Multiply by `inverse`; returns a 0-dim tensor like `found_inf` that is 1 if an element was inf or nan."""
+    for device, group in _by_device_and_dtype(tensors):
+        flag = found_inf.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse.to(device))
+        found_inf = torch.maximum(found_inf, flag.to(found_inf.device))
     return found_inf
+
+
+def _by_device_and_dtype(
+    tensors: Sequence[torch.Tensor],
+) -> list[tuple[torch.device, list[torch.Tensor]]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [(device, group) for (device, _), group in groups.items()]
 
 
 def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -83,47 +86,47 @@ def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def count_write(tensors: Sequence[torch.Tensor]) -> None:
-    """Let autograd know that tensors were written to in a way that it did not see."""
+    """Increment version counters after writes that autograd did not see."""
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
 
 
 def versions(parameters: Sequence[DTensor]) -> list[int]:
-    """How often each parameter was written to, as a DTensor or as its local tensor, as far as torch counts that."""
+    """Sum of the version counters of each parameter and of its local tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return [p._version + p._local_tensor._version for p in parameters]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Stands for the memory that a tensor lies in, as long as that lives."""
+    """A key of the tensor's storage, unique while the storage lives."""
     return tensor.untyped_storage()._cdata
 
 
 def is_only_user_after_accumulation(gradient: torch.Tensor) -> bool:
-    """In the hook behind accumulation: whether nobody but `.grad` sees the memory of this gradient from now on.
+    """In the hook after accumulation: whether only `.grad` uses the memory of this gradient from now on.
 
-    Autograd takes a gradient over as it is where it holds it alone, but what it holds may be a view of what others use.
+    Autograd moves a gradient into `.grad` if it holds the only reference, but that may be a view of memory in use.
     """
-    uses, names = _uses(gradient)
-    # the tensor that autograd has taken it from still stands there
-    return uses <= _uses_alone()[0] + 1 and names <= _uses_alone()[1]
+    uses, references = _uses(gradient)
+    # one more: autograd's own tensor still exists
+    return uses <= _single_use()[0] + 1 and references <= _single_use()[1]
 
 
 def is_only_user(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor or array lies in the memory of this one, and nobody has its storage at hand."""
-    uses, names = _uses(tensor)
-    return uses <= _uses_alone()[0] and names <= _uses_alone()[1]
+    """Whether no other tensor, array or Python storage object uses the memory of this tensor."""
+    uses, references = _uses(tensor)
+    return uses <= _single_use()[0] and references <= _single_use()[1]
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Of the storage, and of the Python object that stands for it: there is one, whoever asks, and it counts as one use."""
+    """Reference counts of the storage, and of its one Python object, which is itself one use."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 @cache
-def _uses_alone() -> tuple[int, int]:
-    """The tensor's own use, and that of the object with which the question is asked."""
+def _single_use() -> tuple[int, int]:
+    """The reference counts of a storage with a single tensor."""
     return _uses(torch.empty(1))
 
 
@@ -178,17 +181,17 @@ def gradient_hooks(parameter: torch.Tensor) -> int:
 
 
 def module_parts(module: torch.nn.Module) -> dict[str, Any]:
-    """The dicts and sets that torch itself keeps in a module: parameters, buffers, children, hooks."""
+    """torch's own dicts and sets in a module: parameters, buffers, children, hooks."""
     return {name: vars(module)[name] for name in _PARTS if name in vars(module)}
 
 
 def parameters_of(parts: dict[str, Any]) -> dict[str, Any]:
-    """Of `module_parts`: the parameters of the module itself."""
+    """The parameters of the module itself, from its `module_parts`."""
     return cast(dict[str, Any], parts["_parameters"])
 
 
 def buffers_of(parts: dict[str, Any]) -> dict[str, Any]:
-    """Of `module_parts`: the buffers of the module itself."""
+    """The buffers of the module itself, from its `module_parts`."""
     return cast(dict[str, Any], parts["_buffers"])
 
 

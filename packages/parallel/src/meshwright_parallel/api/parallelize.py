@@ -81,7 +81,7 @@ def parallelize(
     blank = has_no_values(model)
     if world_size > 1:
         check_ranks_agree(model, plan, device, values=not blank)
-    before = PlanUndo(model, live_process_groups())
+    undo = PlanUndo(model, live_process_groups())
     all_axes = build_mesh(whole)
     mesh = part.mesh(all_axes)
     make_groups(mesh, states.values(), [strategy.axis for strategy in strategies if strategy.gathers])
@@ -107,7 +107,7 @@ def parallelize(
     if division is not None:
         division.install(model, mesh, device, plain)
     model.parallel_plan = plan  # type: ignore[assignment]
-    before.settle(model)
+    undo.finish(model)
     LivePlacements.add(placed)
     return model
 

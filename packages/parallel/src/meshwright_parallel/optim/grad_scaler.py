@@ -14,9 +14,9 @@ from meshwright_parallel._torch.core import local_of, unscale_in_place
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for parameters that lie anywhere: the same methods, the same loop.
+    """`torch.amp.GradScaler` for parameters with any placements: the same methods, the same loop.
 
-    A rank sees only its parts of the gradients, so whether any of them is inf or nan is asked of all ranks of their meshes.
+    A rank has a part of the gradients only, so all ranks of their meshes check together for inf and nan.
 
     Args:
         device: type of device that the model is on; by default cuda where there is one, else cpu.
@@ -45,11 +45,11 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [local_of(p.grad) for p in parameters if p.grad is not None]
-        found = unscale_in_place(gradients, inv_scale, found_inf)
+        nonfinite = unscale_in_place(gradients, inv_scale, found_inf)
         for mesh in {p.device_mesh for p in parameters if isinstance(p, DTensor)}:
             names = tuple(mesh.mesh_dim_names or ())
-            everyone = mesh.size() == dist.get_world_size()
-            record("all_reduce", "+".join(names), found.element_size(), "backward", function="GradScaler")
-            group = None if everyone else group_over(mesh, names)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        return {found.device: found}
+            group = None if mesh.size() == dist.get_world_size() else group_over(mesh, names)
+            nbytes = nonfinite.element_size()
+            record("all_reduce", "+".join(names), nbytes, "backward", function="GradScaler")
+            dist.all_reduce(nonfinite, op=dist.ReduceOp.MAX, group=group)
+        return {nonfinite.device: nonfinite}

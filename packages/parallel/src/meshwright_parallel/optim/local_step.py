@@ -1,9 +1,8 @@
-"""Steps of stock optimizers that go element by element, on the local parts of parameters, gradients and states.
+"""Steps of elementwise optimizers on local tensors: parameters, gradients and states.
 
-A step on DTensors pays torch's Python dispatch for each of a dozen small functions per parameter.  What these optimizers
-compute for an element depends on nothing else, so the step runs on a twin of the optimizer whose parameters and states are
-the local tensors: plain tensors, for which torch takes its multi-tensor kernels on accelerators too.  The user's optimizer
-keeps its DTensor parameters and states, which share memory with the twin's.
+A step on DTensors has Python dispatch for each of a dozen small functions per parameter. Elementwise optimizers do not need
+it. So the step runs on a copy of the optimizer whose parameters and states are the local tensors, for which torch has
+multi-tensor kernels. The user's optimizer keeps its DTensor parameters and states, which share memory with the copy's.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from meshwright_dtensor.tensor.compute_copy import touch
 from meshwright_parallel._torch.core import local_of
 
 ELEMENTWISE = frozenset({SGD, ASGD, NAdam, Adadelta, Adagrad, Adam, Adamax, AdamW, RAdam, RMSprop, Rprop})
-"""Exactly these classes: one derived from them may look at whole tensors."""
+"""Exactly these classes: a subclass may need whole tensors."""
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""States that are one number per parameter."""
+"""States with one number per parameter."""
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """The optimizer over local tensors, for one step; None where the step has to see DTensors."""
+    """A copy of the optimizer over local tensors, for one step; None where the step needs DTensors."""
     if type(optimizer) not in ELEMENTWISE or optimizer.defaults.get("differentiable"):
         return None
     groups: list[dict[str, Any]] = []
@@ -46,37 +45,37 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer |
                     return None
                 states[local] = entries
         groups.append({**group, "params": locals_})
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = groups
-    twin.state = type(optimizer.state)(dict, states)  # type: ignore[call-arg]
-    return twin
+    local_copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    local_copy.__dict__.update(optimizer.__dict__)
+    local_copy.param_groups = groups
+    local_copy.state = type(optimizer.state)(dict, states)  # type: ignore[call-arg]
+    return local_copy
 
 
 def _local_entries(parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any] | None:
-    found = {}
+    local_entries = {}
     for key, value in entries.items():
         if isinstance(value, DTensor):
             if not isinstance(parameter, MeshParameter) or not parts_correspond(parameter, value):
-                return None  # stock DTensor brings it there, or says why not
+                return None  # stock DTensor redistributes it, or raises
             value = local_of(value)
-        found[key] = value
-    return found
+        local_entries[key] = value
+    return local_entries
 
 
-def copy_states_back(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
-    """Show in the user's optimizer what the step of its twin made."""
-    for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
+def copy_states_back(optimizer: torch.optim.Optimizer, local_copy: torch.optim.Optimizer) -> None:
+    """Put the states of the local copy into the user's optimizer after a step."""
+    for group, local_group in zip(optimizer.param_groups, local_copy.param_groups, strict=True):
         for parameter, local in zip(group["params"], local_group["params"], strict=True):
-            if local not in twin.state:
+            if local not in local_copy.state:
                 continue
-            entries, made = optimizer.state[parameter], twin.state[local]
+            entries, local_entries = optimizer.state[parameter], local_copy.state[local]
             if not isinstance(parameter, MeshParameter):
-                entries.update(made)
+                entries.update(local_entries)
                 continue
             if local.grad is not None:
-                touch(parameter)  # fused kernels count no versions
-            for key, value in made.items():
+                touch(parameter)  # fused kernels do not increase version counters
+            for key, value in local_entries.items():
                 old = entries.get(key)
                 if isinstance(old, DTensor) and local_of(old) is value:
                     continue

@@ -1,4 +1,4 @@
-"""What stock optimizers and `load_state_dict` need on a parallel model: states and values that lie as the parameters do."""
+"""Hooks of stock optimizers and of `load_state_dict`, so that states get the placements of their parameters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meshwright_parallel.optim.whole_step import whole_optimizer
 
 @cache
 def watch_optimizer_steps() -> None:
-    """From now on, optimizer states loaded from one device are laid over the mesh before the next step, and steps that go
-    element by element run on local tensors, those that look at whole matrices on whole tensors.
+    """Hook the steps of all optimizers.
 
-    Torch offers no other place: an optimizer is made by the user and fills its states with the loaded tensors as they are.
+    Before a step, states loaded from one device are distributed over the mesh. Elementwise steps run on local tensors, steps of
+    whole matrices on whole tensors. The user makes the optimizer and loads its states, so hooks are the only place for this.
     """
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
@@ -32,11 +32,11 @@ def watch_optimizer_steps() -> None:
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not any(isinstance(p, MeshParameter) for group in optimizer.param_groups for p in group["params"]):
         return None
-    _lay_out(optimizer)
+    _distribute_states(optimizer)
     if not args or args[0] is not optimizer:
         return None
-    twin = local_optimizer(optimizer) or whole_optimizer(optimizer)
-    return None if twin is None else ((twin, *args[1:]), kwargs)
+    replacement = local_optimizer(optimizer) or whole_optimizer(optimizer)
+    return None if replacement is None else ((replacement, *args[1:]), kwargs)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -49,20 +49,20 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         copy_states_back(optimizer, args[0])
 
 
-def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+def _distribute_states(optimizer: torch.optim.Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, MeshParameter) or not isinstance(entries, dict):
             continue
-        settled = MeshValue if permuted_layout(parameter) is None else PermutedDTensor
+        distributed = MeshValue if permuted_layout(parameter) is None else PermutedDTensor
         for key, value in entries.items():
-            if type(value) is settled:
+            if type(value) is distributed:
                 continue
             if not isinstance(value, torch.Tensor) or key == "step":
                 continue
             if key in NUMBERS and not value.dim() and not isinstance(value, DTensor):
-                continue  # also of a parameter that is one number itself
+                continue  # also for a parameter that is one number itself
             same_shape = value.shape == parameter.shape
-            if isinstance(value, DTensor):  # what a checkpoint brings is stock, and in true order
+            if isinstance(value, DTensor):  # from a checkpoint: a stock DTensor, not permuted
                 in_order = permuted_layout(parameter) is not None and permuted_layout(value) is None
                 entries[key] = (
                     like_parameter(value, parameter) if in_order and same_shape else mesh_value(value)
@@ -72,7 +72,7 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_assigned_state(model: nn.Module) -> None:
-    """Make `load_state_dict(assign=True)` raise: it would put plain parameters in the place of those over the mesh."""
+    """Make `load_state_dict(assign=True)` raise: it would replace distributed parameters by plain ones."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             module.register_load_state_dict_pre_hook(_refuse)
@@ -83,6 +83,6 @@ def _refuse(
 ) -> None:
     if local_metadata.get("assign_to_params_buffers"):
         raise UnsupportedError(
-            "load_state_dict(assign=True) would replace parameters that lie over a mesh by plain ones, which the optimizer "
-            "and the gradient reduction do not know; use assign=False: whole values are copied into each rank's part"
+            "load_state_dict(assign=True) would replace distributed parameters by plain ones, which the optimizer and the "
+            "gradient reduction do not know; use assign=False: whole values are copied into each rank's part"
         )

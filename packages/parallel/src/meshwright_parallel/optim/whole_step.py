@@ -1,7 +1,7 @@
-"""Steps of stock optimizers that look at whole matrices: each parameter is stepped whole, on every rank, one after the other.
+"""Steps of optimizers that need whole matrices: each parameter is gathered, and stepped on every rank, one after the other.
 
-Muon makes the rows of an update orthogonal by products of bfloat16 matrices.  On shards each product would be a sum of
-rounded parts, several percent away from one device and communicated five times over; gathered once, it is one device's own.
+Muon orthogonalises the rows of an update by products of bfloat16 matrices. On shards each product would be a sum of rounded
+parts, several percent away from one device, and communicated five times. Gathered once, the update equals that of one device.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from meshwright_dtensor.stored.permuted import like_parameter
 from meshwright_parallel._torch.core import local_of
 
 WHOLE = frozenset({Muon})
-"""Exactly these classes, which step one parameter after the other."""
+"""Exactly these classes, which step one parameter at a time."""
 
 
 def whole_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """The optimizer over whole tensors, for one step; None where the step may see DTensors."""
+    """A copy of the optimizer over whole tensors, for one step; None for other classes."""
     if type(optimizer) not in WHOLE:
         return None
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
-    twin.param_groups = _OneByOne(optimizer, twin.state)  # type: ignore[assignment]
-    return twin
+    whole_copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    whole_copy.__dict__.update(optimizer.__dict__)
+    whole_copy.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
+    whole_copy.param_groups = _GatheredGroups(optimizer, whole_copy.state)  # type: ignore[assignment]
+    return whole_copy
 
 
-class _OneByOne:
-    """Groups of one parameter each, which is whole until the next is asked for."""
+class _GatheredGroups:
+    """Groups of one parameter each, which is gathered while it is stepped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         self._optimizer, self._state = optimizer, state
@@ -55,17 +55,17 @@ class _OneByOne:
                         self._state[whole] = {key: _whole(value) for key, value in entries[parameter].items()}
                     yield {**group, "params": [whole]}
                     parameter.copy_(whole)
-                    _take_part(parameter, entries[parameter], self._state.pop(whole))
+                    _store_local(parameter, entries[parameter], self._state.pop(whole))
 
 
 def _whole(value: Any) -> Any:
-    """A copy that may be written to."""
+    """A gathered copy that may be written to."""
     return value.full_tensor().detach().clone() if isinstance(value, DTensor) else value
 
 
-def _take_part(parameter: MeshParameter, entries: dict[str, Any], made: dict[str, Any]) -> None:
-    """Keep this rank's part of what has the parameter's shape."""
-    for key, value in made.items():
+def _store_local(parameter: MeshParameter, entries: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Keep this rank's part of states that have the parameter's shape."""
+    for key, value in whole.items():
         old = entries.get(key)
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             entries[key] = value

@@ -1,1 +1,1 @@
-"""Where inputs and parameters are placed, which models are parallel, and how that is undone."""
+"""Placement of batches, registry of parallel models, the plan of a pipeline stage, and undoing a plan."""

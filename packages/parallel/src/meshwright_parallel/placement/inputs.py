@@ -1,7 +1,7 @@
-"""How a batch enters a parallel model: plain tensors, which are global values, become global tensors.
+"""Shard the batch at the model's entry: plain tensors, which are global values, become global tensors.
 
-A batch tensor is known by the keyword or position at which it is passed, followed by the path inside containers
-("input_ids", "0", "features.image"). The rows of the batch are dim 0 of its first tensor that has dims.
+The name of a batch tensor is its keyword or position, followed by the path inside containers ("input_ids", "0",
+"features.image"). The rows of the batch are dim 0 of its first tensor that has dims.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ATTRIBUTE = "_meshwright_placed"
 
 @dataclass(frozen=True, eq=False)
 class ModelPlacement:
-    """What `parallelize` did to a model: plan, mesh, and the strategy of each mesh axis, in mesh order.
+    """Plan and mesh of a parallel model, and the strategy of each mesh axis, in mesh order.
 
-    `plain`: the model is run on ordinary tensors, its mesh being one rank.
+    `plain`: the mesh is one rank, and the model runs on ordinary tensors.
     """
 
     plan: ParallelPlan
@@ -40,72 +40,72 @@ class ModelPlacement:
     plain: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelPlacement:
-        return self  # a copied model lies on the same mesh
+        return self  # a copied model is on the same mesh
 
     def input_states(self, name: str, shape: Sequence[int], size: BatchSize) -> tuple[State, ...]:
-        """The state of batch tensor `name` of global `shape` on each mesh axis; `size` is that of the batch."""
+        """See the function `input_states`; `size` is that of the batch."""
         return input_states(self.plan, self.strategies, name, shape, size)
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with every plain tensor distributed; tensors that are placed already stay."""
+        """Distribute every plain tensor among the arguments, in the plan's precision."""
         if self.plain:
             return args, kwargs
         size = size_of(args, kwargs)
         dtype = None if self.plan.precision is None else DTYPES[self.plan.precision.parameters]
 
-        def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        def distributed(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if dtype is not None and tensor.dtype == torch.float32:
-                tensor = tensor.to(dtype)  # the model is computed in it
+                tensor = tensor.to(dtype)
             if isinstance(tensor, (GlobalTensor, DTensor)):
                 return tensor
             return distribute(tensor, self.mesh, self.input_states(name, tensor.shape, size))
 
-        return map_tensors(one, args, kwargs)
+        return map_tensors(distributed, args, kwargs)
 
 
 def input_states(
     plan: ParallelPlan, strategies: Sequence[Strategy], name: str, shape: Sequence[int], size: BatchSize
 ) -> tuple[State, ...]:
     """The state of batch tensor `name` of global `shape` on each mesh axis of `plan`."""
-    left = size.rows
+    rows = size.rows
     states: list[State] = []
     for degree, strategy in zip(plan.degrees.values(), strategies, strict=True):
-        # an axis further in sees the rows that those further out have left
-        seen = shape if not states or 0 not in states else (left or 0, *shape[1:])
-        here = BatchSize(left, size.tokens)
-        state = strategy.batch_state(name, seen, here, degree, plan) if degree > 1 else "I"
-        if state == 0 and left is not None:
-            left //= degree
+        # an inner axis shards the rows that the outer axes leave to one rank
+        local_shape = shape if not states or 0 not in states else (rows or 0, *shape[1:])
+        local_size = BatchSize(rows, size.tokens)
+        state = strategy.batch_state(name, local_shape, local_size, degree, plan) if degree > 1 else "I"
+        if state == 0 and rows is not None:
+            rows //= degree
         states.append(state)
     return tuple(states)
 
 
 def size_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchSize:
     """Rows and tokens of the batch."""
-    found: list[tuple[Sequence[int], bool]] = []
+    tensors: list[tuple[Sequence[int], bool]] = []
 
-    def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found.append((tensor.shape, tensor.is_floating_point()))
+    def collect(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append((tensor.shape, tensor.is_floating_point()))
         return tensor
 
-    map_tensors(look, tuple(args), dict(kwargs))
-    return BatchSize.of(found)
+    map_tensors(collect, tuple(args), dict(kwargs))
+    return BatchSize.of(tensors)
 
 
 def placement_of(model: nn.Module) -> ModelPlacement | None:
-    """What `parallelize` did to `model`, or None."""
-    found = model.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, ModelPlacement) else None
+    """The placement of a parallel model, None for any other."""
+    placement = model.__dict__.get(_ATTRIBUTE)
+    return placement if isinstance(placement, ModelPlacement) else None
 
 
-def install_inputs(model: nn.Module, placed: ModelPlacement) -> None:
+def install_inputs(model: nn.Module, placement: ModelPlacement) -> None:
     """Make every call of `model` distribute its batch first."""
-    model.__dict__[_ATTRIBUTE] = placed
+    model.__dict__[_ATTRIBUTE] = placement
     model.register_forward_pre_hook(_distribute, prepend=True, with_kwargs=True)
 
 
 def _distribute(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    placed = placement_of(model)
-    return (args, kwargs) if placed is None else placed.place(args, kwargs)
+    placement = placement_of(model)
+    return (args, kwargs) if placement is None else placement.place(args, kwargs)

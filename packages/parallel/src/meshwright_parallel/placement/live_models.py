@@ -1,6 +1,6 @@
-"""Which models of this process are parallel, so that `shard_loader(loader)` needs no model.
+"""Registry of the parallel models of this process, so that `shard_loader(loader)` needs no model.
 
-Only weak references are kept: a model that is dropped is forgotten. Nothing else reads this.
+It holds weak references only, and nothing else reads it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ from meshwright_parallel.placement.inputs import ModelPlacement
 
 
 class LivePlacements:
-    """What `parallelize` did to the models that are alive in this process, one world of ranks."""
+    """Placements of the models that are alive in this process."""
 
-    # the loader of a training loop is a plain function of the loader alone, so this must be found without an argument
-    _known: ClassVar[weakref.WeakSet[ModelPlacement]] = weakref.WeakSet()
+    _placements: ClassVar[weakref.WeakSet[ModelPlacement]] = weakref.WeakSet()
 
     @classmethod
-    def add(cls, placed: ModelPlacement) -> None:
-        """Note that a model has been placed."""
-        cls._known.add(placed)
+    def add(cls, placement: ModelPlacement) -> None:
+        """Register a parallel model."""
+        cls._placements.add(placement)
 
     @classmethod
     def only(cls) -> ModelPlacement:
-        """How batches enter the models that are alive, where that is the same for all of them.
+        """The placement of the live models, if all have the same.
 
         Raises:
-            UsageError: no model is parallel, or two models take their batches differently.
+            UsageError: no model is parallel, or two models have different meshes.
         """
-        gc.collect()  # a module and its hooks refer to each other: dropped models may still be here
-        found = list(cls._known)
-        if not found:
+        gc.collect()  # a module and its hooks are a cycle, so dropped models may still be alive
+        placements = list(cls._placements)
+        if not placements:
             raise UsageError(
                 "no model is parallel yet; call parallelize() or auto_parallelize() before looping over the loader"
             )
-        first = found[0]
-        for other in found[1:]:
-            if _kind(other) != _kind(first):
+        first = placements[0]
+        for other in placements[1:]:
+            if _axes(other) != _axes(first):
                 raise UsageError(
                     f"models with different meshes are alive ({dict(first.plan.degrees)} and {dict(other.plan.degrees)}); "
                     "say which of them the loader feeds: shard_loader(loader, model=model)"
@@ -47,8 +46,9 @@ class LivePlacements:
         return first
 
 
-def _kind(placed: ModelPlacement) -> tuple[tuple[str, int, str], ...]:
+def _axes(placement: ModelPlacement) -> tuple[tuple[str, int, str], ...]:
+    degrees = placement.plan.degrees.items()
     return tuple(
         (axis, degree, strategy.name)
-        for (axis, degree), strategy in zip(placed.plan.degrees.items(), placed.strategies, strict=True)
+        for (axis, degree), strategy in zip(degrees, placement.strategies, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Plans with an axis that divides the model by modules: what is left of the plan inside of one rank's part."""
+"""The plan inside one pipeline stage: a plan without the axis that divides the model by modules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshwright_dtensor.strategy import Strategy
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A plan, taken apart.
+    """A plan without its pipeline axis.
 
     Attributes:
         outer: the strategy that divides the model by modules, None where none does.
-        plan: what holds inside of one rank's part: the plan without that axis.
+        plan: the plan without the axis of `outer`.
         strategies: of the axes of `plan`.
     """
 
@@ -29,19 +29,19 @@ class StagePlan:
     strategies: tuple[Strategy, ...]
 
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh that parameters lie on, of the mesh of all axes."""
+        """The mesh of the parameters, from the mesh of all axes."""
         return mesh if self.outer is None else mesh[self.plan.axes]
 
 
 def with_inner_axis(plan: ParallelPlan) -> ParallelPlan:
-    """The plan, with an axis of one rank where nothing but "pp" is there: parameters need a mesh to lie on."""
+    """The plan; with a data axis of degree 1 if "pp" is its only axis, because parameters need a mesh."""
     if tuple(plan.degrees) == ("pp",):
         return plan.replace(degrees={**plan.degrees, "dp": 1})
     return plan
 
 
 def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
-    """Take a plan apart.
+    """Separate the pipeline axis from the rest of a plan.
 
     Raises:
         PlanError: two axes divide the model.
@@ -54,7 +54,7 @@ def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
     if not dividing:
         return StagePlan(None, plan, tuple(strategies))
     degrees = {axis: degree for axis, degree in plan.degrees.items() if axis not in dividing}
-    left = plan.replace(
+    inner = plan.replace(
         world_size=plan.world_size // (plan.degree(outer[0].axis) if outer else 1),
         degrees=degrees,
         strategies={axis: name for axis, name in plan.strategies.items() if axis not in dividing},
@@ -62,12 +62,12 @@ def split_plan(plan: ParallelPlan, strategies: Sequence[Strategy]) -> StagePlan:
         collectives=(),
         predicted=None,
     )
-    kept = tuple(s for s in strategies if s.axis not in dividing)
-    return StagePlan(outer[0] if outer else None, left, kept)
+    remaining = tuple(s for s in strategies if s.axis not in dividing)
+    return StagePlan(outer[0] if outer else None, inner, remaining)
 
 
 def link_stages(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let parameters know of those that other ranks hold."""
+    """Attach the stage information to the mesh and to parameters that several stages hold."""
     info = stages_of(model)
     if info is None:
         return

@@ -1,8 +1,8 @@
-"""Take a model off its plan: the modules as they were, with parameters that have shapes and no values.
+"""Undo `parallelize`: restore the modules of a model, with parameters that have shapes and no values.
 
-Everything that applying a plan does to a model, whichever strategy does it, it does to attributes, hooks, parameters and
-buffers of modules.  So what they were before and after is noted, and only what still is as the plan left it is set back:
-hooks, flags and attributes that users have changed since stay.
+Applying a plan changes attributes, hooks, parameters and buffers of modules only. Snapshots record them before and after.
+Undoing restores an entry only if it still is as the plan left it, so hooks, flags and attributes that users have changed
+since are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OURS = "_meshwright_"
 
 @dataclass(frozen=True, eq=False)
 class TensorForm:
-    """A parameter or buffer without its values."""
+    """Shape, strides and dtype of a parameter or buffer, without its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorForm:
         return TensorForm(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def tensor(self) -> torch.Tensor:
-        """Zeros that take no memory until they are written to."""
+        """Zeros whose memory is allocated when they are written to."""
         elements = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         if 0 in self.shape:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
@@ -48,34 +48,35 @@ class TensorForm:
         return torch.frombuffer(pages, dtype=self.dtype).as_strided(self.shape, self.stride)
 
     def parameter(self, requires_grad: bool) -> nn.Parameter:
-        """The same as a parameter, which `parallelize` gives memory and no values."""
-        made = nn.Parameter(self.tensor(), requires_grad)
-        setattr(made, _BLANK, True)
-        return made
+        """The same as a parameter, marked as one without values."""
+        parameter = nn.Parameter(self.tensor(), requires_grad)
+        setattr(parameter, _BLANK, True)
+        return parameter
 
 
 def drop_values(model: nn.Module) -> Unparallelized:
-    """Take the values from the parameters of a model without a plan: they are to come from other ranks."""
-    was = [_ModuleSnapshot.of(module) for module in model.modules()]
-    made: dict[int, nn.Parameter] = {}
+    """Drop the values of the parameters of a model without a plan; they will come from other ranks."""
+    snapshots = [_ModuleSnapshot.of(module) for module in model.modules()]
+    replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         part = parameters_of(module_parts(module))
         for name, parameter in part.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = TensorForm.of(parameter).parameter(parameter.requires_grad)
-                part[name] = made[id(parameter)]
-    return Unparallelized(was)
+                if id(parameter) not in replacements:
+                    form = TensorForm.of(parameter)
+                    replacements[id(parameter)] = form.parameter(parameter.requires_grad)
+                part[name] = replacements[id(parameter)]
+    return Unparallelized(snapshots)
 
 
 def has_no_values(model: nn.Module) -> bool:
-    """Whether the parameters of a model have no values yet."""
+    """Whether the values of the model's parameters were dropped."""
     return any(getattr(parameter, _BLANK, False) for parameter in model.parameters())
 
 
 @dataclass
 class _ModuleSnapshot:
-    """Attributes and parts (dicts and sets of torch's own) of one module."""
+    """Attributes of one module, and its parts: torch's dicts and sets of parameters, buffers, hooks and children."""
 
     module: nn.Module
     attributes: dict[str, Any]
@@ -83,121 +84,126 @@ class _ModuleSnapshot:
 
     @staticmethod
     def of(module: nn.Module) -> _ModuleSnapshot:
-        """As they are now."""
+        """Record the current state."""
         parts = module_parts(module)
         attributes = {name: value for name, value in vars(module).items() if name not in parts}
         return _ModuleSnapshot(module, attributes, {name: part.copy() for name, part in parts.items()})
 
     def restore(self) -> None:
-        """Make them so again; the parts stay the same objects, which handles of hooks refer to."""
-        own = vars(self.module)
-        for name in [name for name in own if name not in self.parts and name not in self.attributes]:
-            del own[name]
-        own.update(self.attributes)
+        """Restore the recorded state. The parts stay the same objects, because handles of hooks refer to them."""
+        current = vars(self.module)
+        for name in [name for name in current if name not in self.parts and name not in self.attributes]:
+            del current[name]
+        current.update(self.attributes)
         for name, part in module_parts(self.module).items():
             part.clear()
             part.update(self.parts[name])
 
 
 def _nothing() -> None:
-    """What is left of it in a pickled model."""
+    """The value of a `PlanUndo` in a pickled model."""
 
 
 class PlanUndo:
-    """What a model was before a plan is applied to it; `settle` notes what it is afterwards.
+    """Snapshots of a model before and after a plan is applied.
 
-    Parameters and buffers are remembered by their form only.
+    Of parameters and buffers only the form is kept.
     """
 
     def __init__(self, model: nn.Module, groups: frozenset[dist.ProcessGroup]) -> None:
         self.groups = groups
         self.modules = [_ModuleSnapshot.of(module) for module in model.modules()]
-        known: dict[int, TensorForm] = {}
-        kept: list[torch.Tensor] = []  # while ids are looked up
-        for one in self.modules:
-            for part in (parameters_of(one.parts), buffers_of(one.parts)):
+        forms: dict[int, TensorForm] = {}
+        alive: list[torch.Tensor] = []  # so that ids are not reused
+        for snapshot in self.modules:
+            for part in (parameters_of(snapshot.parts), buffers_of(snapshot.parts)):
                 for name, tensor in part.items():
                     if tensor is not None:
-                        kept.append(tensor)
-                        part[name] = known.setdefault(id(tensor), TensorForm.of(tensor))
+                        alive.append(tensor)
+                        part[name] = forms.setdefault(id(tensor), TensorForm.of(tensor))
         self.after: list[_ModuleSnapshot] = []
 
-    def settle(self, model: nn.Module) -> None:
-        """The plan has been applied."""
+    def finish(self, model: nn.Module) -> None:
+        """Record the model after the plan was applied."""
         model.__dict__[_ATTRIBUTE] = self
         self.groups = live_process_groups() - self.groups
-        self.after = [_ModuleSnapshot.of(one.module) for one in self.modules]
+        self.after = [_ModuleSnapshot.of(snapshot.module) for snapshot in self.modules]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied model cannot be taken off its plan
+        return None  # the plan of a copied model cannot be undone
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_nothing, ())  # nor one that was pickled
+        return (_nothing, ())  # nor that of a pickled one
 
 
 @dataclass
 class Unparallelized:
-    """A model off its plan.
+    """A model whose plan was undone.
 
     Attributes:
-        lost: names of parameters and buffers that this rank did not hold: they are zeros, and `requires_grad` is as it was.
+        lost: names of parameters and buffers that this rank did not hold. They are zeros, with the original `requires_grad`.
         groups: the process groups that applying the plan has made.
     """
 
-    was: list[_ModuleSnapshot]
+    parallel: list[_ModuleSnapshot]
     lost: frozenset[str] = field(default_factory=frozenset)
     groups: frozenset[dist.ProcessGroup] = field(default_factory=frozenset)
 
     def restore(self) -> None:
-        """The model on its plan again, exactly as it was; its parameters must have been left as they are."""
-        for one in self.was:
-            one.restore()
+        """Make the model parallel again, exactly as before; its parameters must be unchanged."""
+        for snapshot in self.parallel:
+            snapshot.restore()
 
 
 def unparallelize(model: nn.Module) -> Unparallelized:
-    """Make `model` what it was before its plan was applied, in place, but for the values of its parameters.
+    """Undo the plan of `model` in place. Its parameters get no values; buffers keep theirs.
 
-    Buffers keep their values. Nothing is freed here: who holds the old parameters still has them.
+    Nothing is freed here: the old parameters live as long as they are referenced.
 
     Raises:
-        UsageError: `model` is not parallel, is a copy of a parallel model, or has got other parameters since.
+        UsageError: `model` is not parallel, is a copy of a parallel model, or a parameter was replaced since.
     """
     before = model.__dict__.get(_ATTRIBUTE)
     if not isinstance(before, PlanUndo):
         raise UsageError(
             f"this {type(model).__name__} has not been parallelized, or is a copy of a model that has; give the model itself"
         )
-    was = [_ModuleSnapshot.of(module) for module in model.modules()]
-    made: dict[int, torch.Tensor] = {}
+    result = Unparallelized([_ModuleSnapshot.of(module) for module in model.modules()], groups=before.groups)
+    replacements: dict[int, torch.Tensor] = {}
     lost: set[str] = set()
     names = {id(module): prefix for prefix, module in model.named_modules()}
     try:
         for old, new in zip(before.modules, before.after, strict=True):
-            _take_off(old, new, names.get(id(old.module), ""), made, lost)
+            _undo(old, new, names.get(id(old.module), ""), replacements, lost)
     except BaseException:
-        for one in was:
-            one.restore()
+        result.restore()
         raise
-    return Unparallelized(was, frozenset(lost), before.groups)
+    result.lost = frozenset(lost)
+    return result
 
 
-def _take_off(
-    old: _ModuleSnapshot, new: _ModuleSnapshot, prefix: str, made: dict[int, torch.Tensor], lost: set[str]
+def _undo(
+    old: _ModuleSnapshot,
+    new: _ModuleSnapshot,
+    prefix: str,
+    replacements: dict[int, torch.Tensor],
+    lost: set[str],
 ) -> None:
-    own = vars(old.module)
+    """Undo the changes of one module from `old` to `new`."""
+    current = vars(old.module)
     parts = module_parts(old.module)
     parameters, buffers = parameters_of(old.parts), buffers_of(old.parts)
-    for name in [name for name in own if name not in parts]:
+    for name in [name for name in current if name not in parts]:
         ours = name.startswith(_OURS) or name in parameters or name in buffers
-        left_alone = name in new.attributes and own[name] is new.attributes[name]
+        unchanged = name in new.attributes and current[name] is new.attributes[name]
         if name in old.attributes:
-            if left_alone:
-                own[name] = old.attributes[name]
-        elif ours or left_alone:
-            del own[name]
+            if unchanged:
+                current[name] = old.attributes[name]
+        elif ours or unchanged:
+            del current[name]
     for name, value in old.attributes.items():
         if name not in new.attributes:
-            own.setdefault(name, value)
+            current.setdefault(name, value)
     for name, part in parts.items():
         if part is parameters_of(parts) or part is buffers_of(parts):
             continue
@@ -205,13 +211,13 @@ def _take_off(
             part |= old.parts[name] - new.parts[name]
             part -= new.parts[name] - old.parts[name]
         else:
-            _take_off_entries(part, old.parts[name], new.parts[name])
+            _undo_entries(part, old.parts[name], new.parts[name])
     dot = f"{prefix}." if prefix else ""
-    _blank_parameters(parameters_of(parts), parameters, parameters_of(new.parts), dot, made, lost)
-    _keep_buffers(buffers_of(parts), buffers, dot, made, lost)
+    _restore_parameters(parameters_of(parts), parameters, parameters_of(new.parts), dot, replacements, lost)
+    _restore_buffers(buffers_of(parts), buffers, dot, replacements, lost)
 
 
-def _take_off_entries(part: dict[Any, Any], old: Mapping[Any, Any], new: Mapping[Any, Any]) -> None:
+def _undo_entries(part: dict[Any, Any], old: Mapping[Any, Any], new: Mapping[Any, Any]) -> None:
     for key, value in new.items():
         if key in part and part[key] is value and old.get(key) is not value:
             del part[key]
@@ -222,51 +228,56 @@ def _take_off_entries(part: dict[Any, Any], old: Mapping[Any, Any], new: Mapping
             part.setdefault(key, value)
 
 
-def _blank_parameters(
+def _restore_parameters(
     part: dict[str, Any],
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     dot: str,
-    made: dict[int, torch.Tensor],
+    replacements: dict[int, torch.Tensor],
     lost: set[str],
 ) -> None:
     added = [name for name in part if name not in old]
     other = [name for name, value in new.items() if name in part and part[name] is not value]
     for name in added + other:
         raise UsageError(
-            f"parameter {dot + name!r} was put in after the model was parallelized; another plan cannot be applied to it"
+            f"parameter {dot + name!r} was added or replaced after the model was parallelized, so another plan cannot be "
+            "applied to it; build the model anew"
         )
-    now = dict(part)
+    current = dict(part)
     part.clear()
-    for name, blank in old.items():
-        if blank is None:
+    for name, form in old.items():
+        if form is None:
             part[name] = None
             continue
-        parameter = now.get(name)
+        parameter = current.get(name)
         if parameter is None:
             lost.add(dot + name)
-        if id(blank) not in made:
-            trained = blank.requires_grad if parameter is None else parameter.requires_grad
-            fresh = made[id(blank)] = blank.parameter(trained)
+        if id(form) not in replacements:
+            trained = form.requires_grad if parameter is None else parameter.requires_grad
+            replacement = replacements[id(form)] = form.parameter(trained)
             for key, value in vars(parameter).items() if parameter is not None else ():
-                if not key.startswith("_"):  # what users hang on a parameter
-                    setattr(fresh, key, value)
-        part[name] = made[id(blank)]
+                if not key.startswith("_"):  # attributes that users set on a parameter
+                    setattr(replacement, key, value)
+        part[name] = replacements[id(form)]
 
 
-def _keep_buffers(
-    part: dict[str, Any], old: Mapping[str, Any], dot: str, made: dict[int, torch.Tensor], lost: set[str]
+def _restore_buffers(
+    part: dict[str, Any],
+    old: Mapping[str, Any],
+    dot: str,
+    replacements: dict[int, torch.Tensor],
+    lost: set[str],
 ) -> None:
-    now = dict(part)
+    current = dict(part)
     part.clear()
-    for name, blank in old.items():
-        held = now.pop(name, None)
-        if blank is None or (held is not None and held.dtype == blank.dtype):
-            part[name] = held
+    for name, form in old.items():
+        buffer = current.pop(name, None)
+        if form is None or (buffer is not None and buffer.dtype == form.dtype):
+            part[name] = buffer
             continue
-        if held is None:
+        if buffer is None:
             lost.add(dot + name)
-        if id(blank) not in made:
-            made[id(blank)] = blank.tensor() if held is None else held.to(blank.dtype)
-        part[name] = made[id(blank)]
-    part.update(now)  # those that users have added
+        if id(form) not in replacements:
+            replacements[id(form)] = form.tensor() if buffer is None else buffer.to(form.dtype)
+        part[name] = replacements[id(form)]
+    part.update(current)  # buffers that users have added
