@@ -1,4 +1,4 @@
-"""Apply a plan of parallelism to an unmodified model, train it as on one device, and check that it is the same.
+"""Apply a parallel plan to an unmodified model, train it as on one device, and verify the result.
 
 Names are loaded on first use (PEP 562), so that the plugin module imports without torch.
 """

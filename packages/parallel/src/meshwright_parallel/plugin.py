@@ -1,4 +1,4 @@
-"""What this distribution registers with the plugin host. Imports without torch."""
+"""Plugin registration of this distribution. Imports without torch."""
 
 from __future__ import annotations
 

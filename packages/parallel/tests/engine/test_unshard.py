@@ -455,9 +455,9 @@ def refused(rank: int, world_size: int) -> None:
         model.embed.weight.register_hook(lambda g: g)
     with pytest.raises(UnsupportedError, match="to_local"):
         model.embed.weight.to_local()
-    with pytest.raises(PlanError, match="must know what they share"):
+    with pytest.raises(PlanError, match="says what the ranks along zero shard"):
         parallelize(make(), plan_of(degrees={"zero": 2}))
-    with pytest.raises(PlanError, match="no ranks that could share"):
+    with pytest.raises(PlanError, match="no ranks to shard over"):
         parallelize(make(), plan_of(degrees={"dp": 2}, zero={"stage": 1}))
 
 

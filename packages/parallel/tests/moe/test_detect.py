@@ -104,7 +104,7 @@ def test_large_experts_are_proved_on_a_small_copy() -> None:
         module = Fused(256, 2**15, 2**16)
     (experts,) = detect(within(module)).experts
     assert experts.candidate.expert_bytes() > LIMIT_BYTES
-    assert experts.found.width == 2**15
+    assert experts.proved.width == 2**15
 
 
 def test_attribute_equal_by_chance_is_not_the_number_of_experts() -> None:
@@ -119,7 +119,7 @@ def test_attribute_equal_by_chance_is_not_the_number_of_experts() -> None:
 
     WIDTH_TOO = EXPERTS
     (experts,) = detect(within(Chance())).experts
-    assert experts.found.attributes == ("many",)
+    assert experts.proved.attributes == ("many",)
 
 
 def test_ordinary_models_have_no_experts() -> None:

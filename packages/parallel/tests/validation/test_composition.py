@@ -72,7 +72,7 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     "an axis ep without experts": ({"degrees": {"dp": 2, "ep": 2}}, "leave ep out and use dp"),
     "experts that are sharded along ep, and inside in a way that was not proved to add up": (
         {"degrees": {"ep": 2, "tp": 2}},
-        "take the state that stands there",
+        "take the state given there",
     ),
     "mixed precision of a model that is not float32": (
         {"degrees": {"dp": 4}, "precision": {"parameters": "bf16"}},

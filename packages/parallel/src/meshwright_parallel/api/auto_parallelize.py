@@ -40,25 +40,25 @@ def auto_parallelize(
         keywords["world_size"] = dist.get_world_size()
     request = PlanRequest.of(keywords)
     request.check(sorted({registered.record.axis for registered in host.strategies().values()}))
-    found = host.get(PlannerSpec, request.planner)
-    told: list[Any] = [None]
+    planner = host.get(PlannerSpec, request.planner)
+    result: list[Any] = [None]
     if dist.get_rank() == 0:
         with generator_kept():
             try:
-                told = [found.load()().plan(model, batch, request)[0].to_json()]
-            except Exception as error:  # the others wait for an answer, whatever it is
-                told = [_portable(error)]
+                result = [planner.load()().plan(model, batch, request)[0].to_json()]
+            except Exception as error:  # the other ranks wait for a result in any case
+                result = [_portable(error)]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], BaseException):
-        raise told[0]
-    return parallelize(model, ParallelPlan.from_json(told[0]), batch=batch, plugins=host)
+        dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return parallelize(model, ParallelPlan.from_json(result[0]), batch=batch, plugins=host)
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or what it says where it cannot be sent to another process."""
+    """The error, or its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a foreign error does when it is packed
+    except Exception:  # pickling a foreign error may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

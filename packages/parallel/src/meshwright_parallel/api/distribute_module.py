@@ -1,4 +1,4 @@
-"""`distribute_module`: torch's signature over a mesh that exists, with the plan found for it."""
+"""`distribute_module`: the signature of torch, for an existing mesh, with a plan made for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 def distribute_module(
     module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn | str = "AUTO", *, batch: Any
 ) -> nn.Module:
-    """Lay a module over the axes of a mesh, in place; torch.distributed.tensor.distribute_module, planned.
+    """Plan for the axes of a mesh and distribute a module over them, in place, as torch's distribute_module does by hand.
 
     Args:
         module: any module.
@@ -43,7 +43,7 @@ def distribute_module(
     names = mesh.mesh_dim_names
     if names is None:
         raise UsageError(
-            f"a mesh of {list(mesh.shape)} without names; say what its axes are for: "
+            f"a mesh of {list(mesh.shape)} has no names for its axes; give them: "
             'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
         )
     if mesh.size() != dist.get_world_size():
@@ -55,11 +55,11 @@ def distribute_module(
     if callable(partition_fn):
         for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
-        laid = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-        if laid:
+        distributed = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+        if distributed:
             raise UsageError(
-                f"partition_fn made a DTensor of {laid[0]!r}; use mark_sharding(parameter, {{axis: Shard(dim)}}) there: the "
-                "plan lays parameters out"
+                f"partition_fn made a DTensor of {distributed[0]!r}, but the plan distributes parameters; "
+                "use mark_sharding(parameter, {axis: Shard(dim)}) there"
             )
     elif partition_fn != "AUTO":
         raise UsageError(f'partition_fn={partition_fn!r} is neither "AUTO" nor a function; give one of them')
@@ -67,13 +67,13 @@ def distribute_module(
 
 
 def _pins(sizes: dict[str, int]) -> dict[str, Any]:
-    """The keywords of `auto_parallelize` that keep to the sizes of the mesh; axes that it lacks are of one rank."""
+    """The keywords of `auto_parallelize` that pin the sizes of the mesh; missing axes have degree 1."""
     installed = {registered.record.axis for registered in same_plugins(None).strategies().values()}
     unknown = [axis for axis in sizes if axis not in installed]
     if unknown:
         raise UsageError(
             f"mesh axis {unknown[0]!r}: no installed strategy owns it (installed axes: {', '.join(sorted(installed))}); "
-            "name the axes after what they are for"
+            "name each axis after its strategy"
         )
     shards = sizes.get("zero", 1)
     pins: dict[str, Any] = {

@@ -1,11 +1,11 @@
-"""Apply a plan to a model, in place: the same class, the same call, the same outputs, spread over a mesh.
+"""Apply a plan to a model in place: the class and calls of the model stay the same, its values are distributed over a mesh.
 
     model = parallelize(model, plan)
     optimizer = torch.optim.AdamW(model.parameters())      # stock, over DTensor parameters
     loss = model(**batch).loss                             # plain tensors are global values
     loss.backward()
 
-Every parameter becomes a DTensor of which this rank holds its part only; make optimizers afterwards.
+Every parameter becomes a DTensor of which this rank holds its part; make optimizers afterwards.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from meshwright_parallel.validation.fit import check_fit
 def parallelize(
     model: nn.Module, plan: ParallelPlan, *, batch: Any = None, plugins: PluginHost | None = None
 ) -> nn.Module:
-    """Spread `model` over the ranks as `plan` says, in place.
+    """Distribute `model` over the ranks by `plan`, in place.
 
     Args:
-        model: an ordinary module, built alike on every rank, or inside `deferred_init()`. Its parameters are replaced:
+        model: an ordinary module, the same on every rank, or built inside `deferred_init()`. Its parameters are replaced:
             make optimizers afterwards, from `model.parameters()`.
         plan: from a planner, a file or by hand. `model.parallel_plan` holds it afterwards.
-        batch: an example of what the model is called with (a dict of keywords, a tuple of arguments or a tensor);
-            it is checked against the plan, never run.
-        plugins: where strategies are looked up; by default everything that is installed.
+        batch: an example of the model's arguments (a dict of keywords, a tuple of arguments or a tensor). It is checked
+            against the plan, and not run.
+        plugins: where strategies are looked up; by default the installed ones.
 
     Returns:
         `model`. Calls take plain tensors (global values: the same on every rank) or global tensors, and return global
@@ -65,8 +65,8 @@ def parallelize(
 
     Raises:
         PlanError: the plan does not fit the run, the model or the batch.
-        UsageError: the model is parallel already, an optimizer holds its parameters, or ranks do not hold the same
-            values or plans.
+        UsageError: the model is parallel already, an optimizer holds its parameters, or ranks have different values or
+            plans.
         PluginError: a strategy of the plan is not installed.
     """
     device = init()
@@ -102,7 +102,7 @@ def parallelize(
         strategy.attach(model, mesh, inner)
     install_local_tokens(model, local_tokens)
     install_compute_copies(model, mesh, inner, strategies)
-    # what is divided has its gradients in other memory until the step is over
+    # a pipeline keeps gradients in other memory until the end of the step
     install_reduction(model, mesh, BucketSizes(BUCKET_BYTES, reuse=division is None))
     if division is not None:
         division.install(model, mesh, device, plain)
@@ -119,18 +119,16 @@ def _place_parameters(
     device: torch.device,
     blank: bool,
 ) -> None:
-    """Put a mesh parameter in the place of every parameter; what was one parameter stays one."""
-    new: dict[
-        int, tuple[nn.Parameter, nn.Parameter]
-    ] = {}  # by identity; the old one is kept so that its id is
+    """Replace every parameter by a mesh parameter; tied parameters stay tied."""
+    # by id; the old parameter is kept, so that its id is not reused
+    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for prefix, module in model.named_modules():
         for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(old) not in new:
                 fqn = f"{prefix}.{name}" if prefix else name
                 new[id(old)] = (old, _mesh_parameter(old, mesh, states[fqn], device, blank))
-            setattr(
-                module, name, new[id(old)][1]
-            )  # not register_parameter: recurrent layers watch assignments
+            # not register_parameter: recurrent layers watch assignments
+            setattr(module, name, new[id(old)][1])
 
 
 def _mesh_parameter(
@@ -138,7 +136,7 @@ def _mesh_parameter(
 ) -> nn.Parameter:
     placed = _sharded(old, mesh, states, device, blank)
     parameter = as_mesh_parameter(placed, states, old.requires_grad)
-    for name, value in vars(old).items():  # what users hang on a parameter; torch's own names are private
+    for name, value in vars(old).items():  # users' attributes; torch's own names are private
         if not name.startswith("_"):
             setattr(parameter, name, value)
     if old.grad is not None:
@@ -153,9 +151,9 @@ def _sharded(
     device: torch.device,
     blank: bool = False,
 ) -> DTensor:
-    """The DTensor of a value that every rank holds whole; only this rank's part is copied.
+    """The DTensor of a value that every rank has whole; only this rank's part is copied.
 
-    `blank`: there is no value, and the part has no memory until who brings one gives it some.
+    `blank`: there is no value yet, and the local tensor has no memory.
     """
     coordinates = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
     region = region_of(tuple(full.shape), tuple(mesh.shape), coordinates, states)

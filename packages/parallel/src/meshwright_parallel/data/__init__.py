@@ -1,1 +1,1 @@
-"""shard_loader() and the guard of its random numbers."""
+"""shard_loader(), and the guard against random numbers in datasets."""

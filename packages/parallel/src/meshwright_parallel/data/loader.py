@@ -1,4 +1,4 @@
-"""Load only the rows that a rank computes on; the batch is still one global value.
+"""Load only the rows that a rank computes with; the batch is still one global value.
 
 for batch in shard_loader(loader):       # the loop of one device
     loss = model(**batch).loss
@@ -42,7 +42,7 @@ def shard_loader(loader: Iterable[Any], *, model: nn.Module | None = None) -> Sh
     Raises:
         UsageError: the loader has a DistributedSampler, or `model` is not parallel. While iterating: no model is
             parallel, or ranks do not agree on the order of rows.
-        UnsupportedError: while iterating: the dataset draws random numbers, or a collated batch is not made of rows.
+        UnsupportedError: while iterating: the dataset draws random numbers, or a collated batch does not consist of rows.
     """
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler):
@@ -58,7 +58,7 @@ def shard_loader(loader: Iterable[Any], *, model: nn.Module | None = None) -> Sh
 
 
 class ShardedLoader:
-    """What `shard_loader` returns. Attributes of the loader it wraps (`dataset`, `sampler`, ...) can be read from it."""
+    """The result of `shard_loader`. It has the attributes of the wrapped loader (`dataset`, `sampler`, ...)."""
 
     def __init__(self, loader: Iterable[Any], placed: ModelPlacement | None) -> None:
         self.loader = loader
@@ -69,7 +69,7 @@ class ShardedLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not there yet: copying and unpickling ask before __init__
+        if name == "loader":  # copying and unpickling read it before __init__
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -97,12 +97,12 @@ def _cut(loader: Iterable[Any], placed: ModelPlacement) -> Iterator[Any]:
         args, kwargs = call_arguments(batch)
         sums: list[int] = []
 
-        def look(name: str, tensor: torch.Tensor, sums: list[int] = sums) -> torch.Tensor:
+        def add_sum(name: str, tensor: torch.Tensor, sums: list[int] = sums) -> torch.Tensor:
             sums.append(zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()))
             sums.append(checksum(tensor, sampled=True))
             return tensor
 
-        map_tensors(look, args, kwargs)
+        map_tensors(add_sum, args, kwargs)
         _check_ranks_agree(
             [len(sums), zlib.crc32(str(sums).encode())],
             placed,
@@ -116,9 +116,8 @@ class _LocalLoader:
 
     def __init__(self, loader: Any, placed: ModelPlacement) -> None:
         self.placed = placed
-        self._told: deque[tuple[int, int]] = (
-            deque()
-        )  # per batch that is under way: its rows, and a sum of its indices
+        # per batch that is being loaded: number of rows, and a checksum of its indices
+        self._pending: deque[tuple[int, int]] = deque()
         more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
         self._loader: DataLoader[Any] = DataLoader(
             WatchedDataset(loader.dataset),
@@ -145,21 +144,21 @@ class _LocalLoader:
         here = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
         return chunk_box((count,), tuple(mesh.shape), here, self.states("rows", (count,), count))[0]
 
-    def tell(self, indices: list[Any]) -> None:
-        self._told.append((len(indices), zlib.crc32(repr(indices).encode())))
+    def add_batch(self, indices: list[Any]) -> None:
+        self._pending.append((len(indices), zlib.crc32(repr(indices).encode())))
 
     def __iter__(self) -> Iterator[Any]:
-        self._told.clear()
+        self._pending.clear()
         for batch in self._loader:
-            count, indices = self._told.popleft()
-            yield self._globalised(batch, count, indices)
+            count, indices = self._pending.popleft()
+            yield self._global_batch(batch, count, indices)
 
-    def _globalised(self, batch: Any, count: int, indices: int) -> Any:
-        """The batch of `count` rows of which `batch` is this rank's part."""
+    def _global_batch(self, batch: Any, count: int, indices: int) -> Any:
+        """The global batch of `count` rows of which `batch` is this rank's part."""
         _, length = self.rows(count)
         by_row = self.states("rows", (count,), count)
         mesh = self.placed.mesh
-        seen = [f"{count} {indices}"]
+        descriptions = [f"{count} {indices}"]
         args, kwargs = call_arguments(batch)
         tokens = size_of(args, kwargs).tokens
 
@@ -170,10 +169,10 @@ class _LocalLoader:
                     "from the rows of each rank; let collate_fn return tensors whose dim 0 is the rows, or loop over the "
                     "plain loader"
                 )
-            seen.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+            descriptions.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
             return tensor
 
-        def globalise(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        def as_global(name: str, tensor: torch.Tensor) -> torch.Tensor:
             shape = (count, *tensor.shape[1:]) if tensor.dim() and length != count else tuple(tensor.shape)
             whole = tensor.dim() == 0 or length == count
             placed = from_local(tensor, mesh, ("I",) * mesh.ndim if whole else by_row, shape)
@@ -183,16 +182,16 @@ class _LocalLoader:
         if length != count:
             _check_leaves(batch)
         _check_ranks_agree(
-            [zlib.crc32(seen[0].encode()), zlib.crc32("\n".join(seen).encode())],
+            [zlib.crc32(descriptions[0].encode()), zlib.crc32("\n".join(descriptions).encode())],
             self.placed,
             "ranks read different rows, or collated them to different shapes; seed the sampler alike on every rank, and "
             "pad to a length that does not depend on the rows (or loop over the plain loader)",
         )
-        return _join(batch, *map_tensors(globalise, args, kwargs))
+        return _join(batch, *map_tensors(as_global, args, kwargs))
 
 
 class _RankRows:
-    """The batches of a batch sampler, cut to this rank's rows."""
+    """A batch sampler that yields this rank's rows of each batch."""
 
     def __init__(self, batches: Iterable[list[Any]], owner: _LocalLoader) -> None:
         self.batches = batches
@@ -201,7 +200,7 @@ class _RankRows:
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self.batches:
             indices = list(batch)
-            self.owner.tell(indices)
+            self.owner.add_batch(indices)
             offset, length = self.owner.rows(len(indices))
             yield indices[offset : offset + length]
 
@@ -210,7 +209,7 @@ class _RankRows:
 
 
 def _check_leaves(batch: Any) -> None:
-    """Refuse what is no tensor: the values of the other ranks' rows would be missing."""
+    """Refuse values that are not tensors: those of the other ranks' rows would be missing."""
     from torch.utils import _pytree as pytree
 
     for leaf in pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
@@ -227,7 +226,7 @@ def _check_ranks_agree(values: list[int], placed: ModelPlacement, message: str) 
 
 
 def _join(batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments back in the container that `batch` is; mappings of other classes become dicts."""
+    """The arguments in a container like `batch`; mappings of other classes become dicts."""
     if isinstance(batch, Mapping):
         return kwargs
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

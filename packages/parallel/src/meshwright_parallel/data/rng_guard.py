@@ -1,7 +1,7 @@
-"""Datasets that are read by row must not draw random numbers: a rank that skips rows would draw others.
+"""Refuse datasets that draw random numbers when they are read by row.
 
-A random crop, say, would depend on which rows a rank reads, and the generator of the main process (dropout masks)
-would leave those of the other ranks. So the generators are looked at around every read.
+Each rank reads other rows, so a random crop would depend on the rank, and the random state of the main process (dropout masks)
+would differ between ranks. So the states of the generators are compared around every read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright_dtensor.errors import UnsupportedError
 
 
 class WatchedDataset(Dataset[Any]):
-    """A map-style dataset; reading a list of rows from it raises where that draws random numbers."""
+    """A map-style dataset that raises if reading rows draws random numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -43,7 +43,7 @@ class WatchedDataset(Dataset[Any]):
 
 
 class WatchedCollate:
-    """A collate function that raises where it draws random numbers."""
+    """A collate function that raises if it draws random numbers."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate

@@ -29,7 +29,7 @@ class Experts:
     """
 
     candidate: Candidate
-    found: Proved
+    proved: Proved
     inner: Mapping[str, str]
 
 

@@ -20,7 +20,7 @@ from meshwright_parallel.moe.dispatch import Dispatch
 
 def rule_of(experts: Experts, pattern: str) -> ExpertsRule:
     """The rule for the modules of a pattern, of which `experts` is one."""
-    candidate, proved = experts.candidate, experts.found
+    candidate, proved = experts.candidate, experts.proved
     return ExpertsRule(
         module=pattern,
         count=candidate.count,

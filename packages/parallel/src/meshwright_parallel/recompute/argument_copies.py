@@ -1,9 +1,9 @@
-"""Copies of the arguments of a module that will run once more: what it wrote into them the first time is not in them.
+"""Copies of the arguments of a recomputed module, made before its first run writes to them.
 
-A key-value cache grows by each run, so the second run of a layer needs the cache as the first one found it. Copied is what
-can be written to: containers, and instances of Python classes with all that they hold, each object once however many times
-it is passed. Tensors are shared, since a run that writes into one is refused. What cannot be copied but has attributes gets
-those of before while the second run lasts. Shared as they are: modules, functions, and what C code alone sees into.
+A key-value cache grows with each run, so the second run of a layer needs the cache as it was before the first. Mutable objects
+are copied: containers, and instances of Python classes with their attributes, each object once. Tensors are shared, because
+a run that writes to one is refused. An object that cannot be copied gets its earlier attributes during the second run. Modules,
+functions, and state that only C code can read are shared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _METHODS = (types.MethodType, types.BuiltinMethodType)
 
 
 def version_of(x: Any) -> int:
-    """How often a tensor was written to, as far as torch counts."""
+    """The version counter of a tensor: how often it was written to, as far as torch counts."""
     local = x._local if isinstance(x, GlobalTensor) else x
     if not isinstance(local, Tensor) or local.is_inference():
         return 0
@@ -47,63 +47,63 @@ class ArgumentCopies:
     """The arguments of one call of a module, as they were when it began."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy them.
+        """Copy the arguments.
 
         Raises:
-            UnsupportedError: one is an iterator, which has nothing left for a second run.
+            UnsupportedError: one is an iterator, which the first run exhausts.
         """
         copier = _Copier(lambda tensor: tensor)
         self._arguments = copier.copied((args, kwargs))
         self._tensors, self._attributes = copier.tensors, copier.attributes
-        self._own: set[int] = set()
+        self._written_by_module: set[int] = set()
 
     def finished(self) -> None:
-        """The first run is over: what was written to in place until now, it wrote to itself."""
-        self._own = {place for place, held in enumerate(self._tensors) if held.written()}
+        """The first run has ended: tensors written to until now were written to by the module itself."""
+        self._written_by_module = {i for i, record in enumerate(self._tensors) if record.is_written()}
 
     @contextlib.contextmanager
     def once_more(self, module: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """They, for another run of `module` (a class name): new copies each time.
+        """New copies of the arguments for another run of `module` (a class name).
 
         Raises:
-            UnsupportedError: a tensor among them was written to in place since; its value of then is gone.
+            UnsupportedError: a tensor among them was written to in place since, so its value is lost.
         """
         self._check(module)
-        copier = _Copier(_wrapped_anew, shared=[x for x, _ in self._attributes])
+        copier = _Copier(_rewrapped, shared=[x for x, _ in self._attributes])
         args, kwargs = copier.copied(self._arguments)
         attributes = [(x, {key: copier.copied(v) for key, v in of.items()}) for x, of in self._attributes]
-        now = [(x, _attributes(x)) for x, _ in attributes]
+        current = [(x, _attributes(x)) for x, _ in attributes]
         try:
             for x, before in attributes:
                 _set_attributes(x, before)
             yield args, kwargs
         finally:
-            for x, after in now:
+            for x, after in current:
                 _set_attributes(x, after)
 
     def _check(self, module: str) -> None:
-        place = next((place for place, held in enumerate(self._tensors) if held.written()), None)
-        if place is None:
+        index = next((i for i, record in enumerate(self._tensors) if record.is_written()), None)
+        if index is None:
             return
-        held = self._tensors[place]
-        what = f"a tensor in the {held.holder} given to" if held.holder else "an input of"
-        when = "by the module itself" if place in self._own else "after the module had run"
+        owner = self._tensors[index].owner
+        tensor = f"a tensor in the {owner} given to" if owner else "an input of"
+        when = "by the module itself" if index in self._written_by_module else "after the module had run"
         raise UnsupportedError(
-            f"{what} a recomputed {module} was modified in place {when}, so that it cannot run again as it did; use the "
-            "out-of-place form (of a key-value cache, the dynamic one), or take the module out of plan.recompute"
+            f"{tensor} a recomputed {module} was modified in place {when}, so the module cannot run again on the same value; "
+            "use the out-of-place form (of a key-value cache, the dynamic one), or remove the module from plan.recompute"
         )
 
 
-class _Held(NamedTuple):
-    """A tensor, how often it had been written to, its local part, and the class of the object that holds it ("" for none)."""
+class _TensorRecord(NamedTuple):
+    """A tensor, its version and local tensor when it was recorded, and the class of its owner ("" for none)."""
 
     tensor: Tensor
     version: int
     local: Any
-    holder: str
+    owner: str
 
-    def written(self) -> bool:
-        # a global tensor that is turned in place (t_) has another part from then on, and no write is counted
+    def is_written(self) -> bool:
+        # t_() on a global tensor replaces its local tensor without a version count
         return version_of(self.tensor) != self.version or _local_of(self.tensor) is not self.local
 
 
@@ -115,29 +115,29 @@ _Key = str | types.MemberDescriptorType
 
 
 class _Copier:
-    """Copies of things that may hold each other: of one object one copy.
+    """Copies objects that may refer to each other, each object once.
 
-    Attributes: `tensors` that were met, and `attributes` of each object that cannot be copied.
+    Attributes: the `tensors` found, and the `attributes` of each object that cannot be copied.
     """
 
     def __init__(self, tensor: Callable[[Tensor], Tensor], shared: Iterable[Any] = ()) -> None:
-        self.tensors: list[_Held] = []
+        self.tensors: list[_TensorRecord] = []
         self.attributes: list[tuple[Any, dict[_Key, Any]]] = []
         self._tensor = tensor
-        self._made: dict[int, Any] = {id(x): x for x in shared}
-        self._holder = ""
+        self._copies: dict[int, Any] = {id(x): x for x in shared}
+        self._owner = ""
 
     def copied(self, x: Any) -> Any:
-        """`x`, or its copy where something in it can be written to."""
+        """`x`, or its copy if something in it is mutable."""
         if type(x) in _CONSTANTS:
             return x
-        if id(x) not in self._made:
-            self._made[id(x)] = self._copy(x)
-        return self._made[id(x)]
+        if id(x) not in self._copies:
+            self._copies[id(x)] = self._copy(x)
+        return self._copies[id(x)]
 
     def _copy(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            self.tensors.append(_Held(x, version_of(x), _local_of(x), self._holder))
+            self.tensors.append(_TensorRecord(x, version_of(x), _local_of(x), self._owner))
             return self._tensor(x)
         if isinstance(x, _SHARED):
             return x
@@ -150,14 +150,14 @@ class _Copier:
             return functools.partial(self.copied(x.func), *self.copied(x.args), **self.copied(x.keywords))
         if isinstance(x, torch.Generator):
             return x.clone_state()
-        if issubclass(type(x), _CONTAINERS):  # and no proxy of one
+        if issubclass(type(x), _CONTAINERS):  # not isinstance, which proxies pass
             return self._container(x)
         return self._object(x)
 
     def _tuple(self, x: tuple[Any, ...]) -> Any:
         items = [self.copied(item) for item in x]
-        if id(x) in self._made:  # it holds a list that holds it
-            return self._made[id(x)]
+        if id(x) in self._copies:  # a cycle: an item refers to the tuple
+            return self._copies[id(x)]
         if all(new is old for new, old in zip(items, x, strict=True)):
             return x
         kind: Any = type(x)
@@ -169,8 +169,8 @@ class _Copier:
     def _container(self, x: Any) -> Any:
         kind: Any = type(x)
         base: Any = next(base for base in _CONTAINERS if issubclass(kind, base))
-        new = self._made[id(x)] = base.__new__(kind)
-        # by the methods of the base: those of a class derived from it may do more than hold
+        new = self._copies[id(x)] = base.__new__(kind)
+        # with the methods of the base class: those of a subclass may have side effects
         if base is set:
             set.update(new, x)
         elif base is list:
@@ -188,40 +188,40 @@ class _Copier:
     def _object(self, x: Any) -> Any:
         new = _empty(x)
         if new is not None:
-            self._made[id(x)] = new
+            self._copies[id(x)] = new
             return self._filled(new, x)
-        self._made[id(x)] = x
+        self._copies[id(x)] = x
         if isinstance(x, Iterator) and not isinstance(x, io.IOBase):
             raise UnsupportedError(
-                f"a recomputed module was given a {type(x).__name__}, an iterator, which has nothing left when the module runs "
-                "again; give it a list, or take the module out of plan.recompute"
+                f"a recomputed module was given a {type(x).__name__}, an iterator, which is exhausted when the module runs "
+                "again; give it a list, or remove the module from plan.recompute"
             )
-        found = _attributes(x)
-        if found:
-            self.attributes.append((x, self._values(x, found)))
+        attributes = _attributes(x)
+        if attributes:
+            self.attributes.append((x, self._values(x, attributes)))
         return x
 
     def _filled(self, new: Any, x: Any) -> Any:
-        found = _attributes(x)
-        if found:
-            _set_attributes(new, self._values(x, found))
+        attributes = _attributes(x)
+        if attributes:
+            _set_attributes(new, self._values(x, attributes))
         return new
 
-    def _values(self, x: Any, found: Mapping[_Key, Any]) -> dict[_Key, Any]:
-        outer, self._holder = self._holder, type(x).__name__
-        values = {key: self.copied(value) for key, value in found.items()}
-        self._holder = outer
+    def _values(self, x: Any, attributes: Mapping[_Key, Any]) -> dict[_Key, Any]:
+        outer, self._owner = self._owner, type(x).__name__
+        values = {key: self.copied(value) for key, value in attributes.items()}
+        self._owner = outer
         return values
 
 
 def _empty(x: Any) -> Any:
-    """An object of the class of `x`, whose attributes are still to be set; None where C code keeps more of it."""
+    """A new object of the class of `x` without attributes; None where C code keeps state of it."""
     kind: Any = type(x)
     if hasattr(kind, "__del__"):
-        return None  # a copy that ends would end what both share
+        return None  # deleting the copy would release the resource of both
     try:
         return object.__new__(kind)
-    except TypeError:  # "not safe": its memory is not that of an object alone
+    except TypeError:  # "not safe": a class with C state
         if issubclass(kind, types.SimpleNamespace):
             return kind.__new__(kind)
         return copy.copy(x) if issubclass(kind, bytearray) or hasattr(kind, "__copy__") else None
@@ -235,7 +235,7 @@ def _method_of(owner: Any, method: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """Those of Python classes; what C code calls a member may be read-only."""
+    """The slots of Python classes; members of C classes may be read-only."""
     return tuple(
         member
         for base in kind.__mro__
@@ -246,21 +246,21 @@ def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def _attributes(x: Any) -> dict[_Key, Any]:
-    """What an object holds, by name, and by descriptor where it lies in a slot; properties are not asked."""
-    own, kind = getattr(x, "__dict__", None), cast(Any, type(x))
-    found: dict[_Key, Any] = dict(own) if isinstance(own, dict) else {}
+    """The attributes of an object, by name, or by descriptor for slots; without properties."""
+    instance_dict, kind = getattr(x, "__dict__", None), cast(Any, type(x))
+    attributes: dict[_Key, Any] = dict(instance_dict) if isinstance(instance_dict, dict) else {}
     for slot in _slots(kind):
         with contextlib.suppress(AttributeError):  # never set
-            found[slot] = slot.__get__(x)
-    return found
+            attributes[slot] = slot.__get__(x)
+    return attributes
 
 
 def _set_attributes(x: Any, attributes: Mapping[_Key, Any]) -> None:
-    """Make `x` hold these and no others."""
-    own, kind = getattr(x, "__dict__", None), cast(Any, type(x))
-    if isinstance(own, dict):
-        own.clear()
-        own.update({key: value for key, value in attributes.items() if isinstance(key, str)})
+    """Make these the only attributes of `x`."""
+    instance_dict, kind = getattr(x, "__dict__", None), cast(Any, type(x))
+    if isinstance(instance_dict, dict):
+        instance_dict.clear()
+        instance_dict.update({key: value for key, value in attributes.items() if isinstance(key, str)})
     for slot in _slots(kind):
         if slot in attributes:
             slot.__set__(x, attributes[slot])
@@ -269,6 +269,6 @@ def _set_attributes(x: Any, attributes: Mapping[_Key, Any]) -> None:
                 slot.__delete__(x)
 
 
-def _wrapped_anew(x: Tensor) -> Tensor:
-    """What was gathered for one run is not kept alive by a new wrapper, and not found by the next run."""
+def _rewrapped(x: Tensor) -> Tensor:
+    """A new wrapper of a global tensor: values that one run caches on it are not kept for the next."""
     return wrap(x._local, x._layout) if type(x) is GlobalTensor else x

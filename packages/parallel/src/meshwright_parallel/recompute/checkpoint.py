@@ -1,7 +1,7 @@
-"""Recomputation: chosen modules keep their inputs only, and run again when the backward pass needs what they computed.
+"""Activation checkpointing by the plan: chosen modules keep their inputs only, and run again in the backward pass.
 
-The module runs under the hooks that it always has, so that targets of the plan, random numbers, buffers and collectives
-of the second run are those of the first, on every rank alike. Torch's non-reentrant checkpointing does the book-keeping.
+The second run has the module's usual hooks. So its planned layouts, random numbers, buffers and collectives are those of the
+first, on every rank. torch's non-reentrant checkpointing does the bookkeeping.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ATTRIBUTE = "_meshwright_recompute"
 
 
 def recomputed_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, RecomputeRule]:
-    """Name -> rule of the modules that are recomputed: of nested ones the outermost, and never the model itself.
+    """Name -> rule of the recomputed modules: of nested ones the outermost, and never the model itself.
 
-    A module without a forward never runs, so it is none of them; its parts may be.
+    A module without a forward is not recomputed, but its parts may be.
 
     Raises:
         PlanError: a rule matches no module.
@@ -43,13 +43,13 @@ def recomputed_modules(model: nn.Module, plan: ParallelPlan) -> dict[str, Recomp
             chosen[name] = rule
     for index, rule in enumerate(plan.recompute):
         if rule not in used and not any(rule.matches(name) for name in chosen):
-            what = f"no module of this {type(model).__name__} matches"
-            raise PlanError(f"recompute[{index}].pattern", rule.pattern, what)
+            reason = f"no module of this {type(model).__name__} matches"
+            raise PlanError(f"recompute[{index}].pattern", rule.pattern, reason)
     return chosen
 
 
 def install_recompute(model: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
-    """Recompute what `plan.recompute` names; call it before other hooks are put on the modules."""
+    """Install recomputation of the modules in `plan.recompute`, before any other hooks."""
     for name, rule in recomputed_modules(model, plan).items():
         module = model.get_submodule(name)
         module.__dict__[_ATTRIBUTE] = _Recomputed(device, rule.policy)
@@ -58,7 +58,7 @@ def install_recompute(model: nn.Module, plan: ParallelPlan, device: torch.device
 
 
 class _Recomputed:
-    """The running calls of one module, and whether the one that runs is itself a second run."""
+    """The running calls of one module; `again`: the current call is a second run."""
 
     def __init__(self, device: torch.device, policy: str) -> None:
         self.device, self.policy = device, policy
@@ -70,7 +70,7 @@ class _Recomputed:
 
 
 class _Call:
-    """One call of a module: what it takes to run it once more."""
+    """One call of a module, with the arguments and buffers to run it again."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
@@ -82,40 +82,40 @@ class _Call:
         }
 
     def finished(self) -> None:
-        """The call is over: keep only those buffers that it has written to."""
+        """The call has ended: keep only those buffers that it wrote to."""
         self.arguments.finished()
         self.before = {
             (part, name): entry
             for (part, name), entry in self.before.items()
-            # torch writes running statistics without counting it
+            # torch updates running statistics without a version count
             if isinstance(part, NORMS)
             or part._buffers.get(name) is not entry[0]
             or version_of(entry[0]) != entry[1]
         }
 
     def run(self) -> None:
-        """Run the module once more, on what it was given then."""
+        """Run the module again, on its original arguments."""
         state = self.module.__dict__[_ATTRIBUTE]
-        state.again, before = True, state.again
-        FRAMES.stack.append(Frame("", {}))  # whatever runs around a backward pass is not the caller
+        state.again, outer = True, state.again
+        FRAMES.stack.append(Frame("", {}))  # the modules around a backward pass are not the caller
         depth = len(FRAMES.stack)
         try:
             with self._buffers(), self.arguments.once_more(type(self.module).__name__) as (args, kwargs):
                 self.module(*args, **kwargs)
         finally:
             del FRAMES.stack[depth - 1 :]
-            state.again = before
+            state.again = outer
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[None]:
-        """The buffers that the first run changed, as they were before it; what the second makes of them is dropped."""
-        now = {(part, name): part._buffers[name] for part, name in self.before}
+        """Inside, the buffers that the first run changed have their values from before it; later writes are dropped."""
+        current = {(part, name): part._buffers[name] for part, name in self.before}
         for (part, name), (_, _, old) in self.before.items():
             part._buffers[name] = old.clone()
         try:
             yield
         finally:
-            for (part, name), buffer in now.items():
+            for (part, name), buffer in current.items():
                 part._buffers[name] = buffer
 
 

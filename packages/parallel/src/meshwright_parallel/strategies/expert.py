@@ -103,7 +103,7 @@ class Expert(Strategy):
         inside = (
             request.step.degrees.get("tp", 1) if all_divided_inside(detection, request.step.degrees) else 1
         )
-        width = {e.candidate.name: e.found.width for e in detection.experts}
+        width = {e.candidate.name: e.proved.width for e in detection.experts}
         sizes = Counter(
             _sent_bytes(inputs, width[name]) * degree
             for name, inputs in request.sizes.module_inputs.items()

@@ -1,1 +1,1 @@
-"""What a plan, a model or an optimizer must satisfy, and what is refused."""
+"""Checks of plan, model, batch and optimizers before anything is allocated."""

@@ -1,4 +1,4 @@
-"""What must hold before a plan is applied; every check comes before any memory is taken."""
+"""Checks of a model, a plan and a batch before the plan is applied and any memory is allocated."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FINGERPRINT = re.compile(r"(.+)-([0-9a-f]{16})")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be spread.
+    """Refuse models that cannot be made parallel.
 
     Raises:
-        UsageError: the model, or a part of it, is parallel already, or carries what would be lost.
-        UnsupportedError: a parameter has no values, or hooks that would see parts of gradients.
+        UsageError: the model, or a part of it, is parallel already.
+        UnsupportedError: a parameter has no values, or gradient hooks.
     """
     if placement_of(model) is not None:
         raise UsageError(
@@ -74,7 +74,7 @@ def _check_filled(kind: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_dense(model: nn.Module) -> None:
-    """Refuse tables whose gradients are sparse: those over a mesh are DTensors, which are dense.
+    """Refuse embeddings with sparse gradients: gradients over a mesh are DTensors, which are dense.
 
     Raises:
         UnsupportedError: naming the module.
@@ -92,23 +92,23 @@ def check_dense(model: nn.Module) -> None:
 
 
 def check_optimizers(model: nn.Module) -> None:
-    """Refuse an optimizer made too early: it would go on stepping the parameters that are about to be replaced.
+    """Refuse an optimizer made too early: it would step parameters that are about to be replaced.
 
     Raises:
         UsageError: a live optimizer holds a parameter of the model.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    for thing in gc.get_objects():
-        if issubclass(
-            type(thing), torch.optim.Optimizer
-        ):  # not isinstance, which would ask lazy objects to load
-            for group in thing.__dict__.get("param_groups", ()):
-                held = next((names[id(p)] for p in group["params"] if id(p) in names), None)
-                if held is not None:
-                    raise UsageError(
-                        f"a {type(thing).__name__} optimizer holds parameter {held!r}, which parallelize() replaces; "
-                        "make the optimizer afterwards, from model.parameters()"
-                    )
+    for candidate in gc.get_objects():
+        # isinstance() would make lazy objects load
+        if not issubclass(type(candidate), torch.optim.Optimizer):
+            continue
+        for group in candidate.__dict__.get("param_groups", ()):
+            name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+            if name is not None:
+                raise UsageError(
+                    f"a {type(candidate).__name__} optimizer holds parameter {name!r}, which parallelize() replaces; "
+                    "make the optimizer afterwards, from model.parameters()"
+                )
 
 
 def stored_states(
@@ -119,23 +119,23 @@ def stored_states(
     Raises:
         PlanError: two names of one parameter are placed differently, or a placement does not fit its shape.
     """
-    found: dict[str, tuple[State, ...]] = {}
+    stored: dict[str, tuple[State, ...]] = {}
     gathered = frozenset(strategy.axis for strategy in strategies if strategy.gathers)
     for aliases, parameter in all_names(model):
-        ruled = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
+        planned = [name for name in aliases if plan.parameter_rule(name) is not None] or aliases[:1]
         shape = tuple(parameter.shape)
-        by_name = {name: parameter_states(name, shape, plan, strategies) for name in ruled}
-        first = ruled[0]
+        by_name = {name: parameter_states(name, shape, plan, strategies) for name in planned}
+        first = planned[0]
         for name, states in by_name.items():
             if states != by_name[first]:
                 rule = (
-                    f"{name!r} and {first!r} are one tied parameter and must be placed alike, "
+                    f"{name!r} and {first!r} are one tied parameter and must have the same placement, "
                     f"but {first!r} is {_show(by_name[first])}"
                 )
                 raise PlanError("parameters", f"{name}: {_show(states)}", rule)
         _check_shape(aliases, first, shape, plan, by_name[first], gathered)
-        found.update(dict.fromkeys(aliases, by_name[first]))
-    return found
+        stored.update(dict.fromkeys(aliases, by_name[first]))
+    return stored
 
 
 def check_plan(
@@ -145,12 +145,12 @@ def check_plan(
     batch: Any,
     states: Mapping[str, tuple[State, ...]],
 ) -> None:
-    """That the plan speaks of this model, and of this batch where one is given, and that its parts go together.
+    """Check that the plan fits this model, and this batch if one is given, and that its parts can be combined.
 
     `states` are those of `stored_states`.
 
     Raises:
-        PlanError: the plan was made for another model, a pattern matches nothing, or it combines what cannot be.
+        PlanError: the plan was made for another model, a pattern matches nothing, or a combination is illegal.
         UsageError: the batch holds no tensor, or cannot be divided.
     """
     _check_fingerprint(model, plan)
@@ -178,7 +178,7 @@ def check_plan(
 
 
 def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any) -> None:
-    """That the batch has rows, and that every strategy can divide it."""
+    """Check that the batch has rows, and that every strategy can shard it."""
     args, kwargs = call_arguments(batch)
     size = size_of(args, kwargs)
     if size.rows is None:
@@ -187,11 +187,11 @@ def _check_batch(plan: ParallelPlan, strategies: Sequence[Strategy], batch: Any)
             "lists or classes that are registered with torch.utils._pytree"
         )
 
-    def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def check(name: str, tensor: torch.Tensor) -> torch.Tensor:
         input_states(plan, strategies, name, tensor.shape, size)
         return tensor
 
-    map_tensors(look, args, kwargs)
+    map_tensors(check, args, kwargs)
 
 
 def _check_shape(
@@ -202,14 +202,14 @@ def _check_shape(
     states: tuple[State, ...],
     gathered: frozenset[str],
 ) -> None:
-    """A shard needs a dim that exists and at least one row for every rank (chunks as torch.chunk cuts them).
+    """Check that sharded dims exist and that every rank has at least one row (with the chunks of torch.chunk).
 
-    On axes of which shards are `gathered` for use, some ranks may have none.
+    On `gathered` axes, whose shards are gathered for use, some ranks may have no row.
     """
     shown = with_ties(fqn, {aliases[0]: aliases[1:]})
     rule = plan.parameter_rule(fqn)
     where = "parameters" if rule is None else f"parameters[{plan.parameters.index(rule)}].placement"
-    left = list(shape)
+    local = list(shape)
     for (axis, degree), state in zip(plan.degrees.items(), states, strict=True):
         if not isinstance(state, int):
             continue
@@ -219,35 +219,35 @@ def _check_shape(
                 f"{where}.{axis}", format_state(state), text, f"S({len(shape) - 1})" if shape else "I"
             )
         if isinstance(state, IntervalShard):
-            if state.total != left[state] or len(state.intervals) != degree:
+            if state.total != local[state] or len(state.intervals) != degree:
                 text = (
-                    f"its runs cover {state.total} rows on {len(state.intervals)} ranks, dim {int(state)} of {shown} has "
-                    f"{left[state]} on {degree}"
+                    f"its intervals cover {state.total} rows on {len(state.intervals)} ranks, but dim {int(state)} of {shown} "
+                    f"has {local[state]} rows on {degree} ranks"
                 )
                 raise PlanError(f"{where}.{axis}", format_state(state), text, f"S({int(state)})")
-            left[state] = state.lengths[0]
+            local[state] = state.lengths[0]
             continue
-        step = -(-left[state] // degree)
-        if degree > 1 and axis not in gathered and -(-left[state] // step) != degree:
-            text = f"dim {state} of {shown} has {left[state]} rows, which leaves some of the {degree} ranks empty"
+        step = -(-local[state] // degree)
+        if degree > 1 and axis not in gathered and -(-local[state] // step) != degree:
+            text = f"dim {state} of {shown} has {local[state]} rows, which leaves some of the {degree} ranks empty"
             raise PlanError(f"{where}.{axis}", format_state(state), text, "I")
-        left[state] = step
+        local[state] = step
 
 
 def _check_fingerprint(model: nn.Module, plan: ParallelPlan) -> None:
-    known = _FINGERPRINT.fullmatch(plan.provenance.model or "")
-    if known is None or known[0] == fingerprint(model):
+    planned = _FINGERPRINT.fullmatch(plan.provenance.model or "")
+    if planned is None or planned[0] == fingerprint(model):
         return
-    here = type(model).__name__
-    what = (
-        f"it was made for a {known[1]}, this is a {here}"
-        if known[1] != here
-        else f"it was made for a {here} with other modules, parameter shapes or dtypes (another configuration?)"
+    name = type(model).__name__
+    difference = (
+        f"it was made for a {planned[1]}, this is a {name}"
+        if planned[1] != name
+        else f"it was made for a {name} with other modules, parameter shapes or dtypes (another configuration?)"
     )
     raise PlanError(
         "provenance.model",
-        known[0],
-        f"{what}; plan again for this model, or remove the field",
+        planned[0],
+        f"{difference}; plan again for this model, or remove the field",
         fingerprint(model),
     )
 

@@ -1,8 +1,7 @@
-"""Which parallelisms go together: one table of what is refused, each entry with its reason and the fix.
+"""The table of illegal combinations of parallelisms, each with its reason and the fix.
 
-`check_composition` runs before any memory is taken. An entry says what it refuses as a function of the situation; it
-returns the offending (field, value) of the plan, or None. Add rules to the table of the field that they speak of;
-docs/composition.md shows the same table to people, and the order in which a plan is applied.
+`check_composition` runs before any memory is allocated. Each rule has a function of the situation, which returns the
+offending (field, value) of the plan, or None. docs/composition.md has the same table for users.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ Found = tuple[str, object]
 
 @dataclass(frozen=True)
 class Situation:
-    """What is about to be done.
+    """A model and the plan that is about to be applied to it.
 
     Attributes:
         model: as the user built it.
-        plan: what is to be applied.
+        plan: the plan.
         strategies: one per mesh axis, in mesh order.
         states: parameter name -> state per mesh axis in which it will be stored.
     """
@@ -57,9 +56,9 @@ class Rule:
     """One illegal combination.
 
     Attributes:
-        name: what is combined, for the table in the documentation.
-        broken: the offending plan field and its value, None where the plan is fine.
-        reason: why it cannot be.
+        name: the combination, as in the table of the documentation.
+        broken: the offending plan field and its value, None where the plan is legal.
+        reason: why it is illegal.
         fix: what to do instead.
     """
 
@@ -74,16 +73,12 @@ def _two_axes_on_one_dim(here: Situation) -> Found | None:
         return None
     zero = here.plan.axes.index("zero")
     for name, states in here.states.items():
-        own = states[zero]
+        sharded = states[zero]
+        if not isinstance(sharded, int):
+            continue
         for axis, state in zip(here.plan.axes, states, strict=True):
-            if (
-                axis not in ("zero", "dp")
-                and isinstance(own, int)
-                and isinstance(state, int)
-                and int(own) == int(state)
-            ):
-                if here.degree(axis) > 1:
-                    return f"parameters ({name}).zero", format_state(own)
+            if axis not in ("zero", "dp") and _shards(state, int(sharded)) and here.degree(axis) > 1:
+                return f"parameters ({name}).zero", format_state(sharded)
     return None
 
 
@@ -97,9 +92,9 @@ def _unequal_nesting(here: Situation) -> Found | None:
         return None
     for name, parameter in here.model.named_parameters():
         for dim, size in enumerate(parameter.shape):
-            own = [(place, axis) for place, axis in searched if _shards(here.states[name][place], dim)]
-            if len(own) > 1 and size % math.prod(here.degree(axis) for _, axis in own):
-                place, axis = own[-1]
+            axes = [(place, axis) for place, axis in searched if _shards(here.states[name][place], dim)]
+            if len(axes) > 1 and size % math.prod(here.degree(axis) for _, axis in axes):
+                place, axis = axes[-1]
                 return f"parameters ({name}).{axis}", format_state(here.states[name][place])
     return None
 
@@ -156,60 +151,60 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a parameter sharded on one dim by zero and by another axis",
         broken=_two_axes_on_one_dim,
-        reason="zero gathers its shards into what the other axis computes with, which needs a dim of its own",
+        reason="zero gathers its shards for use while the other axis keeps its own, so each needs another dim",
         fix="leave zero out of that parameter's rule, so that a free dim is chosen",
     ),
     Rule(
         name="a parameter sharded on one dim by two tensor axes (tp_outer, tp) that do not divide it together",
         broken=_unequal_nesting,
-        reason="the inner axis cuts what each rank of the outer one holds, which has to be equally long everywhere",
+        reason="the inner axis shards what each rank of the outer one holds, which must have the same length on all ranks",
         fix="shard another dim on one of the axes, or leave one of them out of that parameter's rule",
     ),
     Rule(
         name="an axis zero without a stage",
         broken=_zero_without_stage,
-        reason="the ranks along zero must know what they share",
+        reason="the stage says what the ranks along zero shard",
         fix='set the field zero to {"stage": 1}, 2 or 3',
     ),
     Rule(
         name="a stage without an axis zero",
         broken=_stage_without_zero,
-        reason="there are no ranks that could share anything",
+        reason="there are no ranks to shard over",
         fix='give the mesh an axis "zero" (degrees), or remove the field',
     ),
     Rule(
         name="an axis ep without experts",
         broken=_no_experts,
-        reason="the plan shares no parameter of any module of experts along ep",
+        reason="the plan shards no parameter of any module of experts along ep",
         fix='place the parameters of experts ("ep": "S(0)"), or leave ep out and use dp',
     ),
     Rule(
         name="experts that are sharded along ep, and inside in a way that was not proved to add up",
         broken=_parted_experts,
-        reason="the parts of an expert must add up to it, and that is known of the states in experts.inner only",
-        fix='take the state that stands there, or leave the other axis out of the rule of that parameter ("I")',
+        reason="the parts of an expert must add up to it, which is proved for the states in experts.inner only",
+        fix='take the state given there, or leave the other axis out of the rule of that parameter ("I")',
     ),
     Rule(
         name="mixed precision of a model that is not float32",
         broken=_low_precision_model,
-        reason="the parameters are the float32 master weights of the copies that are computed with",
+        reason="the model's parameters are the float32 master weights of the low-precision ones",
         fix="build the model in float32, or leave precision out and compute in the model's own dtype",
     ),
 )
-"""Everything that is refused. The first rule that is broken is reported."""
+"""All rules; the first broken one is reported."""
 
 
 def check_composition(
     model: nn.Module, plan: ParallelPlan, strategies: Sequence[Strategy], states: Mapping[str, States]
 ) -> None:
-    """Refuse a plan whose parts do not go together; nothing has been allocated yet.
+    """Refuse a plan with an illegal combination; nothing has been allocated yet.
 
     Raises:
         PlanError: field, value, the reason and the fix.
     """
     here = Situation(model, plan, strategies, states)
     for rule in RULES:
-        found = rule.broken(here)
-        if found is not None:
-            field, value = found
+        broken = rule.broken(here)
+        if broken is not None:
+            field, value = broken
             raise PlanError(field, value, f"{rule.reason}; {rule.fix}")

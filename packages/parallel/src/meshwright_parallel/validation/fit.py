@@ -1,4 +1,4 @@
-"""Whether a plan fits a model and a batch: every check of `parallelize` that needs neither ranks nor values."""
+"""Check that a plan fits a model and a batch: all checks of `parallelize` that need neither ranks nor values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from meshwright_parallel.validation.checks import check_dense, check_plan, store
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found on the way.
+    """A plan that fits.
 
     Attributes:
-        whole: the plan, with an axis that parameters can lie on.
-        part: the same taken apart.
+        whole: the plan, with an axis for the mesh of the parameters.
+        part: the same, with the pipeline axis separated.
         states: parameter name -> state per mesh axis of `part`.
     """
 
@@ -33,7 +33,7 @@ class Fit:
 
 
 def check_fit(model: nn.Module, plan: ParallelPlan, batch: Any, host: PluginHost, world_size: int) -> Fit:
-    """That a plan fits.
+    """Check that a plan fits.
 
     Args:
         model: a plain module; its parameters need no values.
