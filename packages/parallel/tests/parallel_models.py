@@ -59,7 +59,7 @@ def make(dropout: float = 0.0, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def batch_of(rows: int = ROWS, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Labels are unevenly ignored: a mean per rank would be wrong."""
+    """Labels are ignored unevenly, so a mean per rank would be wrong."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
     labels = ids.roll(-1, 1).clone()
@@ -109,8 +109,8 @@ def loop(model: nn.Module, clip: Any) -> list[Any]:
     return seen
 
 
-def same(found: Any, expected: Any, **tolerance: float) -> None:
-    for got, want in zip(found, expected, strict=True):
+def same(actual: Any, expected: Any, **tolerance: float) -> None:
+    for got, want in zip(actual, expected, strict=True):
         if isinstance(want, dict):
             assert list(got) == list(want)
             for name, value in want.items():

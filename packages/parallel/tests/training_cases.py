@@ -1,4 +1,4 @@
-"""A small model that trains in parallel and on one device side by side, and what tests of training do with it."""
+"""A small model, and its training in parallel and on one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear with a low-rank part that trains, as people write LoRA."""
+    """A frozen linear layer with a trained low-rank part (LoRA)."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def adapted() -> nn.Module:
 
 
 class Lion(optim.Optimizer):
-    """An optimizer of a user's own, written for plain tensors."""
+    """A user's optimizer, written for plain tensors."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-3) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
@@ -107,20 +107,22 @@ def pair(
 ) -> tuple[nn.Module, nn.Module]:
     """The model on one device, and the same in parallel."""
     torch.manual_seed(seed)
-    one = make()
+    single = make()
     torch.manual_seed(seed)
     many = make()
-    return one, parallelize(many, plan_of(many, degrees))
+    return single, parallelize(many, plan_of(many, degrees))
 
 
-def differences(one: nn.Module, many: nn.Module, kind: str = "parameter") -> list[str]:
+def differences(single: nn.Module, many: nn.Module, kind: str = "parameter") -> list[str]:
     """Parameters or gradients that differ from one device."""
-    found = [{n: p.grad if kind == "gradient" else p for n, p in m.named_parameters()} for m in (one, many)]
-    return [f"{c.name} {c.relative:.1e} {c.note}" for c in compare(0, "gradient", *found, None) if not c.ok]
+    tensors = [
+        {n: p.grad if kind == "gradient" else p for n, p in m.named_parameters()} for m in (single, many)
+    ]
+    return [f"{c.name} {c.relative:.1e} {c.note}" for c in compare(0, "gradient", *tensors, None) if not c.ok]
 
 
 def states(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What an optimizer keeps, by name of the parameter."""
+    """The tensors in an optimizer's state, by parameter name and key."""
     return {
         f"{name}/{key}": value
         for name, p in model.named_parameters()
@@ -130,7 +132,7 @@ def states(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, torch.Tens
 
 
 def train(runs: Iterable[tuple[nn.Module, optim.Optimizer]], steps: Iterable[int]) -> None:
-    """The usual loop, on each."""
+    """The usual loop, for each model."""
     for step in steps:
         for model, optimizer in runs:
 
@@ -146,23 +148,23 @@ def train(runs: Iterable[tuple[nn.Module, optim.Optimizer]], steps: Iterable[int
 
 
 def optimizers(rank: int, world_size: int, degrees: dict[str, int]) -> dict[str, list[str]]:
-    """Three steps of each optimizer: parameters and states that differ by more than one rounding of the initial
-    weights makes on one device, and by more than 1e-5.
+    """Three steps of each optimizer: parameters and states that differ by more than 1e-5, and by more than one rounding of
+    the initial weights causes on one device.
     """
     results = {}
     for name, make in OPTIMIZERS.items():
-        one, many = pair(degrees)
-        near = copy.deepcopy(one)
-        one_rounding_away(near.parameters())
-        runs = [(model, make(list(model.parameters()))) for model in (one, many, near)]
+        single, many = pair(degrees)
+        perturbed = copy.deepcopy(single)
+        one_rounding_away(perturbed.parameters())
+        runs = [(model, make(list(model.parameters()))) for model in (single, many, perturbed)]
         train(runs, range(3))
-        found: list[str] = []
+        problems: list[str] = []
         for kind in ("parameter", "state"):
             values = [dict(m.named_parameters()) if kind == "parameter" else states(m, o) for m, o in runs]
-            apart = {c.name: c.difference for c in compare(0, "gradient", values[0], values[2], None)}
+            noise = {c.name: c.difference for c in compare(0, "gradient", values[0], values[2], None)}
             for c in compare(0, "gradient", values[0], values[1], None):
-                # a line search blows rounding up on one device too
-                if not c.ok and not (name == "lbfgs" and c.difference <= 4 * apart[c.name]):
-                    found.append(f"{kind} {c.name} {c.relative:.1e} {c.note}")
-        results[name] = found
+                # a line search amplifies rounding on one device too
+                if not c.ok and not (name == "lbfgs" and c.difference <= 4 * noise[c.name]):
+                    problems.append(f"{kind} {c.name} {c.relative:.1e} {c.note}")
+        results[name] = problems
     return results

@@ -29,7 +29,7 @@ class Unsendable(Exception):
 
 
 class Toy(Planner):
-    """Gives every rank to dp, and draws random numbers on the way."""
+    """Gives every rank to dp, and draws random numbers."""
 
     name = "toy"
 
@@ -98,7 +98,7 @@ def planned_where_one_rank_lacks_a_plugin(rank: int, world_size: int) -> list[st
     return heard
 
 
-def test_a_rank_that_lacks_a_plugin_is_told_everywhere(rank_pool: RankPool) -> None:
+def test_missing_plugin_on_one_rank_raises_on_all(rank_pool: RankPool) -> None:
     here, there = rank_pool.run(2, planned_where_one_rank_lacks_a_plugin)
     assert here == there  # not: one rank fails, the other waits for ever
     assert "planner 'toy'" in here[0] and "but not on rank 1" in here[0]

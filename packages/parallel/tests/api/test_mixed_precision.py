@@ -1,4 +1,4 @@
-"""Mixed precision against a hand-written loop on one device: half-precision copies of float32 master weights."""
+"""Mixed precision against a hand-written loop on one device: 16-bit copies of float32 master weights."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def by_hand(dtype: torch.dtype, parts: int, steps: int) -> list[Any]:
     return seen
 
 
-class Curious(Language):
-    """Looks at the dtype of its parameters while it runs."""
+class ReadsDtype(Language):
+    """Reads the dtype of its parameters while it runs."""
 
     seen: Sequence[torch.dtype] = ()
 
@@ -64,7 +64,7 @@ class Curious(Language):
 
 def in_parallel(rank: int, world_size: int, name: str, changes: dict[str, Any]) -> Any:
     model = make()
-    model.__class__ = Curious
+    model.__class__ = ReadsDtype
     parallelize(model, plan_of(precision={"parameters": name}, **changes))
     assert model.embed.weight.dtype == torch.float32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -87,10 +87,10 @@ def in_parallel(rank: int, world_size: int, name: str, changes: dict[str, Any]) 
     return seen, gathers, sums
 
 
-def worst(found: list[Any], expected: list[Any]) -> float:
+def worst(actual: list[Any], expected: list[Any]) -> float:
     """Largest difference of any tensor relative to its own largest value."""
     differences = [0.0]
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         for name, value in want.items():
             assert (got[name] is None) == (value is None), name
             if value is not None:
@@ -109,20 +109,20 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "changes"), PLANS)
-def test_bf16_is_the_loop_by_hand(rank_pool: RankPool, world_size: int, changes: dict[str, Any]) -> None:
+def test_bf16_equals_a_manual_loop(rank_pool: RankPool, world_size: int, changes: dict[str, Any]) -> None:
     # cross-entropy of a sum over the count of all ranks is what a rank computes; one rounding of bf16 is 4e-3
     expected = by_hand(torch.bfloat16, world_size, 3)
     exact = by_hand(torch.float32, 1, 3)
-    for found, gathers, sums in rank_pool.run(world_size, in_parallel, "bf16", changes):
-        assert worst(found, expected) < 2e-2
-        assert worst(found, exact) > 1e-4  # it is half precision: float32 would be nearer
+    for actual, gathers, sums in rank_pool.run(world_size, in_parallel, "bf16", changes):
+        assert worst(actual, expected) < 2e-2
+        assert worst(actual, exact) > 1e-4  # it is half precision: float32 would be nearer
         if "zero" in changes:
             assert 0 < gathers < sums * 1.3  # bf16 there (for stage 3 twice), float32 back
 
 
 def test_bf16_on_one_rank_is_bit_equal(rank_pool: RankPool) -> None:
-    ((found, _, _),) = rank_pool.run(1, mean_on_one_rank)
-    assert found == 0.0
+    ((actual, _, _),) = rank_pool.run(1, mean_on_one_rank)
+    assert actual == 0.0
 
 
 def mean_on_one_rank(rank: int, world_size: int) -> Any:
@@ -163,14 +163,14 @@ def scaled(rank: int, world_size: int, changes: dict[str, Any]) -> Any:
 def test_all_ranks_skip_the_same_step(rank_pool: RankPool) -> None:
     plans = [{"degrees": {"dp": 2}}, {"degrees": {"zero": 2}, "zero": {"stage": 2}}]
     for changes in plans:
-        one, two = rank_pool.run(2, scaled, changes)
-        for mine, other in zip(one, two, strict=True):
+        single, two = rank_pool.run(2, scaled, changes)
+        for mine, other in zip(single, two, strict=True):
             assert mine[:2] == other[:2]
-        assert [moved for moved, _, _ in one] == [True, False, True, True]
-        assert [scale for _, scale, _ in one] == [1024.0, 512.0, 512.0, 1024.0]
+        assert [moved for moved, _, _ in single] == [True, False, True, True]
+        assert [scale for _, scale, _ in single] == [1024.0, 512.0, 512.0, 1024.0]
         exact = by_hand(torch.float32, 1, 1)[0]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in exact.values() if g is not None))
-        assert abs(one[0][2] - norm) < 5e-3 * norm
+        assert abs(single[0][2] - norm) < 5e-3 * norm
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -178,5 +178,5 @@ def refused(rank: int, world_size: int) -> None:
         parallelize(make(dtype=torch.float64), plan_of(degrees={"dp": 1}, precision={"parameters": "bf16"}))
 
 
-def test_a_model_without_master_weights_is_refused(rank_pool: RankPool) -> None:
+def test_bf16_model_with_precision_is_refused(rank_pool: RankPool) -> None:
     rank_pool.run(1, refused)

@@ -37,17 +37,17 @@ MESHES = [
 def trained(rank: int, world_size: int, degrees: dict[str, int], dtype: torch.dtype, dropout: float) -> Any:
     expected = loop(make(dropout, dtype), torch.nn.utils.clip_grad_norm_)
     model = parallelize(make(dropout, dtype), plan_of(degrees=degrees))
-    found = loop(model, clip_grad_norm_)
-    return expected, found
+    actual = loop(model, clip_grad_norm_)
+    return expected, actual
 
 
 @pytest.mark.parametrize(("world_size", "degrees"), MESHES)
 @pytest.mark.parametrize(("dtype", "dropout"), [(torch.float64, 0.0), (torch.float64, 0.3)])
-def test_training_is_that_of_one_device(
+def test_training_equals_one_device(
     rank_pool: RankPool, world_size: int, degrees: dict[str, int], dtype: torch.dtype, dropout: float
 ) -> None:
-    for expected, found in rank_pool.run(world_size, trained, degrees, dtype, dropout):
-        same(found, expected)
+    for expected, actual in rank_pool.run(world_size, trained, degrees, dtype, dropout):
+        same(actual, expected)
 
 
 def without_engine(rank: int, world_size: int) -> Any:
@@ -59,9 +59,9 @@ def without_engine(rank: int, world_size: int) -> Any:
 
 
 def test_without_the_engine_training_differs(rank_pool: RankPool) -> None:
-    for expected, found in rank_pool.run(2, without_engine):
+    for expected, actual in rank_pool.run(2, without_engine):
         with pytest.raises(AssertionError):
-            same(found, expected)
+            same(actual, expected)
 
 
 def shape_of_it(rank: int, world_size: int) -> None:
@@ -92,7 +92,7 @@ def shape_of_it(rank: int, world_size: int) -> None:
         parallelize(model, plan)
 
 
-def test_what_parallelize_leaves(rank_pool: RankPool) -> None:
+def test_parallelize_keeps_the_model_interface(rank_pool: RankPool) -> None:
     rank_pool.run(4, shape_of_it)
 
 
@@ -107,7 +107,7 @@ def copied(rank: int, world_size: int) -> Any:
     return [{n: full(p.grad) for n, p in m.named_parameters()} for m in (twin, model)]
 
 
-def test_deepcopy_has_an_engine_of_its_own(rank_pool: RankPool) -> None:
+def test_deepcopy_has_its_own_engine(rank_pool: RankPool) -> None:
     for twin, model in rank_pool.run(2, copied):
         same([twin], [model], rtol=0.0, atol=0.0)
 
@@ -128,8 +128,8 @@ def deferred(rank: int, world_size: int) -> Any:
 
 def test_deferred_models_start_bit_equal(rank_pool: RankPool) -> None:
     expected = {n: t.detach() for n, t in make().state_dict().items()}
-    for found in rank_pool.run(2, deferred):
-        same([found], [expected], rtol=0.0, atol=0.0)
+    for actual in rank_pool.run(2, deferred):
+        same([actual], [expected], rtol=0.0, atol=0.0)
 
 
 def unlike(rank: int, world_size: int, what: str) -> None:
@@ -165,7 +165,7 @@ def unlike(rank: int, world_size: int, what: str) -> None:
         ("plan", "different plans"),
     ],
 )
-def test_ranks_that_differ_are_told(rank_pool: RankPool, what: str, message: str) -> None:
+def test_differing_ranks_raise(rank_pool: RankPool, what: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         rank_pool.run(2, unlike, what)
 
@@ -231,7 +231,7 @@ def refused(rank: int, world_size: int) -> None:
         parallelize(make(), plan_of(), btach=None)  # type: ignore[call-arg]
 
 
-def test_what_is_refused_and_how(rank_pool: RankPool) -> None:
+def test_refusals_name_value_rule_and_fix(rank_pool: RankPool) -> None:
     rank_pool.run(2, refused)
 
 
@@ -264,15 +264,15 @@ def two_data_axes(rank: int, world_size: int) -> Any:
     engine = reduction_of(model)
     assert engine is not None
     assert engine.axes == ("dp", "dq")
-    found = loop(model, clip_grad_norm_)
+    actual = loop(model, clip_grad_norm_)
     (batch,) = shard_loader([batch_of()], model=model)
     assert batch["ids"].to_local().shape == (1, 5)
-    return expected, found
+    return expected, actual
 
 
 def test_two_data_axes_share_one_engine(rank_pool: RankPool) -> None:
-    for expected, found in rank_pool.run(4, two_data_axes):
-        same(found, expected)
+    for expected, actual in rank_pool.run(4, two_data_axes):
+        same(actual, expected)
 
 
 def hooked_later(rank: int, world_size: int) -> None:
@@ -292,11 +292,11 @@ def hooked_later(rank: int, world_size: int) -> None:
         [{n: p.grad for n, p in reference.named_parameters()}],
     )
     inside = [model.blocks[0].up.weight, model.blocks[1].norm.bias]
-    found = torch.autograd.grad(model(**batch_of()), inside)
+    actual = torch.autograd.grad(model(**batch_of()), inside)
     expected = torch.autograd.grad(
         reference(**batch_of()), [reference.blocks[0].up.weight, reference.blocks[1].norm.bias]
     )
-    same([full(g) for g in found], expected)
+    same([full(g) for g in actual], expected)
 
 
 def test_hooks_freezing_and_autograd_grad(rank_pool: RankPool) -> None:

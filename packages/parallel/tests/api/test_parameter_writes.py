@@ -1,4 +1,4 @@
-"""Writes as users write them, through views or not: what they leave in parameters, gradients and states is what one device has."""
+"""Writes to parameters, gradients and states, directly and through views, have the result of one device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 NAMES = ("even.weight", "last")
 THROUGHOUT = ("rows", "zero")
-"""Layouts in which everything is tried in every mode; of the others each is tried in one, for the time that it takes."""
+"""Layouts for which every case runs in every mode; the other layouts run in one mode each, to save time."""
 
 
 def plan_of(layout: str) -> ParallelPlan:
@@ -71,14 +71,14 @@ def pair(layout: str, frozen: bool = False) -> tuple[Two, Two]:
 
 def whole(x: Any) -> Any:
     if isinstance(x, (tuple, list)):
-        return [whole(one) for one in x]
+        return [whole(single) for single in x]
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return found.dtype == expected.dtype and torch.equal(found, expected)
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
 def differences(
@@ -87,15 +87,15 @@ def differences(
     mode: Callable[[], Any],
     results: bool = True,
 ) -> dict[str, str]:
-    """Cases whose function leaves something else in one of the targets, or in the generator, than on one device.
+    """Cases whose function leaves another value in a target, or another random state, than on one device.
 
     `results`: or returns something else.
     """
-    one, many = targets
-    start = [whole(x) for x in one]
+    single, many = targets
+    start = [whole(x) for x in single]
     wrong = {}
     for name, function in cases.items():
-        for ours, theirs, value in zip(many, one, start, strict=True):
+        for ours, theirs, value in zip(many, single, start, strict=True):
             seen = []
             for x in (theirs, ours):
                 with torch.no_grad():
@@ -115,7 +115,7 @@ def differences(
                     wrong[f"{name} of {list(value.shape)}"] = f"{seen[1]!s:.200} instead of {seen[0]!s:.80}"
             elif not same(seen[1], seen[0]):
                 wrong[f"{name} of {list(value.shape)}"] = "another value"
-        for x, value in zip(one, start, strict=True):
+        for x, value in zip(single, start, strict=True):
             x.data.copy_(value)
     with torch.no_grad():
         for ours, value in zip(many, start, strict=True):
@@ -135,36 +135,36 @@ def as_it_is() -> Iterator[None]:
 
 
 def to_parameters(rank: int, world_size: int, layout: str, frozen: bool) -> dict[str, str]:
-    one, many = pair(layout, frozen)
-    targets = tuple([model.get_parameter(name) for name in NAMES] for model in (one, many))
+    single, many = pair(layout, frozen)
+    targets = tuple([model.get_parameter(name) for name in NAMES] for model in (single, many))
     mode = as_it_is if frozen else torch.no_grad
     half = "bfloat16" in layout  # what is read outside of a forward too: the compute copy
     writes = {name: f for name, f in WRITES.items() if not half or name != "p[mask] = p[mask] * 2"}
-    found = differences(writes, targets, mode, not half) | differences(INITS, targets, as_it_is)
+    actual = differences(writes, targets, mode, not half) | differences(INITS, targets, as_it_is)
     if not half:
-        found |= differences(READS, targets, mode)
+        actual |= differences(READS, targets, mode)
     # the model computes with what was written
     x = torch.linspace(-1, 1, 24).view(4, 6)
     for p, q in zip(*targets, strict=True):
         with torch.no_grad():
             p[1].fill_(0.25)
             q[1].fill_(0.25)
-    if not half and not torch.allclose(whole(many(x)), one(x), atol=1e-6):
-        found["forward"] = "another value"
-    return found
+    if not half and not torch.allclose(whole(many(x)), single(x), atol=1e-6):
+        actual["forward"] = "another value"
+    return actual
 
 
 def to_gradients_and_states(rank: int, world_size: int, layout: str) -> dict[str, str]:
-    one, many = pair(layout)
-    runs = [(model, torch.optim.AdamW(model.parameters(), 1e-2)) for model in (one, many)]
+    single, many = pair(layout)
+    runs = [(model, torch.optim.AdamW(model.parameters(), 1e-2)) for model in (single, many)]
     for model, optimizer in runs:
         gradients(model)
         optimizer.step()
-    for (_, p), (_, q) in zip(one.named_parameters(), many.named_parameters(), strict=True):
+    for (_, p), (_, q) in zip(single.named_parameters(), many.named_parameters(), strict=True):
         q.grad.copy_(p.grad)  # equal but for rounding: from here on bit for bit
         for key in ("exp_avg", "exp_avg_sq"):
             runs[1][1].state[q][key].copy_(runs[0][1].state[p][key])
-    found = {}
+    actual = {}
     for what in ("grad", "exp_avg"):
         targets: tuple[list[Any], list[Any]] = ([], [])
         for side, (model, optimizer) in zip(targets, runs, strict=True):
@@ -176,8 +176,8 @@ def to_gradients_and_states(rank: int, world_size: int, layout: str) -> dict[str
             modes = modes[what == "grad" :][:1]
         for how, mode in modes:
             wrong = differences(WRITES, targets, mode) | differences(READS, targets, mode)
-            found |= {f"{what}{how}: {name}": text for name, text in wrong.items()}
-    return found
+            actual |= {f"{what}{how}: {name}": text for name, text in wrong.items()}
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def to_gradients_and_states(rank: int, world_size: int, layout: str) -> dict[str
     ids=lambda value: value if isinstance(value, str) else "frozen" if value else "trained",
 )
 def test_writes_to_parameters(rank_pool: RankPool, layout: str, frozen: bool) -> None:
-    for found in rank_pool.run(LAYOUTS[layout][0], to_parameters, layout, frozen):
-        assert found == {}
+    for actual in rank_pool.run(LAYOUTS[layout][0], to_parameters, layout, frozen):
+        assert actual == {}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_writes_to_gradients_and_states(rank_pool: RankPool, layout: str) -> None:
-    for found in rank_pool.run(LAYOUTS[layout][0], to_gradients_and_states, layout):
-        assert found == {}
+    for actual in rank_pool.run(LAYOUTS[layout][0], to_gradients_and_states, layout):
+        assert actual == {}
 
 
 def refusals(rank: int, world_size: int, layout: str) -> None:
@@ -229,27 +229,25 @@ def refusals(rank: int, world_size: int, layout: str) -> None:
                 with pytest.raises(kind, match=text):
                     bad(p)
         assert torch.equal(whole(p), before)
-    copied_before = many.even.weight[0]  # with gradients: what is computed with
+    view = many.even.weight[0]  # with gradients: of the compute copy
     with torch.no_grad():
-        if (
-            layout.startswith("zero") or layout == "rows"
-        ):  # there it lies in the parameter's own memory no more
+        if layout.startswith("zero") or layout == "rows":  # it is no view of the parameter's memory
             with pytest.raises(UnsupportedError, match="would not reach"):
-                copied_before.zero_()
+                view.zero_()
         else:
-            copied_before.zero_()
+            view.zero_()
             assert not whole(many.even.weight)[0].any()
 
 
 @pytest.mark.parametrize("layout", ["dp2", "rows", "columns", "zero"])
-def test_what_cannot_be_meant_is_refused(rank_pool: RankPool, layout: str) -> None:
+def test_ambiguous_writes_are_refused(rank_pool: RankPool, layout: str) -> None:
     rank_pool.run(LAYOUTS[layout][0], refusals, layout)
 
 
 def losing(rank: int, world_size: int) -> list[int]:
-    """Writes that reach nothing on either side, and one that reaches another place: the table has to tell them apart."""
-    one, many = pair("rows")
-    targets = tuple([model.get_parameter(name) for name in NAMES] for model in (one, many))
+    """Writes that reach nothing on either side, and one that reaches another row in parallel."""
+    single, many = pair("rows")
+    targets = tuple([model.get_parameter(name) for name in NAMES] for model in (single, many))
     lost = {"clone": lambda p: p[0].clone().zero_(), "copy": lambda p: p[[0]].zero_()}
     other = {
         "first or second": lambda p: p[int(isinstance(p, nn.Parameter) and hasattr(p, "full_tensor"))].zero_()
@@ -257,5 +255,5 @@ def losing(rank: int, world_size: int) -> list[int]:
     return [len(differences(cases, targets, torch.no_grad)) for cases in (lost, other)]
 
 
-def test_the_table_sees_a_write_that_goes_elsewhere(rank_pool: RankPool) -> None:
+def test_comparison_detects_a_lost_write(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, losing) == [[0, 2]] * 2

@@ -1,4 +1,4 @@
-"""What users write to parameters, gradients and optimizer states: (name, function), each run on one device and on many."""
+"""Writes to parameters, gradients and optimizer states: (name, function), each run on one device and on many."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _twice_written(p: Any) -> None:
 
 
 def _read_after_write(p: Any) -> Any:
-    """What a view shows after its base was written to."""
+    """The values of a view after its base was written to."""
     row = p[1]
     p.mul_(2)
     p[1, 0] = 7.0
@@ -203,7 +203,7 @@ READS: dict[str, Write] = {
     "p.view(-1)[1::3]": lambda p: p.view(-1)[1::3],
     "p.flip(0)": lambda p: p.flip(0),
 }
-"""Functions that give a value: what they draw, and views that are read."""
+"""Functions that return a value: random numbers, and views that are read."""
 
 INITS: dict[str, Write] = {
     "orthogonal_": lambda p: nn.init.orthogonal_(p, 1.5),

@@ -21,7 +21,7 @@ Pair = namedtuple("Pair", "x y")
 
 
 class Words(Dataset[Any]):
-    """23 rows; notes which were read."""
+    """23 rows; records which were read."""
 
     def __init__(self, draws: str = "", kind: str = "dict") -> None:
         self.read: list[int] = []
@@ -140,10 +140,10 @@ def other_loaders(rank: int, world_size: int) -> None:
         [torch.ones(4), torch.ones(3, 2)],
         Pair(torch.ones(2), torch.zeros(())),
     ]
-    found = list(shard_loader(plain, model=model))
-    assert equal([full(b) for b in found], plain)
-    assert found[0]["x"].to_local().shape == (1, 3)
-    assert found[1][1].to_local().shape == (3, 2)  # its dim 0 is not the rows of the batch
+    actual = list(shard_loader(plain, model=model))
+    assert equal([full(b) for b in actual], plain)
+    assert actual[0]["x"].to_local().shape == (1, 3)
+    assert actual[1][1].to_local().shape == (3, 2)  # its dim 0 is not the rows of the batch
 
     pairs = shard_loader(DataLoader(Words(), batch_size=4, collate_fn=as_pair))
     want = next(iter(DataLoader(Words(), batch_size=4, collate_fn=as_pair)))
@@ -192,7 +192,7 @@ def refused(rank: int, world_size: int) -> None:
         shard_loader([], model=make())
 
 
-def test_what_cannot_be_right_is_refused(rank_pool: RankPool) -> None:
+def test_unsafe_loaders_are_refused(rank_pool: RankPool) -> None:
     rank_pool.run(2, refused)
 
 

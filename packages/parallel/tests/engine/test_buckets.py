@@ -1,4 +1,4 @@
-"""Memory of buckets that is taken again, on real ranks: only where nobody sees what lies in it any more."""
+"""Reuse of bucket memory, on real ranks: only when nothing else uses it any more."""
 
 from __future__ import annotations
 
@@ -41,58 +41,58 @@ def backward(model: nn.Module, step: int, rank: int, world_size: int) -> None:
 
 
 def places(rank: int, world_size: int, keep: bool) -> list[int]:
-    """Where the first gradient lies, step by step; `keep`: another one of the second step is held on to."""
-    model, found, kept = model_of(), [], []
+    """The address of the first gradient in each step; `keep`: another gradient of the second step is held."""
+    model, actual, kept = model_of(), [], []
     engine = attach(model, world_size)
     for step in range(STEPS):
         backward(model, step, rank, world_size)
-        found.append(model[0].weight.grad.data_ptr())
+        actual.append(model[0].weight.grad.data_ptr())
         (bucket,) = engine._buckets
         if step:  # fresh memory may lie at the same place by chance: this is what the next step asks for
-            own = model[0].weight.grad.untyped_storage().data_ptr()
-            assert bucket.previous.untyped_storage().data_ptr() == own
+            local = model[0].weight.grad.untyped_storage().data_ptr()
+            assert bucket.previous.untyped_storage().data_ptr() == local
         if keep and step == 1:
             kept.append(model[0].bias.grad)
         model.zero_grad()
         # a sum that has ended is let go of by another thread
         while step and not (keep and step == 1) and not bucketing.is_only_user(bucket.previous):
             time.sleep(0.001)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_memory_is_taken_again(rank_pool: RankPool, keep: bool) -> None:
-    """From the second step on: after the first, buckets are filled in the order in which gradients come.
+def test_bucket_memory_is_reused(rank_pool: RankPool, keep: bool) -> None:
+    """From the second step on: after the first, buckets are refilled in the order of the gradients.
 
-    Whoever keeps a gradient of that one has its memory; from the third step on it is that of the third.
+    A gradient held from the second step keeps its memory, so that of the third step is reused.
     """
-    for found in rank_pool.run(2, places, keep):
-        assert len(set(found[1 + keep :])) == 1 and (found[1] != found[2]) == keep
+    for actual in rank_pool.run(2, places, keep):
+        assert len(set(actual[1 + keep :])) == 1 and (actual[1] != actual[2]) == keep
 
 
 def adding(rank: int, world_size: int) -> list[bool]:
-    """Step by step, whether gradients to which a second pass has added lie in what stays, and nothing else does."""
-    model, found = model_of(), []
+    """For each step, whether exactly the gradients to which a second pass has added use the kept memory."""
+    model, actual = model_of(), []
     engine = attach(model, world_size)
     for step in range(STEPS):
         for part in range(2):
             backward(model, 2 * step + part, rank, world_size)
         (bucket,) = engine._buckets
         there = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-        found.append(bucket.previous is not None and {bucket.previous.untyped_storage().data_ptr()} == there)
+        actual.append(bucket.previous is not None and {bucket.previous.untyped_storage().data_ptr()} == there)
         model.zero_grad()
-    return found
+    return actual
 
 
-def test_a_pass_that_adds_leaves_no_memory_behind(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, adding):
-        assert all(found[1:])
+def test_accumulating_pass_keeps_no_second_buffer(rank_pool: RankPool) -> None:
+    for actual in rank_pool.run(2, adding):
+        assert all(actual[1:])
 
 
 def kept(rank: int, world_size: int, how: str, blind: bool) -> list[list[torch.Tensor]]:
-    """Gradients that a user holds on to from every step, and what they were then; `blind`: nobody looks for that."""
-    known = bucketing.is_only_user
-    model, found = model_of(), []
+    """Gradients that a user holds from every step, and their values then; `blind`: without the check for other users."""
+    original = bucketing.is_only_user
+    model, actual = model_of(), []
     attach(model, world_size)
     try:
         if blind:
@@ -107,54 +107,54 @@ def kept(rank: int, world_size: int, how: str, blind: bool) -> list[list[torch.T
                     "storage": lambda g: g.untyped_storage(),
                 }
                 held = hold[how](p.grad)
-                found.append([held, held.clone()])
+                actual.append([held, held.clone()])
             model.zero_grad()
     finally:
-        bucketing.is_only_user = known
-    return [[_whole(held), _whole(was)] for held, was in found]
+        bucketing.is_only_user = original
+    return [[_whole(held), _whole(was)] for held, was in actual]
 
 
 def _whole(held: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
-    """The values of what a user holds."""
+    """The values of a held tensor or storage."""
     if isinstance(held, torch.Tensor):
         return held.clone()
     return torch.tensor(held.tolist())
 
 
 @pytest.mark.parametrize("how", ["gradient", "view", "array", "storage"])
-def test_gradients_that_are_held_stay_what_they_were(rank_pool: RankPool, how: str) -> None:
-    for found in rank_pool.run(2, kept, how, False):
-        assert all(torch.equal(held, was) for held, was in found)
-    for found in rank_pool.run(2, kept, how, True):  # unless it is looked for
-        assert not all(torch.equal(held, was) for held, was in found)
+def test_gradients_held_by_the_user_do_not_change(rank_pool: RankPool, how: str) -> None:
+    for actual in rank_pool.run(2, kept, how, False):
+        assert all(torch.equal(held, was) for held, was in actual)
+    for actual in rank_pool.run(2, kept, how, True):  # without the check
+        assert not all(torch.equal(held, was) for held, was in actual)
 
 
 def accumulated(rank: int, world_size: int, engine: bool) -> list[torch.Tensor]:
     """Two backward passes a step, and a third whose gradients stay in place (`set_to_none=False`)."""
-    model, found = model_of(), []
+    model, actual = model_of(), []
     if engine:
         attach(model, world_size, nbytes=300)
     for step in range(STEPS):
         for part in range(2):
             backward(model, 2 * step + part, rank, world_size)
-        found += [p.grad.clone() for p in model.parameters()]
+        actual += [p.grad.clone() for p in model.parameters()]
         model.zero_grad(set_to_none=step % 2 == 0)
-    return found
+    return actual
 
 
-def test_passes_that_add_up(rank_pool: RankPool) -> None:
+def test_accumulated_passes_equal_one_device(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, accumulated, False)
-    for found in rank_pool.run(2, accumulated, True):
-        torch.testing.assert_close(found, expected)
+    for actual in rank_pool.run(2, accumulated, True):
+        torch.testing.assert_close(actual, expected)
 
 
 def given_up(rank: int, world_size: int) -> list[torch.Tensor]:
-    """A pass that raises half-way, between others."""
-    model, found = model_of(), []
+    """A pass that raises half-way, between other passes."""
+    model, actual = model_of(), []
     attach(model, world_size, nbytes=300)
 
     def fail(gradient: torch.Tensor) -> None:
-        raise RuntimeError("given up")
+        raise RuntimeError("on purpose")
 
     for step in range(STEPS):
         handle = model[0].register_full_backward_hook(lambda *_: fail(_[2][0])) if step == 3 else None
@@ -164,14 +164,14 @@ def given_up(rank: int, world_size: int) -> list[torch.Tensor]:
             assert step == 3
             assert all(p.grad is None for p in model.parameters())
         else:
-            found += [p.grad.clone() for p in model.parameters()]
+            actual += [p.grad.clone() for p in model.parameters()]
         if handle is not None:
             handle.remove()
         model.zero_grad()
-    return found
+    return actual
 
 
-def test_a_pass_that_is_given_up_spoils_nothing(rank_pool: RankPool) -> None:
+def test_pass_that_raises_changes_no_gradient(rank_pool: RankPool) -> None:
     expected = []
     model = model_of()
     for step in range(STEPS):
@@ -179,15 +179,15 @@ def test_a_pass_that_is_given_up_spoils_nothing(rank_pool: RankPool) -> None:
             backward(model, step, 0, 1)
             expected += [p.grad.clone() for p in model.parameters()]
             model.zero_grad()
-    for found in rank_pool.run(2, given_up):
-        torch.testing.assert_close(found, expected)
+    for actual in rank_pool.run(2, given_up):
+        torch.testing.assert_close(actual, expected)
 
 
 SIZES = (1024, 1024, 1023)
 
 
 def staying(rank: int, world_size: int, plan: ParallelPlan) -> int:
-    """Elements of gradients whose memory is there between steps."""
+    """Elements of gradients whose memory is kept between steps."""
     layers = [nn.Linear(n, m, bias=False) for n, m in itertools.pairwise(SIZES)]
     model = parallelize(nn.Sequential(*layers), plan)
     for _ in range(3):
@@ -199,8 +199,10 @@ def staying(rank: int, world_size: int, plan: ParallelPlan) -> int:
 
 
 @pytest.mark.parametrize(("precision", "large"), [(None, False), ("bf16", True)])
-def test_what_is_said_to_stay_is_what_stays(rank_pool: RankPool, precision: str | None, large: bool) -> None:
-    """A gradient of 4 MiB is summed from where it lies, unless it is copied anyway: into the dtype of the parameter."""
+def test_predicted_bucket_memory_equals_actual(
+    rank_pool: RankPool, precision: str | None, large: bool
+) -> None:
+    """A gradient of 4 MiB is reduced in place, unless it is copied in any case: into the dtype of the parameter."""
     plan = plan_of(degrees={"dp": 2}, precision=None if precision is None else {"parameters": precision})
     used = 4 if precision is None else 2
     unit = tuple(ParameterSize((m, n), (), (4, used), True) for n, m in itertools.pairwise(SIZES))
@@ -208,7 +210,7 @@ def test_what_is_said_to_stay_is_what_stays(rank_pool: RankPool, precision: str 
     request = SearchRequest(
         2, 2, sizes=ModelSizes(gradient_bytes=whole, units=(unit,)), step=StepContext(accelerated=False)
     )
-    said = Data().cost(request, 2, Link("wire", 1e-5, 1e9)).persistent_gradients
-    assert said * whole == pytest.approx(sum(4 * size.numel for size in unit[0 if large else 1 :]))
-    for found in rank_pool.run(2, staying, plan):
-        assert 4 * found == pytest.approx(said * whole)
+    text = Data().cost(request, 2, Link("cable", 1e-5, 1e9)).persistent_gradients
+    assert text * whole == pytest.approx(sum(4 * size.numel for size in unit[0 if large else 1 :]))
+    for actual in rank_pool.run(2, staying, plan):
+        assert 4 * actual == pytest.approx(text * whole)

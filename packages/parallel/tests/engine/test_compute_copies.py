@@ -1,4 +1,4 @@
-"""Parameters with a compute copy: what is written to them, or to views of the copy, is computed with or raises, never lost."""
+"""Parameters with a compute copy: a write to them, or to views of the copy, reaches the next forward or raises."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 class Viewing(nn.Module):
-    """A forward that takes views of its parameters, and computes from them alone."""
+    """A forward that computes from views of its parameters only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ def built(plan: str, make: Any = Viewing, **fields: Any) -> nn.Module:
 
 
 def whole(x: Any) -> Tensor:
-    found: Tensor = x.full_tensor().detach()
-    return found
+    actual: Tensor = x.full_tensor().detach()
+    return actual
 
 
 VIEWS = {"T": lambda p: p.T, "rows": lambda p: p[1:3], "flat": lambda p: p.view(-1)}
@@ -88,7 +88,7 @@ def lost(rank: int, world_size: int, plan: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_write_to_a_view_of_the_copy_raises(rank_pool: RankPool, plan: str) -> None:
+def test_write_to_a_view_of_a_compute_copy_raises(rank_pool: RankPool, plan: str) -> None:
     for silent in rank_pool.run(2, lost, plan):
         assert silent == []
 
@@ -119,7 +119,7 @@ def outdated(rank: int, world_size: int, plan: str) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_write_through_a_view_is_computed_with(rank_pool: RankPool, plan: str) -> None:
+def test_write_through_a_view_reaches_the_next_forward(rank_pool: RankPool, plan: str) -> None:
     for wrong in rank_pool.run(2, outdated, plan):
         assert wrong == []
 
@@ -130,18 +130,18 @@ def evaluated(rank: int, world_size: int, plan: str) -> None:
     trained = model(x)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            found = model(x)
-            assert found.dtype == trained.dtype == x.dtype
-            assert torch.equal(whole(found), whole(trained))
+            actual = model(x)
+            assert actual.dtype == trained.dtype == x.dtype
+            assert torch.equal(whole(actual), whole(trained))
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_evaluation_computes_what_a_training_step_does(rank_pool: RankPool, plan: str) -> None:
+def test_evaluation_equals_a_training_forward(rank_pool: RankPool, plan: str) -> None:
     rank_pool.run(2, evaluated, plan)
 
 
 class Turning(nn.Module):
-    """A block that turns its input in place: run again on it, it would turn it back."""
+    """A block that transposes its input in place: a second run on it would transpose it back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,15 +163,15 @@ class Around(nn.Module):
 def turned(rank: int, world_size: int) -> None:
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(0)
-    one = Around()
-    one(x).sum().backward()
+    single = Around()
+    single(x).sum().backward()
     many = built("zero3", Around)
     many(x).sum().backward()
-    torch.testing.assert_close(whole(many.block.linear.weight.grad), one.block.linear.weight.grad)
+    torch.testing.assert_close(whole(many.block.linear.weight.grad), single.block.linear.weight.grad)
     again = built("zero3", Around, recompute=(RecomputeRule(pattern="block"),))
     with pytest.raises(UnsupportedError, match="modified in place by the module itself"):
         again(x).sum().backward()
 
 
-def test_an_input_turned_in_place_is_not_run_again(rank_pool: RankPool) -> None:
+def test_input_transposed_in_place_is_not_recomputed(rank_pool: RankPool) -> None:
     rank_pool.run(2, turned)

@@ -25,9 +25,7 @@ from meshwright_parallel.engine.buckets import BucketSizes
 
 ROWS = 12
 SMALL = 300  # bytes: several buckets in a small model
-SINGLES = BucketSizes(
-    2**20, single=200
-)  # every weight is summed where it lies, one of them without a gradient at times
+SINGLES = BucketSizes(2**20, single=200)  # every weight is reduced in place
 
 
 class Net(nn.Module):
@@ -78,11 +76,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def assert_same(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
-    assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}
+def assert_same(actual: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
+    assert {n for n, g in actual.items() if g is None} == {n for n, g in expected.items() if g is None}
     for name, want in expected.items():
         if want is not None:
-            got = found[name]
+            got = actual[name]
             assert got is not None
             torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
             assert got.stride() == want.stride(), name
@@ -117,16 +115,16 @@ def test_sums_equal_one_device(
     rank_pool: RankPool, world_size: int, axes: tuple[str, ...], bucket_bytes: int | BucketSizes
 ) -> None:
     (expected,) = rank_pool.run(1, train, axes, bucket_bytes, True)
-    for found in rank_pool.run(world_size, train, axes, bucket_bytes, True):
-        for got, want in zip(found, expected, strict=True):
+    for actual in rank_pool.run(world_size, train, axes, bucket_bytes, True):
+        for got, want in zip(actual, expected, strict=True):
             assert_same(got, want)
 
 
 def test_without_engine_the_difference_shows(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, train, ("dp",), SMALL, True)
-    found = rank_pool.run(2, train, ("dp",), SMALL, False)
+    actual = rank_pool.run(2, train, ("dp",), SMALL, False)
     with pytest.raises(AssertionError):
-        assert_same(found[0][0], expected[0])
+        assert_same(actual[0][0], expected[0])
 
 
 def first_gradients(rank: int, world_size: int, dtype: torch.dtype) -> Any:
@@ -147,18 +145,18 @@ def first_gradients(rank: int, world_size: int, dtype: torch.dtype) -> Any:
 def test_retain_graph_log_and_order(rank_pool: RankPool) -> None:
     ((once, twice, _, events),) = rank_pool.run(1, first_gradients, torch.float32)
     assert not events  # nothing to sum in a world of one
-    for found in rank_pool.run(2, first_gradients, torch.float32):
-        assert_same(found[0], once)
-        assert_same(found[1], twice)
-        assert found[2] == [
+    for actual in rank_pool.run(2, first_gradients, torch.float32):
+        assert_same(actual[0], once)
+        assert_same(actual[1], twice)
+        assert actual[2] == [
             ["columns", "second.weight", "second.bias", "first.weight", "unused.bias", "unused.weight"]
         ] or (
-            found[2][0][-2:]
+            actual[2][0][-2:]
             == ["unused.bias", "unused.weight"]  # unused last, whatever the order of the others
         )
-        assert [(e.kind, e.axis, e.phase) for e in found[3]] == [("all_reduce", "dp", "backward")] * 2
+        assert [(e.kind, e.axis, e.phase) for e in actual[3]] == [("all_reduce", "dp", "backward")] * 2
         numel = 7 * 11 + 25 + 5 + 7 * 11 + 7 + 7 * 11
-        assert found[3][0].nbytes == 4 * (numel + 6)  # one flag per parameter
+        assert actual[3][0].nbytes == 4 * (numel + 6)  # one flag per parameter
 
 
 def mixed_types(rank: int, world_size: int) -> Any:
@@ -177,11 +175,11 @@ def mixed_types(rank: int, world_size: int) -> Any:
     return a.grad, b.grad, c.grad, len(engine.buckets())
 
 
-def test_dtypes_have_buckets_of_their_own(rank_pool: RankPool) -> None:
+def test_each_dtype_has_its_own_bucket(rank_pool: RankPool) -> None:
     *expected, _ = rank_pool.run(1, mixed_types)[0]
-    for *found, buckets in rank_pool.run(2, mixed_types):
+    for *actual, buckets in rank_pool.run(2, mixed_types):
         assert buckets == 3
-        for got, want in zip(found, expected, strict=True):
+        for got, want in zip(actual, expected, strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(got, want)  # small integers: exact in every dtype
 
@@ -224,7 +222,7 @@ def broken_pass(rank: int, world_size: int, where: str, filling: int | BucketSiz
 
 @pytest.mark.parametrize("filling", [SMALL, SINGLES])
 @pytest.mark.parametrize("where", ["first", "later", "hook"])
-def test_a_backward_that_raises_leaves_gradients_as_they_were(
+def test_backward_that_raises_keeps_gradients(
     rank_pool: RankPool, where: str, filling: int | BucketSizes
 ) -> None:
     model, x = build()
@@ -254,8 +252,8 @@ def captured(rank: int, world_size: int) -> Any:
 
 def test_autograd_grad_and_inputs(rank_pool: RankPool) -> None:
     ((direct, chosen),) = rank_pool.run(1, captured)
-    for found, found_chosen in rank_pool.run(2, captured):
-        torch.testing.assert_close(found, direct)
+    for actual, found_chosen in rank_pool.run(2, captured):
+        torch.testing.assert_close(actual, direct)
         assert_same(found_chosen, chosen)
 
 
@@ -272,8 +270,8 @@ def reentrant(rank: int, world_size: int) -> Any:
 
 def test_reentrant_checkpoints(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, reentrant)
-    for found in rank_pool.run(2, reentrant):
-        assert_same(found, expected)
+    for actual in rank_pool.run(2, reentrant):
+        assert_same(actual, expected)
 
 
 def thawed(rank: int, world_size: int) -> Any:
@@ -290,8 +288,8 @@ def thawed(rank: int, world_size: int) -> Any:
 
 def test_freezing_and_thawing(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, thawed)
-    for found in rank_pool.run(2, thawed):
-        assert_same(found, expected)
+    for actual in rank_pool.run(2, thawed):
+        assert_same(actual, expected)
 
 
 def used_on_one_rank(rank: int, world_size: int, filling: int | BucketSizes) -> Any:
@@ -302,21 +300,21 @@ def used_on_one_rank(rank: int, world_size: int, filling: int | BucketSizes) -> 
 
 
 @pytest.mark.parametrize("filling", [SMALL, SINGLES])
-def test_ranks_never_disagree_on_what_has_a_gradient(rank_pool: RankPool, filling: int | BucketSizes) -> None:
+def test_ranks_agree_on_which_gradients_exist(rank_pool: RankPool, filling: int | BucketSizes) -> None:
     a, b = rank_pool.run(2, used_on_one_rank, filling)
     assert a is not None
     assert torch.equal(a, b)
 
 
 def shared_memory(rank: int, world_size: int, trusting: bool) -> list[Any]:
-    """Gradients that autograd hands over as views of one memory: of each other's, and of one that it still needs."""
+    """Gradients that autograd returns as views of shared memory: of each other, and of a tensor that it still needs."""
     torch.manual_seed(5)
     a, b, c = (nn.Parameter(torch.randn(6, 5, dtype=torch.float64)) for _ in range(3))
     x = torch.randn(ROWS, 30, dtype=torch.float64)
     DataReduction(
         mesh_of(world_size, "dp"), [(n, p, ("dp",)) for n, p in (("a", a), ("b", b), ("c", c))], SINGLES
     )
-    known = bucketing.is_only_user_after_accumulation
+    original = bucketing.is_only_user_after_accumulation
     if trusting:
         bucketing.is_only_user_after_accumulation = lambda gradient: True
     try:
@@ -324,37 +322,37 @@ def shared_memory(rank: int, world_size: int, trusting: bool) -> list[Any]:
         hidden = torch.tanh(c.view(-1)) ** 2 * a.detach().view(-1)
         ((a.view(-1) + hidden + b.view(-1)) * factor).sum().backward()
     finally:
-        bucketing.is_only_user_after_accumulation = known
+        bucketing.is_only_user_after_accumulation = original
     return [p.grad for p in (a, b, c)]
 
 
 def test_gradients_in_shared_memory(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, shared_memory, False)
-    for found in rank_pool.run(2, shared_memory, False):
-        torch.testing.assert_close(found, expected)
-    with pytest.raises(AssertionError):  # unless it is looked for
+    for actual in rank_pool.run(2, shared_memory, False):
+        torch.testing.assert_close(actual, expected)
+    with pytest.raises(AssertionError):  # without the check
         torch.testing.assert_close(rank_pool.run(2, shared_memory, True)[0], expected)
 
 
 def answers(rank: int, world_size: int) -> list[bool]:
-    """What is found of the large gradients of an ordinary model, in two passes."""
+    """The answers of the check for other users, for the large gradients of an ordinary model in two passes."""
     model, x = build()
     engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SINGLES)
-    known, found = bucketing.is_only_user_after_accumulation, []
+    original, actual = bucketing.is_only_user_after_accumulation, []
     try:
         bucketing.is_only_user_after_accumulation = lambda gradient: (
-            found.append(known(gradient)) or found[-1]
+            actual.append(original(gradient)) or actual[-1]
         )
         for _ in range(2):
             loss(model, rows(x, rank, world_size)).backward()
     finally:
-        bucketing.is_only_user_after_accumulation = known
-    return found
+        bucketing.is_only_user_after_accumulation = original
+    return actual
 
 
 def test_ordinary_gradients_are_not_copied(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, answers):
-        assert found == [True] * 6
+    for actual in rank_pool.run(2, answers):
+        assert actual == [True] * 6
 
 
 def dtensors(rank: int, world_size: int) -> Any:
@@ -377,7 +375,7 @@ def test_dtensor_parameters(rank_pool: RankPool) -> None:
 
 
 def overlapped(rank: int, world_size: int) -> tuple[int, int]:
-    """Sums that were under way when the backward pass reached the input, and in the end."""
+    """Collectives that had started when the backward pass reached the input, and in the end."""
     model, x = build()
     engine_of(model, mesh_of(world_size, "dp"), bucket_bytes=SMALL)
     x = rows(x, rank, world_size).requires_grad_()
@@ -406,9 +404,9 @@ def dropped(rank: int, world_size: int, steps: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_dropped_model_is_freed(rank_pool: RankPool, steps: int) -> None:
-    for found in rank_pool.run(2, dropped, steps):
-        assert not any(found)
+def test_dropped_model_is_freed(rank_pool: RankPool, steps: int) -> None:
+    for actual in rank_pool.run(2, dropped, steps):
+        assert not any(actual)
 
 
 def dropped_before_backward(rank: int, world_size: int) -> dict[str, torch.Tensor | None]:
@@ -425,8 +423,8 @@ def dropped_before_backward(rank: int, world_size: int) -> dict[str, torch.Tenso
 
 def test_the_engine_lives_as_long_as_a_parameter(rank_pool: RankPool) -> None:
     (expected,) = rank_pool.run(1, dropped_before_backward)
-    for found in rank_pool.run(2, dropped_before_backward):
-        assert_same(found, expected)
+    for actual in rank_pool.run(2, dropped_before_backward):
+        assert_same(actual, expected)
 
 
 def one_sum_over_two_axes(rank: int, world_size: int) -> Any:

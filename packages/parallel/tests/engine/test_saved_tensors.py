@@ -1,4 +1,4 @@
-"""What autograd saves under the hooks of stage 3 is freed with the graph, without a backward pass too."""
+"""Tensors saved under the hooks of stage 3 are freed with the graph, also without a backward pass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from meshwright_parallel.engine.saved_tensors import SavedTensors
 
 
 class Engine:
-    """An engine that has gathered nothing."""
+    """An engine without unsharded parameters."""
 
     def __init__(self) -> None:
         self.storages: dict[int, object] = {}
 
 
-def test_a_graph_that_is_dropped_frees_the_engine() -> None:
-    """A result that a node saves of itself is a circle through the node, which no garbage collector sees."""
+def test_dropped_graph_frees_the_engine() -> None:
+    """A node that saves its own result is a cycle that the garbage collector does not see."""
     engine, x = Engine(), torch.ones(3, requires_grad=True)
     with SavedTensors(engine).hooks:  # type: ignore[arg-type]
         y = torch.sigmoid(2 * x)
@@ -29,14 +29,14 @@ def test_a_graph_that_is_dropped_frees_the_engine() -> None:
     assert gone() is None
 
 
-def test_what_is_saved_is_what_was_there() -> None:
+def test_saved_tensors_keep_value_and_version() -> None:
     x = torch.linspace(-1, 1, 3, requires_grad=True)
     with SavedTensors(Engine()).hooks:  # type: ignore[arg-type]
         y, z = torch.sigmoid(2 * x), torch.exp(x)
-    (found,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(found.sum(), x)
+    (actual,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(actual.sum(), x)
     s = torch.sigmoid(2 * x.detach())
-    assert torch.allclose(found, 2 * s * (1 - s)) and torch.allclose(second, 4 * s * (1 - s) * (1 - 2 * s))
+    assert torch.allclose(actual, 2 * s * (1 - s)) and torch.allclose(second, 4 * s * (1 - s) * (1 - 2 * s))
     z.mul_(2)
     with pytest.raises(RuntimeError, match="is at version 1; expected version 0"):
         z.sum().backward()

@@ -1,4 +1,4 @@
-"""ZeRO on real ranks: the training loop of one device, with states, gradients and parameters shared between ranks."""
+"""ZeRO on real ranks: the training loop of one device, with states, gradients and parameters sharded over ranks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def zero_plan(stage: int, **degrees: int) -> ParallelPlan:
 
 @contextlib.contextmanager
 def moved_alone(nbytes: int) -> Iterator[None]:
-    """Inside, tensors of so many bytes are gathered and summed from where they lie."""
-    known, flat_shards.SINGLE_BYTES = flat_shards.SINGLE_BYTES, nbytes
+    """Inside, tensors of at least `nbytes` have collectives of their own, without copies."""
+    original, flat_shards.SINGLE_BYTES = flat_shards.SINGLE_BYTES, nbytes
     try:
         yield
     finally:
-        flat_shards.SINGLE_BYTES = known
+        flat_shards.SINGLE_BYTES = original
 
 
 def trained(rank: int, world_size: int, plan: ParallelPlan, dropout: float, alone: int) -> Any:
@@ -60,38 +60,38 @@ def trained(rank: int, world_size: int, plan: ParallelPlan, dropout: float, alon
 
 @pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize(("stage", "degrees"), CASES)
-def test_training_is_that_of_one_device(
+def test_training_equals_one_device(
     rank_pool: RankPool, stage: int, degrees: dict[str, int], alone: int
 ) -> None:
     world_size = 2 if degrees == {"zero": 2} else 4
-    for expected, found in rank_pool.run(world_size, trained, zero_plan(stage, **degrees), 0.3, alone):
-        same(found, expected)
+    for expected, actual in rank_pool.run(world_size, trained, zero_plan(stage, **degrees), 0.3, alone):
+        same(actual, expected)
 
 
 def cut_small(rank: int, world_size: int, stage: int) -> Any:
-    """As `trained` and `scenarios`, where small parameters are cut as large ones are, and of most some rank has nothing."""
+    """As `trained` and `scenarios`, with small parameters sharded unevenly, so that some ranks have empty shards."""
     import parallel_models
 
-    known = strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY
+    original = strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY
     strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY = 1, 6, 9
     try:
         plan = zero_plan(stage, zero=world_size)
         model = parallelize(make(), plan)
         with torch.no_grad():
             parts = {n: p.to_local().numel() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
-        expected, found = trained(rank, world_size, plan, 0.3, 1)
-        return parts, [("trained", expected, found), *each_scenario(model)]
+        expected, actual = trained(rank, world_size, plan, 0.3, 1)
+        return parts, [("trained", expected, actual), *each_scenario(model)]
     finally:
-        strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY = known
+        strategy.UNEVEN, parallel_models.WIDTH, parallel_models.VOCABULARY = original
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_may_have_nothing_of_a_parameter(rank_pool: RankPool, stage: int) -> None:
+def test_ranks_may_have_empty_shards(rank_pool: RankPool, stage: int) -> None:
     parts = []
-    for own, results in rank_pool.run(4, cut_small, stage):
-        parts.append(own)
+    for local, results in rank_pool.run(4, cut_small, stage):
+        parts.append(local)
         alike(results)
-    few = [name for name in parts[0] if any(not own[name] for own in parts)]
+    few = [name for name in parts[0] if any(not local[name] for local in parts)]
     assert "embed.weight" in few and "blocks.0.up.weight" not in few  # 9 x 6 over four ranks, and 12 x 6
 
 
@@ -105,8 +105,8 @@ def without_reduction(rank: int, world_size: int, stage: int) -> Any:
 
 
 def test_without_the_engine_no_gradient_arrives(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, without_reduction, 3):
-        assert all(value is None for value in found.values())
+    for actual in rank_pool.run(2, without_reduction, 3):
+        assert all(value is None for value in actual.values())
 
 
 # ---------------------------------------------------------------------------- the same code on one device and on many
@@ -137,7 +137,7 @@ def two_backwards(model: Language) -> Any:
 def evaluated(model: Language) -> Any:
     with torch.no_grad():
         before = full(model(**batch_of()))
-        model.blocks[0].up.weight.data.mul_(2)  # written to behind autograd's back: seen all the same
+        model.blocks[0].up.weight.data.mul_(2)  # a write that autograd does not see
         torch._foreach_mul_([model.blocks[1].up.weight], 0.5)
         middle = full(model(**batch_of()))
         model.norm_like = None
@@ -175,21 +175,21 @@ def thawed(model: Language) -> Any:
     model.head.bias.requires_grad_(True)
     model.blocks[0].requires_grad_(False)
     model(**batch_of()).backward()
-    found = gradients(model)
+    actual = gradients(model)
     model.head.bias.requires_grad_(False)
     model.blocks[0].requires_grad_(True)
-    return found
+    return actual
 
 
 def asked_for(model: Language) -> Any:
     chosen = [model.blocks[0].up.weight, model.head.weight]
-    found = torch.autograd.grad(model(**batch_of()), chosen)
-    return [full(g) for g in found], gradients(model)
+    actual = torch.autograd.grad(model(**batch_of()), chosen)
+    return [full(g) for g in actual], gradients(model)
 
 
 def checkpointed(model: Language) -> Any:
     for block in model.blocks:
-        block.forward = lambda x, own=block: checkpoint(Block.forward, own, x, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = lambda x, local=block: checkpoint(Block.forward, local, x, use_reentrant=False)  # type: ignore[method-assign]
     try:
         model(**batch_of()).backward()
         return gradients(model)
@@ -199,7 +199,7 @@ def checkpointed(model: Language) -> Any:
 
 
 def failed(model: Language) -> Any:
-    """What a pass that raised has added is gone; on one device part of it stays, and is taken back here."""
+    """A pass that raises adds nothing; on one device a part stays, which is removed here."""
     model(**batch_of()).backward()
     before = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     loss = model(**batch_of(seed=5))
@@ -231,7 +231,7 @@ def loaded(model: Language) -> Any:
 
 
 def changed_in_between(model: Language) -> Any:
-    """An optimizer step between forward and backward is an error on one device; nothing else comes out here."""
+    """An optimizer step between forward and backward is an error, as on one device."""
     loss = model(**batch_of())
     loss.backward(retain_graph=True)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -257,13 +257,13 @@ def scenarios(rank: int, world_size: int, stage: int, alone: int) -> Any:
 
 
 def each_scenario(model: Language) -> Any:
-    found = []
+    actual = []
     for scenario in SCENARIOS:
-        one = make()
-        model.load_state_dict(one.state_dict())
+        single = make()
+        model.load_state_dict(single.state_dict())
         model.zero_grad()
-        found.append((scenario.__name__, scenario(one), scenario(model)))
-    return found
+        actual.append((scenario.__name__, scenario(single), scenario(model)))
+    return actual
 
 
 def flat(tree: Any) -> list[Any]:
@@ -274,15 +274,15 @@ def flat(tree: Any) -> list[Any]:
 
 @pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize("stage", STAGES)
-def test_everything_else_is_that_of_one_device(rank_pool: RankPool, stage: int, alone: int) -> None:
+def test_scenarios_equal_one_device(rank_pool: RankPool, stage: int, alone: int) -> None:
     for results in rank_pool.run(2, scenarios, stage, alone):
         alike(results)
 
 
 def alike(results: list[tuple[str, Any, Any]]) -> None:
-    """Each scenario found what it finds on one device."""
-    for name, expected, found in results:
-        for want, got in zip(flat(expected), flat(found), strict=True):
+    """Each scenario has the result of one device."""
+    for name, expected, actual in results:
+        for want, got in zip(flat(expected), flat(actual), strict=True):
             assert (want is None) == (got is None), name
             if want is not None:
                 torch.testing.assert_close(
@@ -334,11 +334,11 @@ def clamped(rank: int, world_size: int, stage: int, alone: int) -> Any:
 
 @pytest.mark.parametrize("alone", [1, 2**19])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_forward_that_writes_to_its_parameters(rank_pool: RankPool, stage: int, alone: int) -> None:
+def test_forward_may_write_to_its_parameters(rank_pool: RankPool, stage: int, alone: int) -> None:
     for results in rank_pool.run(2, clamped, stage, alone):
-        for (want, expected), (got, found) in zip(results[:4], results[4:], strict=True):
+        for (want, expected), (got, actual) in zip(results[:4], results[4:], strict=True):
             torch.testing.assert_close(got, want)
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(actual, expected)
 
 
 # ---------------------------------------------------------------------------- memory, communication, errors
@@ -415,7 +415,7 @@ def test_prefetch_starts_after_the_previous_group_is_unsharded(rank_pool: RankPo
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_large_parts_move_alone(rank_pool: RankPool, stage: int) -> None:
+def test_large_shards_have_their_own_collective(rank_pool: RankPool, stage: int) -> None:
     matrix = 12 * WIDTH * 4 // 2  # bytes of what a rank holds of it
     for local, states, grads, total, peak, block_bytes, counts in rank_pool.run(2, measured, stage, matrix):
         assert local == states == grads == total / 2
@@ -427,7 +427,7 @@ def test_large_parts_move_alone(rank_pool: RankPool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", (2, 3))
-def test_memory_is_shared_and_bounded(rank_pool: RankPool, stage: int) -> None:
+def test_memory_is_sharded_and_bounded(rank_pool: RankPool, stage: int) -> None:
     for local, states, grads, total, peak, block_bytes, counts in rank_pool.run(2, measured, stage, 2**19):
         assert local == states == grads == total / 2
         head = 2 * (WIDTH + 1) * 4
@@ -461,7 +461,7 @@ def refused(rank: int, world_size: int) -> None:
         parallelize(make(), plan_of(degrees={"dp": 2}, zero={"stage": 1}))
 
 
-def test_what_cannot_be_raises(rank_pool: RankPool) -> None:
+def test_unsupported_uses_raise(rank_pool: RankPool) -> None:
     rank_pool.run(2, refused)
 
 
@@ -474,5 +474,5 @@ def dropped(rank: int, world_size: int) -> list[bool]:
     return [reference() is not None for reference in left]
 
 
-def test_a_dropped_model_is_freed(rank_pool: RankPool) -> None:
+def test_dropped_model_is_freed(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, dropped) == [[False, False]] * 2

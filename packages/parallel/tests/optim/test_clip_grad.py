@@ -1,4 +1,4 @@
-"""clip_grad_norm_ and get_total_norm: the norm of one device for gradients that lie anywhere."""
+"""clip_grad_norm_ and get_total_norm: the norm of one device for gradients with any placements."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SHAPES = [(7, 5), (6, 4), (9,), (4, 6, 2), (3, 8), (5,), ()]
 
 def values(dtype: torch.dtype, special: float | None = None) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    actual = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
     if special is not None:
-        found[3][-1, -1, -1] = special
-    return found
+        actual[3][-1, -1, -1] = special
+    return actual
 
 
 def parameter(value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
@@ -57,11 +57,11 @@ def clipped(
         else:
             placed = distribute_tensor(value, *where, src_data_rank=None)
             mixed.append(parameter(placed, distribute_tensor(value.clone(), *where, src_data_rank=None)))
-    found = clip_grad_norm_([*mixed, parameter(torch.ones(2), None)], max_norm, p)
-    assert type(found) is torch.Tensor
-    assert found.dtype == expected.dtype
+    actual = clip_grad_norm_([*mixed, parameter(torch.ones(2), None)], max_norm, p)
+    assert type(actual) is torch.Tensor
+    assert actual.dtype == expected.dtype
     grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in (q.grad for q in mixed)]
-    return expected, found, [q.grad for q in plain[:-1]], grads
+    return expected, actual, [q.grad for q in plain[:-1]], grads
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -69,10 +69,10 @@ def clipped(
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_mixed_gradients(rank_pool: RankPool, world_size: int, p: float, dtype: torch.dtype) -> None:
     results = rank_pool.run(world_size, clipped, dtype, p, 0.5, None)
-    for expected, found, want, got in results:
-        torch.testing.assert_close(found, expected)
+    for expected, actual, want, got in results:
+        torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(got, want)
-        assert torch.equal(found, results[0][1])  # the same on every rank, bit for bit
+        assert torch.equal(actual, results[0][1])  # the same on every rank, bit for bit
     if p == 2.0:  # the shards of one rank alone have another norm: what a naive norm would give
         assert not torch.isclose(
             torch.linalg.vector_norm(values(dtype)[1][:3]), torch.linalg.vector_norm(values(dtype)[1])
@@ -82,8 +82,8 @@ def test_mixed_gradients(rank_pool: RankPool, world_size: int, p: float, dtype: 
 @pytest.mark.parametrize("special", [math.nan, math.inf])
 @pytest.mark.parametrize("p", [2.0, math.inf])
 def test_nan_and_inf_reach_every_rank(rank_pool: RankPool, p: float, special: float) -> None:
-    for expected, found, _, _ in rank_pool.run(4, clipped, torch.float32, p, 1.0, special):
-        torch.testing.assert_close(found, expected, equal_nan=True)
+    for expected, actual, _, _ in rank_pool.run(4, clipped, torch.float32, p, 1.0, special):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 def partial(rank: int, world_size: int) -> torch.Tensor:
@@ -92,8 +92,8 @@ def partial(rank: int, world_size: int) -> torch.Tensor:
 
 
 def test_partial_sums_are_completed_first(rank_pool: RankPool) -> None:
-    for found in rank_pool.run(2, partial):
-        torch.testing.assert_close(found, torch.tensor(3.0 * math.sqrt(3.0)))
+    for actual in rank_pool.run(2, partial):
+        torch.testing.assert_close(actual, torch.tensor(3.0 * math.sqrt(3.0)))
 
 
 def test_small_cases_and_errors() -> None:
@@ -119,7 +119,7 @@ def large(rank: int, world_size: int) -> tuple[float, float]:
     return float(get_total_norm(value)), float(get_total_norm(sharded))
 
 
-def test_the_norm_of_a_large_tensor_is_exact_however_it_lies(rank_pool: RankPool) -> None:
+def test_norm_of_a_large_tensor_is_exact_for_any_placement(rank_pool: RankPool) -> None:
     value = torch.randn(1000, 1001, generator=torch.Generator().manual_seed(1))
     exact = float(torch.linalg.vector_norm(value.double()))
     whole, sharded = rank_pool.run(2, large)[0]

@@ -1,4 +1,4 @@
-"""Steps of elementwise optimizers see local tensors, and the user's optimizer sees DTensors before and after."""
+"""Steps of elementwise optimizers run on local tensors; the user's optimizer has DTensors before and after."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OnMesh(TorchFunctionMode):
 
 
 class Derived(optim.AdamW):
-    """What a user derives may do anything, and so sees DTensors."""
+    """A user's subclass may do anything, so it steps DTensors."""
 
 
 def trained(plan: dict[str, Any]) -> Any:
@@ -57,12 +57,12 @@ def steps(rank: int, world_size: int, plan: dict[str, Any], kind: str) -> Any:
         with OnMesh() as seen:
             optimizer.step()
     used = [p for p in model.parameters() if p.grad is not None]
-    lies = all(
+    placed = all(
         optimizer.state[p][key].placements == p.placements and optimizer.state[p][key].shape == p.shape
         for p in used
         for key in ("exp_avg", "exp_avg_sq")
     )
-    return lies and len(used) > 4, seen.names & {"lerp_", "mul_", "addcdiv_", "sqrt", "_fused_adamw_"}
+    return placed and len(used) > 4, seen.names & {"lerp_", "mul_", "addcdiv_", "sqrt", "_fused_adamw_"}
 
 
 PLANS = [
@@ -74,8 +74,8 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["adamw", "fused", "derived"])
 def test_the_step_sees_local_tensors(rank_pool: RankPool, plan: dict[str, Any], kind: str) -> None:
-    for lies, names in rank_pool.run(4, steps, plan, kind):
-        assert lies
+    for placed, names in rank_pool.run(4, steps, plan, kind):
+        assert placed
         assert bool(names) == (kind == "derived"), names
 
 
@@ -88,20 +88,20 @@ def interrupted(rank: int, world_size: int) -> Any:
     def failing() -> Any:
         raise ValueError("in the closure")
 
-    found = []
+    actual = []
     try:
         optimizer.step(failing)
     except ValueError:
-        found.append("closure")
+        actual.append("closure")
     same = all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
     backward()
     optimizer.step(backward)
-    return found, same, all(isinstance(p, DTensor) for p in optimizer.state)
+    return actual, same, all(isinstance(p, DTensor) for p in optimizer.state)
 
 
-def test_an_error_leaves_the_optimizer_as_it_was(rank_pool: RankPool) -> None:
-    for found, same, dtensors in rank_pool.run(4, interrupted):
-        assert found == ["closure"] and same and dtensors
+def test_error_in_a_step_keeps_the_optimizer(rank_pool: RankPool) -> None:
+    for actual, same, dtensors in rank_pool.run(4, interrupted):
+        assert actual == ["closure"] and same and dtensors
 
 
 def as_one_device(rank: int, world_size: int, plan: dict[str, Any]) -> Any:
@@ -123,6 +123,6 @@ def as_one_device(rank: int, world_size: int, plan: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_it_is_the_step_on_dtensors(rank_pool: RankPool, plan: dict[str, Any]) -> None:
+def test_local_step_equals_the_step_on_dtensors(rank_pool: RankPool, plan: dict[str, Any]) -> None:
     for same in rank_pool.run(4, as_one_device, plan):
         assert all(same), same

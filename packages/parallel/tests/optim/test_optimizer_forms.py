@@ -54,7 +54,7 @@ class Language(nn.Module):
 
 
 class OwnASGD(optim.ASGD):
-    """What a user derives is stepped on DTensors, its counts beside them plain."""
+    """A user's subclass is stepped on DTensors, with plain counts."""
 
 
 class OwnNAdam(optim.NAdam):
@@ -117,8 +117,8 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def _wrong(rank: int, world_size: int, layout: str) -> dict[str, list[str]]:
-    """In double precision: what differs by more than summation order makes is another step."""
-    found = {}
+    """In double precision: a difference above that of summation order is a wrong step."""
+    actual = {}
     for name, make in FORMS.items():
         ends = []
         for model in pair(layout, torch.float64):
@@ -129,8 +129,8 @@ def _wrong(rank: int, world_size: int, layout: str) -> dict[str, list[str]]:
             ends.append({**dict(model.named_parameters()), **states(model, optimizer)})
         compared = compare(0, "gradient", ends[0], ends[1], None)
         assert len(compared) > 20
-        found[name] = [f"{c.name} {c.relative:.1e} {c.note}" for c in compared if not c.ok]
-    return {name: wrong for name, wrong in found.items() if wrong}
+        actual[name] = [f"{c.name} {c.relative:.1e} {c.note}" for c in compared if not c.ok]
+    return {name: wrong for name, wrong in actual.items() if wrong}
 
 
 @pytest.mark.parametrize("layout", PLANS)
@@ -140,13 +140,13 @@ def test_each_form_steps_as_on_one_device(rank_pool: RankPool, layout: str) -> N
 
 
 def _muon(rank: int, world_size: int, layout: str) -> tuple[list[str], list[str], bool]:
-    """The same gradients on both sides: matrices that are not equal bit for bit, of Muon and of a class derived from it."""
+    """With the same gradients on both sides: matrices that are not bit-equal, of Muon and of a subclass."""
 
     class Derived(optim.Muon):
         pass
 
     unequal: list[list[str]] = []
-    lies = False
+    placed = False
     for kind in (optim.Muon, Derived):
         ends = []
         for model in pair(layout, torch.float32):
@@ -162,15 +162,15 @@ def _muon(rank: int, world_size: int, layout: str) -> tuple[list[str], list[str]
             moments = {f"{n}/moment": optimizer.state[p]["momentum_buffer"] for n, p in matrices.items()}
             ends.append({n: whole(x) for n, x in {**matrices, **moments}.items()})
             if kind is optim.Muon and hasattr(moments["block.q.weight/moment"], "placements"):
-                lies = all(moments[f"{n}/moment"].placements == p.placements for n, p in matrices.items())
+                placed = all(moments[f"{n}/moment"].placements == p.placements for n, p in matrices.items())
         unequal.append([n for n, x in ends[0].items() if not torch.equal(x, ends[1][n])])
-    return unequal[0], unequal[1], lies
+    return unequal[0], unequal[1], placed
 
 
 @pytest.mark.parametrize("layout", PLANS)
 def test_muon_orthogonalises_whole_matrices(rank_pool: RankPool, layout: str) -> None:
-    for wrong, derived, lies in rank_pool.run(2, _muon, layout):
-        assert not wrong and lies
+    for wrong, derived, placed in rank_pool.run(2, _muon, layout):
+        assert not wrong and placed
         # the control: products of shards are rounded otherwise
         assert bool(derived) == (layout != "dp2")
 

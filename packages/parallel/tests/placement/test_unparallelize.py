@@ -1,4 +1,4 @@
-"""A model taken off its plan is what it was, and keeps what users have changed since."""
+"""unparallelize() restores a model, and keeps what users have changed since."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Net(nn.Module):
 
 
 def described(model: nn.Module) -> list[Any]:
-    """Attributes and parts of every module: all of it by name, values by type."""
-    found: list[Any] = []
+    """Names of the attributes and of the entries in the parts of every module."""
+    actual: list[Any] = []
     for module in model.modules():
         parts = module_parts(module)
         names = sorted(name for name in vars(module) if name not in parts)
-        found.append((names, {name: [str(key) for key in part] for name, part in parts.items()}))
-    return found
+        actual.append((names, {name: [str(key) for key in part] for name, part in parts.items()}))
+    return actual
 
 
 def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
@@ -74,5 +74,5 @@ def taken_off(rank: int, size: int, plan: ParallelPlan) -> None:
     assert model.parallel_plan == plan
 
 
-def test_a_model_is_taken_off_its_plan(rank_pool: RankPool) -> None:
+def test_unparallelize_restores_the_model(rank_pool: RankPool) -> None:
     rank_pool.run(2, taken_off, ParallelPlan(world_size=2, degrees={"zero": 2}, zero={"stage": 3}))

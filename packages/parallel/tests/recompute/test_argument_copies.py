@@ -1,4 +1,4 @@
-"""What a second run of a module is given: the arguments as they were, of one object one copy, tensors shared."""
+"""Arguments of a second run of a module: their original values, each object copied once, tensors shared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def again(copies: ArgumentCopies) -> tuple[Any, ...]:
 
 
 def copied(x: Any) -> Any:
-    """One argument as a second run sees it, where the first wrote to nothing."""
+    """An argument of a second run, after a first run without writes."""
     return again(ArgumentCopies((x,), {}))[0]
 
 
@@ -43,13 +43,13 @@ class Slots:
         self.items = [torch.ones(2)]
 
     def grow(self) -> None:
-        """Write to all."""
+        """Write to every part."""
         self.__hidden.append(2)
         self.items = [*self.items, torch.ones(2)]
         self.unset = 1
 
     def seen(self) -> Any:
-        """What it holds, in short."""
+        """The contents."""
         return len(self.__hidden), len(self.items), hasattr(self, "unset")
 
 
@@ -64,50 +64,50 @@ class Both(Slots):
         self.size = [size]
 
     def grow(self) -> None:
-        """Write to all."""
+        """Write to every part."""
         super().grow()
         self.size[0] += 1
         self.more = True
 
     def seen(self) -> Any:
-        """What it holds, in short."""
+        """The contents."""
         return super().seen(), self.size[0], hasattr(self, "more")
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """Cannot be assigned to, and holds what can be written to."""
+    """Attributes cannot be assigned, but one is a mutable list."""
 
     rows: list[int] = field(default_factory=lambda: [1])
 
     def grow(self) -> None:
-        """Write to all."""
+        """Write to every part."""
         self.rows.append(2)
 
     def seen(self) -> Any:
-        """What it holds, in short."""
+        """The contents."""
         return tuple(self.rows)
 
 
 class Ordered(OrderedDict[str, Any]):
-    """Attributes beside its entries; what it does with one that is set is its own."""
+    """Has attributes too, and its own __setitem__."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         self.__dict__[key] = value
 
     def grow(self) -> None:
-        """Write to all."""
+        """Write to every part."""
         self["b"] = 2
         self.move_to_end("a")
 
     def seen(self) -> Any:
-        """What it holds, in short."""
+        """The contents."""
         return list(self.items()), self.__dict__
 
 
 class Closing:
-    """Ends something when it ends, so that there must be no copy."""
+    """Has a __del__ with a side effect, so it must not be copied."""
 
     ended = 0
 
@@ -118,28 +118,28 @@ class Closing:
         type(self).ended += 1
 
     def grow(self) -> None:
-        """Write to all."""
+        """Write to every part."""
         self.items.append(2)
         self.more = True
 
     def seen(self) -> Any:
-        """What it holds, in short."""
+        """The contents."""
         return tuple(self.items), hasattr(self, "more")
 
 
 class Error(Exception):
-    """An object that C code keeps more of than its attributes."""
+    """An object with state in C code."""
 
     def __init__(self) -> None:
         super().__init__("text")
         self.items = [1]
 
     def grow(self) -> None:
-        """Write to all."""
+        """Write to every part."""
         self.items.append(2)
 
     def seen(self) -> Any:
-        """What it holds, in short."""
+        """The contents."""
         return self.args, tuple(self.items)
 
 
@@ -174,7 +174,7 @@ WRITTEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
 
 
 @pytest.mark.parametrize("what", WRITTEN)
-def test_each_run_finds_what_the_first_found(what: str) -> None:
+def test_each_run_gets_the_original_arguments(what: str) -> None:
     make, write, seen = WRITTEN[what]
     given, fresh = make(), make()
     copies = ArgumentCopies((given,), {"same": given})
@@ -191,7 +191,7 @@ def test_each_run_finds_what_the_first_found(what: str) -> None:
     assert seen(given) == after
 
 
-def test_what_must_not_end_twice_is_not_copied() -> None:
+def test_objects_with_del_are_not_copied() -> None:
     given = Closing()
     before = Closing.ended
     copies = ArgumentCopies((given,), {})
@@ -204,7 +204,7 @@ def test_what_must_not_end_twice_is_not_copied() -> None:
 Pair = namedtuple("Pair", "a b")
 
 
-def test_of_one_object_there_is_one_copy_and_tensors_are_shared() -> None:
+def test_each_object_is_copied_once_and_tensors_are_shared() -> None:
     weight, shared = torch.ones(3), [torch.zeros(2)]
     holder = types.SimpleNamespace(shared=shared, weight=weight)
     holder.itself = holder
@@ -230,7 +230,7 @@ class Color(Enum):
     RED = 1
 
 
-def test_what_holds_nothing_that_is_written_to_is_shared() -> None:
+def test_immutable_objects_are_shared() -> None:
     values = torch.return_types.max((torch.ones(2), torch.zeros(2)))
     module = nn.Linear(2, 2)
     for x in (module, Color.RED, Frozen, len, torch.float32, torch.Size((1, 2)), (1, ("a", module)), values):
@@ -243,7 +243,7 @@ def test_iterators_are_refused() -> None:
             ArgumentCopies(([iterator],), {})
 
 
-def test_writes_to_tensors_are_refused_with_who_wrote() -> None:
+def test_refused_write_names_the_writer() -> None:
     holder = types.SimpleNamespace(keys=torch.zeros(2))
     top = torch.zeros(2)
 
@@ -269,7 +269,7 @@ def test_writes_to_tensors_are_refused_with_who_wrote() -> None:
         again(case(False, top))
 
 
-def test_an_object_that_is_put_back_is_as_it_was_after_an_error() -> None:
+def test_attributes_are_restored_after_an_error() -> None:
     given = Closing()
     copies = ArgumentCopies((given,), {})
     given.grow()
@@ -279,8 +279,8 @@ def test_an_object_that_is_put_back_is_as_it_was_after_an_error() -> None:
     assert given.items == [1, 2] and given.more
 
 
-def test_copies_hold_no_object_that_was_given() -> None:
-    """It may hold, by and by, what autograd made of the second run's inputs: a cycle that nobody ends."""
+def test_copies_do_not_refer_to_the_originals() -> None:
+    """A reference would be a cycle with the graph of the second run, which is never freed."""
     given = Slots()
     copies = ArgumentCopies(([given],), {})
     gone = weakref.ref(given)

@@ -1,4 +1,4 @@
-"""Recomputed modules that write into objects they are given, as layers write to a cache of keys and values."""
+"""Recomputed modules that write to objects among their arguments, as layers write to a key-value cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = HEADS * HEAD
 
 
 class Entry:
-    """What one layer has cached."""
+    """The cache of one layer."""
 
     __slots__ = ("__weakref__", "keys", "values")
 
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass
 class Cache:
-    """Keys and values of all layers, an entry made when a layer first comes; and what layers tell beside them."""
+    """Keys and values of all layers, with an entry per layer, and counts of calls."""
 
     entries: list[Entry] = field(default_factory=list)
     calls: dict[int, int] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Cache:
 
 
 class Layer(nn.Module):
-    """Attention over all that the cache has, and how often it ran, which the result depends on."""
+    """Attention over the whole cache; the result also depends on the number of calls."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Layer(nn.Module):
         q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
         k, v = cache.update(self.index, k, v)
         states.append(x)
-        new, every = q.shape[2], k.shape[2]
-        mask = torch.ones(new, every, dtype=torch.bool).tril(every - new)
+        new, all_values = q.shape[2], k.shape[2]
+        mask = torch.ones(new, all_values, dtype=torch.bool).tril(all_values - new)
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return x + self.o(h.transpose(1, 2).flatten(2)) * cache.calls[self.index] / len(states)
 
 
 class Cached(nn.Module):
-    """Returns the loss with the cache and what layers collected, and goes on with a cache that it is given."""
+    """Returns the loss with the cache and the layers' values, and continues a given cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Cached(nn.Module):
 
 
 def plan(degrees: dict[str, int], policy: str | None) -> ParallelPlan:
-    """Heads on `tp`; all layers run again."""
+    """Heads on `tp`; all layers are recomputed."""
     rules = (
         *(ParameterRule(pattern=f"*.{name}.weight", placement={"tp": "S(0)"}) for name in "qkv"),
         ParameterRule(pattern="*.o.weight", placement={"tp": "S(1)"}),
@@ -115,46 +115,46 @@ def batches() -> list[Tensor]:
 
 
 def made(model: Any, chunks: int) -> dict[str, Tensor | None]:
-    """Loss, gradients and what the cache holds, of a text read in `chunks` pieces; gradients go from each to all before."""
+    """Loss, gradients and cache of a text read in `chunks` pieces; each piece sends gradients to all earlier ones."""
     model.zero_grad()
-    cache, losses, found = None, [], {}
+    cache, losses, actual = None, [], {}
     for ids in batches()[:chunks]:
         loss, cache, states = model(ids, cache)
         losses.append(loss)
-        found |= {f"state {len(losses)} {n}": state for n, state in enumerate(states)}
+        actual |= {f"state {len(losses)} {n}": state for n, state in enumerate(states)}
     torch.stack(losses).sum().backward()
     assert cache.calls == dict.fromkeys(range(LAYERS), chunks) and len(cache.entries) == LAYERS
     for n, entry in enumerate(cache.entries):
-        found |= {f"keys {n}": entry.keys, f"values {n}": entry.values}
-    found |= {f"loss {n}": loss for n, loss in enumerate(losses)}
-    return found | {name: p.grad for name, p in model.named_parameters()}
+        actual |= {f"keys {n}": entry.keys, f"values {n}": entry.values}
+    actual |= {f"loss {n}": loss for n, loss in enumerate(losses)}
+    return actual | {name: p.grad for name, p in model.named_parameters()}
 
 
 def _pair(degrees: dict[str, int], policy: str | None) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    one = Cached()
+    single = Cached()
     torch.manual_seed(0)
-    return one, parallelize(Cached(), plan(degrees, policy))
+    return single, parallelize(Cached(), plan(degrees, policy))
 
 
 def _wrong(rank: int, world_size: int, degrees: dict[str, int], policy: str | None, chunks: int) -> list[str]:
-    one, many = _pair(degrees, policy)
-    found = compare(0, "gradient", made(one, chunks), made(many, chunks), None)
-    assert len(found) > 20
-    return [f"{c.name} {c.relative:.1e} {c.note}" for c in found if not c.ok]
+    single, many = _pair(degrees, policy)
+    actual = compare(0, "gradient", made(single, chunks), made(many, chunks), None)
+    assert len(actual) > 20
+    return [f"{c.name} {c.relative:.1e} {c.note}" for c in actual if not c.ok]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_is_that_of_one_device(rank_pool: RankPool, layout: str, policy: str) -> None:
-    """In one piece and in two, the second of which reads, and sends gradients through, what the first cached."""
+def test_cache_equals_one_device(rank_pool: RankPool, layout: str, policy: str) -> None:
+    """In one piece and in two; the second piece reads the cache of the first, and sends gradients through it."""
     for chunks in (1, 2):
         for wrong in rank_pool.run(2, _wrong, LAYOUTS[layout], policy, chunks):
             assert not wrong
 
 
 class _NoCopies(argument_copies.ArgumentCopies):
-    """The control: a second run is given what the first was."""
+    """The control: a second run gets the same objects as the first."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         super().__init__((), {})
@@ -176,13 +176,13 @@ def _without_copies(rank: int, world_size: int, degrees: dict[str, int]) -> str:
             return f"{type(error).__name__} {error}"
 
 
-def test_without_copies_it_is_not(rank_pool: RankPool) -> None:
+def test_cache_differs_without_copies(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(2, _without_copies, LAYOUTS["tp2"]):
         assert wrong
 
 
 def _twice(rank: int, world_size: int) -> list[str]:
-    """Three backward passes through one graph: each runs the layers again, on copies of its own."""
+    """Three backward passes through one graph: each recomputes the layers on new copies."""
     ends = []
     for model in _pair(LAYOUTS["tp2"], "full"):
         loss, cache, _ = model(batches()[0])
@@ -193,7 +193,7 @@ def _twice(rank: int, world_size: int) -> list[str]:
     return [f"{c.name} {c.relative:.1e}" for c in compare(0, "gradient", *ends, None) if not c.ok]
 
 
-def test_each_backward_pass_has_copies_of_its_own(rank_pool: RankPool) -> None:
+def test_each_backward_pass_has_its_own_copies(rank_pool: RankPool) -> None:
     for wrong in rank_pool.run(2, _twice):
         assert not wrong
 
@@ -221,7 +221,7 @@ def _freed(rank: int, world_size: int) -> None:
             gc.enable()
 
 
-def test_copies_end_with_the_graph(rank_pool: RankPool) -> None:
+def test_copies_are_freed_with_the_graph(rank_pool: RankPool) -> None:
     rank_pool.run(2, _freed)
 
 
@@ -243,12 +243,12 @@ def _without_gradients(rank: int, world_size: int) -> None:
         assert len(copies) == LAYERS
 
 
-def test_nothing_is_copied_where_no_gradient_is_asked_for(rank_pool: RankPool) -> None:
+def test_nothing_is_copied_without_gradients(rank_pool: RankPool) -> None:
     rank_pool.run(2, _without_gradients)
 
 
 class Static(nn.Module):
-    """Writes to a tensor of an object in place: with `itself` in the module that runs again, else behind it."""
+    """Writes to a tensor of an object in place: with `itself` in the recomputed module, else after it."""
 
     def __init__(self, itself: bool) -> None:
         super().__init__()

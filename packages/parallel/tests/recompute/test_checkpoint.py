@@ -1,4 +1,4 @@
-"""Recomputed modules: the numbers of one device, less memory, nothing drawn or counted twice."""
+"""Recomputed modules: the values of one device with less memory; nothing is drawn or counted twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """Dropout, statistics of the batch, a buffer that the output depends on, a keyword, a mask that is shared."""
+    """Dropout, batch statistics, a buffer that the output depends on, a keyword, a shared mask."""
 
     mean: torch.Tensor
 
@@ -67,7 +67,7 @@ def plan(degrees: dict[str, int], *recompute: RecomputeRule) -> ParallelPlan:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of what was computed inside and is still alive, or has been at most."""
+    """Bytes of tensors computed inside: alive now, and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,17 +89,17 @@ class LiveBytes(TorchDispatchMode):
 def _steps(
     rank: int, world_size: int, degrees: dict[str, int], rules: tuple[RecomputeRule, ...]
 ) -> tuple[list[str], int]:
-    """What differs from one device in three steps, and the bytes that a forward pass leaves alive."""
+    """Differences from one device in three steps, and the bytes alive after a forward."""
     torch.manual_seed(0)
-    one = Stack()
-    many = copy.deepcopy(parallelize(copy.deepcopy(one), plan(degrees, *rules)))  # copies recompute too
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (one, many)]
+    single = Stack()
+    many = copy.deepcopy(parallelize(copy.deepcopy(single), plan(degrees, *rules)))  # copies recompute too
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (single, many)]
     wrong: list[str] = []
     live = 0
     for step in range(3):
         batch = torch.randn(64, 6, generator=torch.Generator().manual_seed(step))
         ends = []
-        for model, optimizer in zip((one, many), optimizers, strict=True):
+        for model, optimizer in zip((single, many), optimizers, strict=True):
             optimizer.zero_grad()
             torch.manual_seed(step)
             if step == 2 and model is many:
@@ -118,15 +118,13 @@ def _steps(
             lambda m: dict(m.named_buffers()),
             lambda m: {n: p.grad for n, p in m.named_parameters()},
         ):
-            found = compare(step, "gradient", what(one), what(many), None)
-            wrong += [f"{step} {c.name} {c.relative:.1e} {c.note}" for c in found if not c.ok]
+            actual = compare(step, "gradient", what(single), what(many), None)
+            wrong += [f"{step} {c.name} {c.relative:.1e} {c.note}" for c in actual if not c.ok]
     return wrong, live
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputed_blocks_are_those_of_one_device_and_take_less_memory(
-    rank_pool: RankPool, layout: str
-) -> None:
+def test_recomputed_blocks_equal_one_device_with_less_memory(rank_pool: RankPool, layout: str) -> None:
     live = {}
     for policy in (None, "selective", "alternate", "full"):
         rules = () if policy is None else (RecomputeRule(pattern="blocks.*", policy=policy),)
@@ -161,12 +159,12 @@ def _refusals(rank: int, world_size: int) -> None:
         model(torch.ones(2, 6)).backward()
 
 
-def test_what_cannot_be_recomputed_is_refused(rank_pool: RankPool) -> None:
+def test_impossible_recomputation_is_refused(rank_pool: RankPool) -> None:
     rank_pool.run(2, _refusals)
 
 
-def test_the_field_in_a_plan() -> None:
-    """JSON, diff and explanation know it; a wrong policy is named."""
+def test_plan_field_recompute() -> None:
+    """The field is in JSON, diff and explanation; an error names a wrong policy."""
     first = plan(LAYOUTS["tp2"], RecomputeRule(pattern="blocks.*", policy="selective"))
     assert ParallelPlan.from_json(first.to_json()) == first
     assert plan(LAYOUTS["tp2"]).diff(first) == [

@@ -1,4 +1,4 @@
-"""A model that checkpoints a part of its own forward: the second run has the targets of the plan, too."""
+"""A model that checkpoints a part of its forward: the second run has the planned layouts too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Calls of its own, one function twice, inside and outside of the part that is checkpointed; hooks are outside of it."""
+    """Torch calls inside and outside of the checkpointed part, one function twice; hooks are outside of it."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -56,21 +56,19 @@ def _step(rank: int, world_size: int, reentrant: bool) -> list[str]:
         activations=(rows,),
     )
     torch.manual_seed(0)
-    one = Stack(reentrant)
-    many = parallelize(copy.deepcopy(one), plan)
+    single = Stack(reentrant)
+    many = parallelize(copy.deepcopy(single), plan)
     batch = torch.randn(4, WIDTH)
-    for model in (one, many):
+    for model in (single, many):
         torch.manual_seed(1)
         model(batch.clone().requires_grad_()).backward(retain_graph=not reentrant)
     assert not FRAMES.stack
-    gradients = [{n: p.grad for n, p in model.named_parameters()} for model in (one, many)]
+    gradients = [{n: p.grad for n, p in model.named_parameters()} for model in (single, many)]
     return [
         f"{c.name} {c.relative:.1e} {c.note}" for c in compare(0, "gradient", *gradients, None) if not c.ok
     ]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_second_run_of_a_part_of_a_forward_has_the_targets_of_the_first(
-    rank_pool: RankPool, reentrant: bool
-) -> None:
+def test_user_checkpoint_recomputes_with_the_planned_layouts(rank_pool: RankPool, reentrant: bool) -> None:
     assert rank_pool.run(2, _step, reentrant) == [[], []]

@@ -48,7 +48,7 @@ def test_degrees() -> None:
     assert Data().order < Tensor().order
 
 
-def test_the_outer_tensor_axis_is_used_where_it_is_pinned() -> None:
+def test_outer_tensor_axis_is_used_where_it_is_pinned() -> None:
     """Without a pin it has one degree, so that plans and planning time stay the same."""
     outer = TensorOuter()
     assert list(outer.degrees(SearchRequest(world_size=12, batch_size=8))) == [1]

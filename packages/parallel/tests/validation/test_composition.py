@@ -82,7 +82,7 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def tried(rank: int, world_size: int, name: str) -> tuple[str, bool]:
-    """(what parallelize says, whether the model is as it was, with no values yet)."""
+    """(error text, whether the model is unchanged and still deferred)."""
     fields, _ = ILLEGAL[name]
     experts = name.startswith("experts")
     with deferred_init(min_bytes=64):
@@ -108,12 +108,12 @@ def tried(rank: int, world_size: int, name: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("name", ILLEGAL)
-def test_it_is_refused_before_memory_is_taken(rank_pool: RankPool, name: str) -> None:
-    for said, untouched in rank_pool.run(4, tried, name):
+def test_illegal_combination_is_refused_before_allocation(rank_pool: RankPool, name: str) -> None:
+    for message, untouched in rank_pool.run(4, tried, name):
         assert untouched
         with pytest.raises(PlanError, match=ILLEGAL[name][1]):
-            raise PlanError("", None, said)
+            raise PlanError("", None, message)
 
 
-def test_every_rule_is_broken_by_a_plan_above() -> None:
+def test_every_rule_has_an_illegal_plan() -> None:
     assert {rule.name for rule in RULES} <= set(ILLEGAL)
