@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 
 from meshwright_dtensor._torch.core import entered_mesh
-from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.dispatch.install import install
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import layout_of, states_of
+from meshwright_dtensor.mesh.layout import layout_of, replicated_layout, states_of
 from meshwright_dtensor.mesh.mesh import init
 from meshwright_dtensor.parameter import MeshParameter, new_mesh_parameter
 from meshwright_dtensor.sharding.states import State, States
@@ -51,13 +51,12 @@ def distribute(
     context = MeshContext.of(mesh)
     states = states_of(placements, tensor.ndim, context.ndim)
     check_shardable(context, tensor.shape, states)
-    source = layout_of(context, context.replicated, tensor.shape, tensor.dtype)
-    target = layout_of(context, states, tensor.shape, tensor.dtype)
+    source = replicated_layout(context, tensor)
+    target = source.with_states(states)
     install()
-    conversion = conversion_between(context, source.states, target.states, target.shape)
-    if conversion is None:
+    if target is source:
         return wrap(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach(), target)
-    return wrap(conversion.apply(tensor), target)
+    return wrap(convert(tensor, source, target.states), target)
 
 
 def from_local(

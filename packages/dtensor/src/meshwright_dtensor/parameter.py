@@ -25,10 +25,10 @@ from meshwright_dtensor._torch.core import (
     with_dtype,
 )
 from meshwright_dtensor.comm.log import NOWHERE, Site
-from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, layout_of, stock_layout, stored_placement
 from meshwright_dtensor.model.stage_info import is_repeated, mark_repeated
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.states import States
@@ -189,11 +189,9 @@ class MeshParameter(DTensor):
 
     def _whole_stored(self) -> Tensor:
         """The whole stored value, in the stored precision."""
-        layout, local = self._layout, dtensor_local(self).detach()
-        conversion = conversion_between(
-            layout.context, layout.states, layout.context.replicated, layout.shape
-        )
-        return local.view_as(local) if conversion is None else conversion.apply(local)
+        local = dtensor_local(self).detach()
+        whole = convert(local, self._layout, self._layout.context.replicated)
+        return local.view_as(local) if whole is local else whole
 
     @property
     def global_layout(self) -> Layout:
@@ -274,10 +272,7 @@ def layout_of_dtensor(dtensor: DTensor) -> Layout:
         return dtensor.compute_layout
     if isinstance(dtensor, PermutedDTensor):
         return dtensor._layout
-    context = MeshContext.of(dtensor.device_mesh)
-    return layout_of(
-        context, states_of(dtensor.placements, dtensor.ndim, context.ndim), dtensor.shape, dtensor.dtype
-    )
+    return stock_layout(dtensor)
 
 
 def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
@@ -287,7 +282,4 @@ def parameter_local(p: DTensor, states: States, site: Site = NOWHERE) -> Tensor:
         local = dtensor_local(p) if p._copy is None else p._copy.take()
     else:
         local = p.to_local()
-    if states == layout.states:
-        return local
-    conversion = conversion_between(layout.context, layout.states, states, layout.shape)
-    return local if conversion is None else conversion.apply(local, site)
+    return convert(local, layout, states, site)

@@ -8,13 +8,15 @@ is the identity forward and an all-reduce backward, ``P -> I`` the reverse, ``0 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from meshwright_dtensor._torch.core import bind_apply
 from meshwright_dtensor.comm.collectives import Step
 from meshwright_dtensor.comm.log import NOWHERE, Site
+from meshwright_dtensor.mesh.context import MeshContext
+from meshwright_dtensor.mesh.layout import Layout
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of, local_shape_of
 from meshwright_dtensor.sharding.states import (
     State,
@@ -24,9 +26,6 @@ from meshwright_dtensor.sharding.states import (
     gradient_kind,
     is_shard,
 )
-
-if TYPE_CHECKING:
-    from meshwright_dtensor.mesh.context import MeshContext
 
 Tensor = torch.Tensor
 StepFunction = Callable[[Tensor, Site], Tensor]
@@ -139,6 +138,12 @@ def conversion_between(
 ) -> Conversion | None:
     """Converts a local tensor from ``source`` to ``target`` states; None when they are equal."""
     return None if source == target else context.cached(Conversion, source, target, shape)
+
+
+def convert(local: Tensor, layout: Layout, states: States, site: Site = NOWHERE) -> Tensor:
+    """The local tensor of ``layout`` in other states; autograd records it if it records ``local``."""
+    conversion = conversion_between(layout.context, layout.states, states, layout.shape)
+    return local if conversion is None else conversion.apply(local, site)
 
 
 def _in_order(t: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -16,14 +16,14 @@ from meshwright_dtensor._torch.core import (
     pytree,
 )
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
-from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.derive import TensorCall, derive, named_layouts
 from meshwright_dtensor.dispatch.planned_calls import Target
 from meshwright_dtensor.dispatch.program import Program, build, note, remember
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, layout_of
+from meshwright_dtensor.mesh.layout import Layout, replicated_layout
 from meshwright_dtensor.parameter import MeshParameter, layout_of_dtensor, parameter_local
 from meshwright_dtensor.propagate.choose import Underivable
 from meshwright_dtensor.sharding.states import States
@@ -226,9 +226,7 @@ def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Te
         return parameter_local(t, states or layout_of_dtensor(t).states, site)
     if states is None:
         return t  # type: ignore[no-any-return]
-    context: MeshContext = program.context
-    conversion = conversion_between(context, context.replicated, states, t.shape)
-    return t if conversion is None else conversion.apply(t, site)
+    return convert(t, replicated_layout(program.context, t), states, site)
 
 
 def _context_of(tensors: Sequence[Any]) -> MeshContext:
@@ -312,6 +310,6 @@ def _layouts_and_locals(context: MeshContext, tensors: list[Any]) -> tuple[list[
             has_copy = isinstance(t, MeshParameter) and t._copy is not None
             locals_.append(parameter_local(t, layouts[-1].states) if has_copy else dtensor_local(t))
         else:
-            layouts.append(layout_of(context, context.replicated, t.shape, t.dtype))
+            layouts.append(replicated_layout(context, t))
             locals_.append(t)
     return layouts, locals_

@@ -14,7 +14,7 @@ from meshwright_dtensor._torch.core import pytree
 from meshwright_dtensor.comm.log import NOWHERE, Site, current_site
 from meshwright_dtensor.dispatch.autograd_function import runs_on_shards
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.layout import layout_of
+from meshwright_dtensor.mesh.layout import replicated_layout
 from meshwright_dtensor.parameter import layout_of_dtensor, parameter_local
 from meshwright_dtensor.tensor.compute_copy import refuse_write_to_copy
 from meshwright_dtensor.tensor.global_tensor import DetachedView, GlobalTensor, detached, local_in, wrap
@@ -43,7 +43,7 @@ def label(context: MeshContext, tree: Any) -> Any:
 
     def labelled(x: Any) -> Any:
         if isinstance(x, Tensor) and not isinstance(x, (GlobalTensor, DTensor)):
-            return wrap(x, layout_of(context, context.replicated, x.shape, x.dtype))
+            return wrap(x, replicated_layout(context, x))
         return x
 
     if isinstance(tree, tuple) and hasattr(tree, "n_fields"):  # structseq: a pytree leaf
@@ -91,7 +91,7 @@ class Replicated:
             return target if result is not None else None
         changed = changed.clone()
         result = self.func(changed, *rest, **full_kwargs)
-        source = layout_of(layout.context, layout.context.replicated, layout.shape, layout.dtype)
+        source = layout.with_states(layout.context.replicated)
         if tuple(changed.shape) != tuple(layout.shape):
             raise UnsupportedError(
                 f"{function_name(self.func)} would change the shape of a sharded tensor from {list(layout.shape)} to "

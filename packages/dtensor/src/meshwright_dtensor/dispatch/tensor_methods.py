@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright_dtensor._torch.core import dtensor_from, dtensor_local, dtensor_spec, pytree, stock_call
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.layout import layout_of
+from meshwright_dtensor.mesh.layout import layout_of, replicated_layout
 from meshwright_dtensor.sharding.boxes import dim_order_of
 from meshwright_dtensor.tensor.compute_copy import is_of_copy, mark_as_copy
 from meshwright_dtensor.tensor.foreach import one_by_one, writes_lists
@@ -52,8 +52,7 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     local = local_in(x, states)
     if gradient is not None:
         if not isinstance(gradient, GlobalTensor):
-            plain = layout_of(layout.context, layout.context.replicated, gradient.shape, gradient.dtype)
-            gradient = wrap(gradient, plain)
+            gradient = wrap(gradient, replicated_layout(layout.context, gradient))
         given["gradient"] = local_in(gradient, states)
     inputs = given.pop("inputs", None)
     if inputs is not None:
@@ -97,7 +96,7 @@ def _set_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     x, g = args
     if g is not None:
         if not isinstance(g, GlobalTensor):
-            g = wrap(g, layout_of(x._layout.context, x._layout.context.replicated, g.shape, g.dtype))
+            g = wrap(g, replicated_layout(x._layout.context, g))
         g = local_in(g, _gradient_states(x))
     x._local.grad = g
 
@@ -115,7 +114,7 @@ def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         if new is None:
             return None
         if not isinstance(new, GlobalTensor):
-            new = wrap(new, layout_of(context, context.replicated, new.shape, new.dtype))
+            new = wrap(new, replicated_layout(context, new))
         return local_in(new, states)
 
     return x._local.register_hook(run)
@@ -146,9 +145,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         states = tuple("I" if s in ("P", "X") else s for s in out._layout.states)
         locals_.append(local_in(out, states))
         if seed is not None and not isinstance(seed, GlobalTensor):
-            seed = wrap(
-                seed, layout_of(out._layout.context, out._layout.context.replicated, seed.shape, seed.dtype)
-            )
+            seed = wrap(seed, replicated_layout(out._layout.context, seed))
         local_seeds.append(None if seed is None else local_in(seed, states))
     gradients = torch.autograd.grad(locals_, [_leaf(t) for t in inputs], local_seeds, **given)
     return tuple(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from meshwright_dtensor._torch.core import dtensor_spec
 from meshwright_dtensor.errors import UnsupportedError, UsageError
 from meshwright_dtensor.mesh.context import MeshContext
 from meshwright_dtensor.mesh.run_shard import RunShard
@@ -88,6 +89,14 @@ class Layout:
             )
         return box
 
+    def with_states(self, states: States) -> Layout:
+        """The layout of the same value in other states."""
+        return layout_of(self.context, states, self.shape, self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> Layout:
+        """The layout of a value of another dtype."""
+        return layout_of(self.context, self.states, self.shape, dtype)
+
     def local_shape_at(self, coords: Sequence[int]) -> tuple[int, ...]:
         """Shape of the part of the rank at mesh coordinates ``coords``."""
         return local_shape_of(tuple(self.shape), self.context.sizes, tuple(coords), self.states)
@@ -129,6 +138,19 @@ def _layout(context: MeshContext, states: States, shape: tuple[int, ...], dtype:
     if canonical != states:
         return context.cached(_layout, canonical, shape, dtype)
     return Layout(context, states, torch.Size(shape), dtype)
+
+
+def replicated_layout(context: MeshContext, tensor: torch.Tensor) -> Layout:
+    """The layout of a plain tensor, which every rank holds whole."""
+    return layout_of(context, context.replicated, tensor.shape, tensor.dtype)
+
+
+def stock_layout(dtensor: DTensor) -> Layout:
+    """The layout that the placements of a DTensor name."""
+    spec = dtensor_spec(dtensor)
+    context = MeshContext.of(spec.mesh)
+    states = states_of(spec.placements, len(spec.shape), context.ndim)
+    return layout_of(context, states, spec.shape, spec.tensor_meta.dtype)
 
 
 def placement_of(state: State) -> Placement:

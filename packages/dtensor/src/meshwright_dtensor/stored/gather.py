@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright_dtensor._torch.core import dtensor_local, dtensor_spec, pytree
+from meshwright_dtensor._torch.core import dtensor_local, pytree
 from meshwright_dtensor.comm.log import Site
-from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, stock_layout, stored_placement
 from meshwright_dtensor.sharding.boxes import dense_strides, dim_order_of
 from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import as_permuted
@@ -32,18 +31,13 @@ def stored_layout(x: DTensor) -> Layout:
     layout = getattr(x, "_layout", None)
     if isinstance(layout, Layout):
         return layout
-    spec = dtensor_spec(x)
-    context = MeshContext.of(spec.mesh)
-    return layout_of(
-        context, states_of(spec.placements, x.ndim, context.ndim), spec.shape, spec.tensor_meta.dtype
-    )
+    return stock_layout(x)
 
 
 def gather_stored(x: DTensor) -> Tensor:
     """The whole stored value, outside of autograd; the local tensor itself where every rank holds all (a collective call)."""
     layout, local = stored_layout(x), dtensor_local(x).detach()
-    conversion = conversion_between(layout.context, layout.states, layout.context.replicated, layout.shape)
-    return local if conversion is None else conversion.forward(local, _SITE)
+    return convert(local, layout, layout.context.replicated, _SITE)
 
 
 def whole_value(x: Any) -> Any:
@@ -95,7 +89,7 @@ def as_stored(x: Any) -> Any:
         shape=layout.shape,
         stride=dense_strides(layout.shape, dim_order_of(local)),
     )
-    return as_permuted(mesh_value(stored), layout_of(layout.context, states, layout.shape, layout.dtype))
+    return as_permuted(mesh_value(stored), layout.with_states(states))
 
 
 def run_by_rules(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

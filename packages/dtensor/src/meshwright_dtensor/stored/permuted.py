@@ -23,10 +23,9 @@ from meshwright_dtensor._torch.core import (
     with_dtype,
 )
 from meshwright_dtensor.comm.log import Site
-from meshwright_dtensor.comm.redistribute import conversion_between
+from meshwright_dtensor.comm.redistribute import convert
 from meshwright_dtensor.errors import UnsupportedError
-from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of, stored_placement
+from meshwright_dtensor.mesh.layout import Layout, states_of, stock_layout, stored_placement
 from meshwright_dtensor.sharding.boxes import read_region
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import States
@@ -59,12 +58,7 @@ class PermutedDTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole value in true order on every rank (a collective call)."""
-        layout = self._layout
-        conversion = conversion_between(
-            layout.context, layout.states, layout.context.replicated, layout.shape
-        )
-        local = dtensor_local(self)
-        return local if conversion is None else conversion.apply(local)
+        return convert(dtensor_local(self), self._layout, self._layout.context.replicated)
 
     def redistribute(  # type: ignore[override]
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -78,9 +72,7 @@ def with_order_of(first: Any, result: DTensor) -> DTensor:
     layout = permuted_layout(first)
     if layout is None or type(result) is not DTensor:
         return result
-    if result.dtype != layout.dtype:
-        layout = layout_of(layout.context, layout.states, layout.shape, result.dtype)
-    return as_permuted(result, layout)
+    return as_permuted(result, layout.with_dtype(result.dtype))
 
 
 def is_permuted(states: Iterable[Any]) -> bool:
@@ -137,9 +129,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
                     f"{name} on a tensor that is sharded in runs ({next(iter(layouts.values()))!r}) is not elementwise, and "
                     "stock DTensor would use its permuted order; use x.full_tensor() or x.redistribute(...), in true order"
                 )
-            if out.dtype != layout.dtype:
-                layout = layout_of(layout.context, layout.states, layout.shape, out.dtype)
-            as_permuted(out, layout)
+            as_permuted(out, layout.with_dtype(out.dtype))
     return result
 
 
@@ -191,11 +181,9 @@ def canonical(x: DTensor, parameter: DTensor | None = None) -> DTensor:
 
 
 def _converted(x: DTensor, layout: Layout, states: States) -> DTensor:
-    target = layout_of(layout.context, states, layout.shape, x.dtype)
-    conversion = conversion_between(layout.context, layout.states, target.states, layout.shape)
+    target = layout.with_states(states)
     with torch.no_grad():
-        local = dtensor_local(x).detach()
-        local = local if conversion is None else conversion.forward(local, _SITE)
+        local = convert(dtensor_local(x).detach(), layout, target.states, _SITE)
     return DTensor.from_local(
         local,
         layout.mesh,
@@ -221,7 +209,7 @@ def like_parameter(x: Tensor, parameter: DTensor) -> DTensor:
         )
     return as_permuted(
         dtensor_from(local_part_of(x, layout), _spec_like(parameter, x.dtype)),
-        layout_of(layout.context, layout.states, layout.shape, x.dtype),
+        layout.with_dtype(x.dtype),
     )
 
 
@@ -234,18 +222,15 @@ def local_part_of(x: Tensor, layout: Layout) -> Tensor:
     """This rank's part in ``layout`` of a global value or a DTensor, a new tensor without autograd."""
     if not isinstance(x, DTensor):
         return read_region(x.detach(), layout.region).clone()
-    source = permuted_layout(x)
-    if source is None:
-        context = MeshContext.of(x.device_mesh)
-        source = layout_of(context, states_of(x.placements, x.ndim, context.ndim), x.shape, x.dtype)
+    source = permuted_layout(x) or stock_layout(x)
     if source.context.mesh != layout.context.mesh:
         raise UnsupportedError(
             f"a DTensor over {source.context.mesh} does not go with a parameter over {layout.context.mesh}; give its full_tensor()"
         )
-    conversion = conversion_between(layout.context, source.states, layout.states, layout.shape)
     with torch.no_grad():
         local = dtensor_local(x).detach()
-        return local.clone() if conversion is None else conversion.forward(local, _SITE)
+        part = convert(local, source, layout.states, _SITE)
+        return local.clone() if part is local else part
 
 
 def install_true_order(model: nn.Module) -> None:

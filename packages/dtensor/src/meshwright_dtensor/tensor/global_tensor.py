@@ -20,7 +20,7 @@ from meshwright_dtensor.comm.log import NOWHERE, Site
 from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.errors import UnsupportedError
 from meshwright_dtensor.mesh.context import MeshContext
-from meshwright_dtensor.mesh.layout import Layout, layout_of, states_of
+from meshwright_dtensor.mesh.layout import Layout, states_of
 from meshwright_dtensor.sharding.boxes import shardable
 from meshwright_dtensor.sharding.intervals import IntervalShard
 from meshwright_dtensor.sharding.states import State, States
@@ -144,7 +144,7 @@ class GlobalTensor(torch.Tensor):
         layout = self._layout
         states = states_of(placements, layout.ndim, layout.context.ndim)
         check_shardable(layout.context, layout.shape, states)
-        target = layout_of(layout.context, states, layout.shape, layout.dtype)
+        target = layout.with_states(states)
         return self if target is layout else wrap(local_in(self, target.states), target)
 
     # ---- representation and copies
@@ -286,7 +286,7 @@ def _through(t: GlobalTensor, states: States, site: Site) -> GlobalTensor:
     layout = t._layout
     kept: Any = t.__dict__.get("_middle")
     if kept is None or kept._local is not local or kept._layout.states != states:
-        kept = wrap(local, layout_of(layout.context, states, layout.shape, layout.dtype))
+        kept = wrap(local, layout.with_states(states))
         t.__dict__["_middle"] = kept
     return kept  # type: ignore[no-any-return]
 
