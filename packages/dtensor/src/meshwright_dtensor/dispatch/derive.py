@@ -185,14 +185,22 @@ def _as_one_call(
     call: TensorCall, layouts: Sequence[Layout], derived: Derivation, first: list[States]
 ) -> str:
     """Make the derivation one of tier 1, with all conversions before the call; else return why that is not possible."""
-    traced, choice = derived.traced, derived.choice
+    context, traced, choice, out = call.context, derived.traced, derived.choice, derived.out
     if len(traced.nodes) == 1 and traced.nodes[0].op is None and _is_output(traced):
-        derived.composite = local_context(call.context, traced.nodes[0], traced.values, choice, 0)
+        derived.composite = local_context(context, traced.nodes[0], traced.values, choice, 0)
     else:
-        proof = _prove(call, layouts, traced, choice, first, derived.out)
-        if isinstance(proof, str):
-            return proof
-        derived.direct = proof.arguments
+        for k, node in enumerate(traced.nodes):
+            if node.op is None:
+                ctx = local_context(context, node, traced.values, choice, k)
+                if not rule_book(context).composite(node.name).plain(ctx):
+                    return f"contains {node.name}, which needs its own local form"
+        sized = out if call.func in _SIZED and isinstance(out, Layout) else None
+        if sized is not None and not _why_not_local(call, layouts, traced, choice, first, sized):
+            derived.direct = tuple(sized.local_shape)
+        else:
+            reason = _why_not_local(call, layouts, traced, choice, first)
+            if reason:
+                return reason
     derived.tier, derived.first = 1, first
     return ""
 
@@ -214,11 +222,6 @@ def _is_output(traced: Traced) -> bool:
 def _layout_of(context: MeshContext, traced: Traced, states: dict[int, States], ref: Ref) -> Layout:
     value = traced.values[ref.i]
     return layout_of(context, states.get(ref.i, context.replicated), value.shape, value.dtype)
-
-
-@dataclass(slots=True)
-class _Proof:
-    arguments: tuple[Any, ...] | None
 
 
 def coordinates(
@@ -251,29 +254,6 @@ def local_shape(
 ) -> tuple[int, ...]:
     """Shape of the part of a value that the rank at ``coords`` (this rank by default) holds."""
     return local_shape_of(tuple(shape), context.sizes, coords or context.coords, states)
-
-
-def _prove(
-    call: TensorCall,
-    layouts: Sequence[Layout],
-    traced: Traced,
-    choice: Choice,
-    first: list[States],
-    out: Any,
-) -> _Proof | str:
-    """The arguments with which the function runs on the local tensors as it is, or why it does not."""
-    for k, node in enumerate(traced.nodes):
-        if node.op is None:
-            ctx = local_context(call.context, node, traced.values, choice, k)
-            if not rule_book(call.context).composite(node.name).plain(ctx):
-                return f"contains {node.name}, which needs its own local form"
-    reason = ""
-    if call.func in _SIZED and isinstance(out, Layout):
-        reason = _why_not_local(call, layouts, traced, choice, first, out)
-        if not reason:
-            return _Proof(tuple(out.local_shape))
-    reason = _why_not_local(call, layouts, traced, choice, first)
-    return reason or _Proof(None)
 
 
 def _why_not_local(

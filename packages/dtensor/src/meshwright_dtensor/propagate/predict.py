@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from meshwright_dtensor.mesh.context import MeshContext
 
 
+NodeStates = tuple[tuple[States, ...], tuple[States, ...]]
+"""The states of the inputs and of the outputs of a node."""
+
+
 def predict_run(
     grid: MeshShape,
     book: RuleBook,
@@ -65,10 +69,6 @@ def predict_run(
     return _Predictor(grid, book, nodes, values, grad, start, weights, fixed, same_as, results).run()
 
 
-NodeStates = tuple[tuple[States, ...], tuple[States, ...]]
-"""The states of the inputs and of the outputs of a node."""
-
-
 @dataclass
 class _Group:
     """The nodes of one call with their indices, and the values that they read from outside of it."""
@@ -85,30 +85,28 @@ class _Conversion:
     backward: bool = False
 
 
+@dataclass
 class _Predictor:
-    def __init__(
-        self,
-        grid: MeshShape,
-        book: RuleBook,
-        nodes: Sequence[Node],
-        values: Sequence[Value],
-        grad: Sequence[bool],
-        start: Mapping[int, States],
-        weights: Collection[int],
-        fixed: Callable[[int], NodeStates | None],
-        same_as: Callable[[int], Hashable],
-        results: Collection[int],
-    ) -> None:
-        self.grid, self.book, self.nodes, self.values = grid, book, nodes, values
-        self.grad = _receives_gradient(nodes, grad, results)
-        self.weights, self.fixed, self.same_as = weights, fixed, same_as
-        self.whole: States = (I,) * grid.ndim
-        self.states: dict[int, States] = dict(start)
+    grid: MeshShape
+    book: RuleBook
+    nodes: Sequence[Node]
+    values: Sequence[Value]
+    grad: Sequence[bool]
+    start: Mapping[int, States]
+    weights: Collection[int]
+    fixed: Callable[[int], NodeStates | None]
+    same_as: Callable[[int], Hashable]
+    results: Collection[int]
+    predicted: PredictedRun = field(default_factory=PredictedRun)
+
+    def __post_init__(self) -> None:
+        self.grad = _receives_gradient(self.nodes, self.grad, self.results)
+        self.whole: States = (I,) * self.grid.ndim
+        self.states: dict[int, States] = dict(self.start)
         # plain tensors: neither parameters nor inputs, nor computed from any
-        made = {r.i for n in nodes if n.call is not None for r in n.outs}
-        self.plain = {r.i for n in nodes for r in (*n.ins, *n.outs)} - made - set(start)
-        self.readers = {r.i for n in nodes for r in n.ins} | set(results)
-        self.predicted = PredictedRun()
+        made = {r.i for n in self.nodes if n.call is not None for r in n.outs}
+        self.plain = {r.i for n in self.nodes for r in (*n.ins, *n.outs)} - made - set(self.start)
+        self.readers = {r.i for n in self.nodes for r in n.ins} | set(self.results)
         self._chosen: dict[Hashable, Choice | str] = {}
         self._made: dict[tuple[int, States, States], _Conversion] = {}
         self._all: list[tuple[int, States, States, _Conversion]] = []
