@@ -137,7 +137,11 @@ def conversion_between(
     context: MeshContext, source: States, target: States, shape: torch.Size
 ) -> Conversion | None:
     """Converts a local tensor from ``source`` to ``target`` states; None when they are equal."""
-    return None if source == target else context.cached(Conversion, source, target, shape)
+    if source == target:
+        return None
+    # without a call where it is known: every conversion of every step is looked up here
+    conversion = context.cache.get((Conversion, (source, target, shape)))
+    return conversion or context.cached(Conversion, source, target, shape)
 
 
 def convert(local: Tensor, layout: Layout, states: States, site: Site = NOWHERE) -> Tensor:

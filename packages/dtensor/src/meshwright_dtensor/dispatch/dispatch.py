@@ -16,7 +16,7 @@ from meshwright_dtensor._torch.core import (
     pytree,
 )
 from meshwright_dtensor.comm.log import NOWHERE, CommLog, Site
-from meshwright_dtensor.comm.redistribute import convert
+from meshwright_dtensor.comm.redistribute import conversion_between
 from meshwright_dtensor.dispatch import fallback, tensor_methods
 from meshwright_dtensor.dispatch.derive import TensorCall, derive, named_layouts
 from meshwright_dtensor.dispatch.planned_calls import Target
@@ -226,7 +226,9 @@ def _local_of(t: Any, states: States | None, program: Program, site: Site) -> Te
         return parameter_local(t, states or layout_of_dtensor(t).states, site)
     if states is None:
         return t  # type: ignore[no-any-return]
-    return convert(t, replicated_layout(program.context, t), states, site)
+    context: MeshContext = program.context
+    conversion = conversion_between(context, context.replicated, states, t.shape)
+    return t if conversion is None else conversion.apply(t, site)
 
 
 def _context_of(tensors: Sequence[Any]) -> MeshContext:

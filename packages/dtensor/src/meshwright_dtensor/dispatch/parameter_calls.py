@@ -18,7 +18,7 @@ from meshwright_dtensor.stored.mesh_value import mesh_value
 from meshwright_dtensor.stored.permuted import elementwise, permuted_layout, with_order_of
 from meshwright_dtensor.stored.writes import MeshView
 from meshwright_dtensor.tensor.compute_copy import computing, touch
-from meshwright_dtensor.trace.function_kinds import FILLS, VIEW_GETTERS, is_in_place, is_init, kind_of
+from meshwright_dtensor.trace.function_kinds import FILLS, VIEW_GETTERS, is_in_place, kind_of
 
 Tensor = torch.Tensor
 
@@ -46,12 +46,12 @@ def parameter_call(
             return mesh_value(with_order_of(args[0], result))
     if MeshView in types:
         return NotImplemented  # views have rules of their own
-    name = getattr(func, "__name__", "")
+    name, kind = getattr(func, "__name__", ""), kind_of(func)
     written = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init names it
     if (
         isinstance(written, MeshParameter)
         and written._copy is not None
-        and (is_in_place(name) or is_init(func))
+        and (kind == "init" or is_in_place(name))
     ):
         copy = written._copy
         written.compute_with(None)  # the write goes to the stored value
@@ -59,11 +59,11 @@ def parameter_call(
             return parameter_call(cls, func, types, args, kwargs)
         finally:
             written.compute_with(copy)
-    if is_init(func):
+    if kind == "init":
         # its own no_grad starts after this call
         with torch.no_grad():
             return dispatch(cls, func, types, args, kwargs)
-    if kind_of(func):
+    if kind:
         result = viewed_or_written(func, types, args, kwargs or {})
         if result is not NotImplemented:
             return result

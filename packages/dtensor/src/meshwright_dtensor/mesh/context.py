@@ -54,6 +54,7 @@ class MeshContext:
         strict: whether a call that has to run replicated is an error.
         attention: mesh axis -> how attention is computed where the sequence is sharded over it.
         programs: local programs of calls, oldest first (see dispatch.program).
+        cache: the results of :meth:`cached`, by (make, key).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -71,7 +72,7 @@ class MeshContext:
         self.strict = False
         self.attention: dict[str, AttentionForm] = {}
         self.programs: OrderedDict[Any, Any] = OrderedDict()
-        self._cache: dict[Any, Any] = {}
+        self.cache: dict[Any, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A mesh that is copied or pickled (inside a DTensor, say) goes without its caches."""
@@ -89,9 +90,9 @@ class MeshContext:
     def cached(self, make: Callable[..., T], *key: Any) -> T:
         """``make(self, *key)``, called once for each key."""
         try:
-            return self._cache[make, key]  # type: ignore[no-any-return]
+            return self.cache[make, key]  # type: ignore[no-any-return]
         except KeyError:
-            value = self._cache[make, key] = make(self, *key)
+            value = self.cache[make, key] = make(self, *key)
             return value
 
     def inner(self, axes: tuple[str, ...]) -> MeshContext:

@@ -45,11 +45,6 @@ def is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") and not name.startswith("_foreach")
 
 
-def is_init(func: Callable[..., Any]) -> bool:
-    """Whether it is a function of ``torch.nn.init``."""
-    return getattr(func, "__module__", None) == nn.init.__name__
-
-
 @cache
 def kind_of(func: Callable[..., Any]) -> str:
     """The kind of a function that is called with a stored DTensor as its first argument; "" for all others.
@@ -58,7 +53,7 @@ def kind_of(func: Callable[..., Any]) -> str:
     "set data"; "draw" (a new tensor of random numbers); "new_empty".
     """
     name = getattr(func, "__name__", "")
-    if is_init(func):
+    if getattr(func, "__module__", None) == nn.init.__name__:
         return "init"
     if name in ("__get__", "__set__"):
         attribute = getattr(func, "__self__", None)
