@@ -35,7 +35,7 @@ def distribute(
         mesh: the device mesh. It may be left out, the placements then come second: it is that of the surrounding
             ``with mesh:``, or, for a single placement, all ranks as one axis.
         placements: torch placements (Replicate, Shard, Partial) or states, one per mesh axis, outermost first, or a
-            mapping from the names of axes; what that does not name is replicated.
+            mapping from axis names; the value is replicated on axes that are not in it.
 
     Returns:
         The global tensor; a leaf of autograd requires grad if ``tensor`` does and stays connected to it.

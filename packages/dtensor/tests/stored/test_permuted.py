@@ -1,4 +1,4 @@
-"""Parameters sharded in runs: every way out and in is in true order; what would show the permuted order raises."""
+"""Parameters with an interval shard: values go in and out in true order; functions of the permuted order raise."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def refusals(rank, world):
                 mixed()
     with pytest.raises(UnsupportedError, match="leave a gap"):
         RunShard(0, [[(0, 2)], [(3, 2)]])
-    with pytest.raises(UnsupportedError, match="do not fit dim 0 of size 6"):
+    with pytest.raises(UnsupportedError, match="does not fit dim 0 of size 6"):
         distribute(torch.zeros(6, 2), mesh, [RunShard.parts(0, (4, 4), world)])
     return True
 

@@ -144,19 +144,19 @@ def copied_spec(tensor: DTensor) -> Any:
 
 
 def waited(local: torch.Tensor) -> torch.Tensor:
-    """What stock DTensor has moved, itself: it hands out a stand-in that waits when it is computed with."""
+    """The result of a collective of stock DTensor, which returns a placeholder that waits at its first use."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local  # type: ignore[no-any-return]
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors, which may be meta tensors, lie in one memory."""
+    """Whether two tensors, which may be meta tensors, share memory."""
     return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
 
 def flattened_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """The process group over the product of several mesh axes; made on first use, so ask on every rank alike."""
+    """The process group over the product of several mesh axes; made on first use, so every rank must call this."""
     return mesh[axes]._flatten().get_group()  # the mesh keeps it
 
 

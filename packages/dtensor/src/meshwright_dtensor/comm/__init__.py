@@ -1,1 +1,1 @@
-"""Collectives and redistribution of tensors from layout to layout, and a log of what ran."""
+"""Collectives, redistribution between layouts, and a log of the collectives."""

@@ -78,15 +78,13 @@ def deferred_init(
     """Inside, CPU tensors of at least `min_bytes` are made in files of `directory`, with the values of one device.
 
     `directory` is by default MESHWRIGHT_INIT_DIR, else the temporary directory, /var/tmp or the current one,
-    whichever has the most room; it is never a file system in memory. A file is freed with its tensor and never has a
-    name that outlives its making. Parameters made here are ordinary; used as they are, they go on living in
-    their files, which a forked process shares; their storage cannot grow (`resize_` raises). What is filled does not stay
-    mapped: on Linux the process holds about 256 MiB of such pages at most, and none afterwards. Raises
-    UsageError if there is no disk, MeshwrightError when the disk is full.
+    whichever has the most room; it is never a file system in memory. A file is unlinked at once and freed with its tensor.
+    Parameters made here are ordinary, but they stay in their files, which a forked process shares, and their storage cannot
+    grow (`resize_` raises). On Linux the process keeps about 256 MiB of these files mapped at most, and none afterwards.
+    Raises UsageError if there is no disk, MeshwrightError when the disk is full.
 
-    values=False: floating-point tensors of that size are never filled and take no room on the disk, nor is what is computed
-    of them, as a comparison; other integers and booleans are. Such a model can be planned for, whatever its size;
-    `parallelize` refuses it.
+    values=False: floating-point tensors of that size, and results computed from them, are never filled and take no room on
+    the disk; other integers and booleans are. Such a model can be planned for, whatever its size; `parallelize` refuses it.
     """
     if min_bytes < 1:
         raise UsageError(f"min_bytes={min_bytes} is not positive; the default is {MIN_BYTES}")
@@ -97,14 +95,14 @@ def deferred_init(
 
 
 def is_deferred(value: torch.Tensor | nn.Module) -> bool:
-    """Whether a tensor, or any parameter or buffer of a module, lives in a file of `deferred_init`."""
+    """Whether a tensor, or any parameter or buffer of a module, is in a file of `deferred_init`."""
     if isinstance(value, nn.Module):
         return any(is_mapped(tensor) for tensor in (*value.parameters(), *value.buffers()))
     return is_mapped(value)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether somebody filled a tensor: it is not on the meta device, nor of `deferred_init(values=False)`."""
+    """Whether a tensor has values: it is not on the meta device, nor of `deferred_init(values=False)`."""
     return not (tensor.is_meta or is_hollow(tensor))
 
 

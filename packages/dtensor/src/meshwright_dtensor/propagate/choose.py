@@ -229,7 +229,7 @@ class Chooser:
     def _local_shapes(
         self, k: int, node: Node, earlier: list[list[Strategy]]
     ) -> tuple[dict[int, tuple[int, ...]], set[tuple[int, int]]]:
-        """Shapes local to the earlier axes (on their first rank), and (value, dim) cut unevenly there."""
+        """Shapes local to the earlier axes (on their first rank), and (value, dim) sharded unevenly there."""
         shapes: dict[int, tuple[int, ...]] = {}
         uneven: set[tuple[int, int]] = set()
         sizes = self.context.sizes[: len(earlier)]

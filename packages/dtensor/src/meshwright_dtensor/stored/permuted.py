@@ -76,7 +76,7 @@ def with_order_of(first: Any, result: DTensor) -> DTensor:
 
 
 def is_permuted(states: Iterable[Any]) -> bool:
-    """Whether any state is Runs."""
+    """Whether any state is an interval shard."""
     return any(isinstance(s, IntervalShard) for s in states)
 
 
@@ -96,10 +96,10 @@ def permuted_layout(x: Any) -> Layout | None:
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a torch function by stock DTensor on tensors in runs; results of the same geometry carry the runs on.
+    """Run a torch function by stock DTensor on permuted tensors; results of the same shape get their layout.
 
     Raises:
-        UnsupportedError: the result would be in permuted order, or an operand is not in the same runs.
+        UnsupportedError: the result would be in permuted order, or an operand has another layout.
     """
     name = getattr(func, "__name__", str(func))
     with stock_call():
@@ -111,8 +111,8 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             layout = layouts.get(x.shape)
             if layout is not None and not _goes_with(x, layout):
                 raise UnsupportedError(
-                    f"{name} mixes a tensor of shape {list(x.shape)} that is sharded in runs ({layout!r}) with one that is "
-                    "sharded otherwise; bring it to the parameter's layout with like_parameter(tensor, parameter)"
+                    f"{name} mixes a tensor of shape {list(x.shape)} with an interval shard ({layout!r}) and one of another "
+                    "layout; bring it to the parameter's layout with like_parameter(tensor, parameter)"
                 )
         result = on_local_parts(func, name, args, kwargs)
         if result is NotImplemented:
@@ -126,7 +126,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
             layout = layouts.get(out.shape)
             if layout is None or tuple(out.placements) != _stored(layout):
                 raise UnsupportedError(
-                    f"{name} on a tensor that is sharded in runs ({next(iter(layouts.values()))!r}) is not elementwise, and "
+                    f"{name} on a tensor with an interval shard ({next(iter(layouts.values()))!r}) is not elementwise, and "
                     "stock DTensor would use its permuted order; use x.full_tensor() or x.redistribute(...), in true order"
                 )
             as_permuted(out, layout.with_dtype(out.dtype))
@@ -158,7 +158,7 @@ def redistributed(
     """
     if (device_mesh is not None and device_mesh != layout.mesh) or any((options or {}).values()):
         raise UnsupportedError(
-            "redistribute of a tensor in runs takes placements on its own mesh only; redistribute the result further"
+            "redistribute of a tensor with an interval shard takes placements on its own mesh only; redistribute the result"
         )
     states = layout.states if placements is None else states_of(placements, layout.ndim, layout.context.ndim)
     states = tuple(int(s) if isinstance(s, int) else s for s in states)
@@ -234,7 +234,7 @@ def local_part_of(x: Tensor, layout: Layout) -> Tensor:
 
 
 def install_true_order(model: nn.Module) -> None:
-    """Make state dicts of ``model`` hold true order: a parameter in runs goes out as a stock DTensor of plain chunks.
+    """Make state dicts of ``model`` hold true order: a parameter with an interval shard becomes a stock DTensor of chunks.
 
     Taking a state dict is then a collective call where a module has such parameters.  ``load_state_dict`` takes those
     DTensors, and plain tensors, which are global values.

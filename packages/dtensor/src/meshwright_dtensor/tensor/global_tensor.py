@@ -312,13 +312,14 @@ def check_shardable(context: MeshContext, shape: Sequence[int], states: States) 
         if isinstance(state, IntervalShard):
             if state.total != sizes[state] or len(state.intervals) != n:
                 raise UnsupportedError(
-                    f"runs {state!r} of {state.total} elements on {len(state.intervals)} ranks do not fit dim {int(state)} of "
-                    f"size {sizes[state]} on the {n} ranks of mesh axis {context.axes[axis]!r}; make them for that size"
+                    f"interval shard {state!r} of {state.total} elements on {len(state.intervals)} ranks does not fit dim "
+                    f"{int(state)} of size {sizes[state]} on the {n} ranks of mesh axis {context.axes[axis]!r}; make it for that "
+                    "size"
                 )
             if int(state) in list(map(_dim, states[axis + 1 :])) and not state.even:
                 raise UnsupportedError(
-                    f"runs {state!r} give ranks unequal lengths of dim {int(state)}, which a later mesh axis shards too; use "
-                    "even runs there"
+                    f"interval shard {state!r} gives ranks unequal lengths of dim {int(state)}, which a later mesh axis shards "
+                    "too; use intervals of equal length there"
                 )
             sizes[state] = state.lengths[0]
             continue

@@ -27,7 +27,7 @@ class Frame:
     __slots__ = ("module", "rules", "counts", "where")
 
     def __init__(self, module: str, rules: Targets, where: str = "") -> None:
-        """``where``: what reports call the module, where it has no name (the model itself)."""
+        """``where``: the name in reports of a module without a name (the model itself)."""
         self.module, self.rules, self.where = module, rules, where or module
         self.counts: Counter[str] = Counter()
 
@@ -68,7 +68,7 @@ _NAME = "_meshwright_name"
 
 
 def with_current_frames(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with today's stack, whenever it runs.
+    """``function`` with the present stack, whenever it runs.
 
     A model's own checkpointing runs a part of a forward again without the hooks of the modules around it.
     """
