@@ -101,7 +101,7 @@ def planned(rank: int, size: int) -> list[str]:
 def test_numbers_that_modules_make_are_planned_with_one_microbatch(rank_pool: RankPool) -> None:
     for failures in rank_pool.run(2, planned):
         assert not failures
-    with pytest.raises(PlanError, match=r"'layers.0' makes a number of the rows.* nearest legal: 1"):
+    with pytest.raises(PlanError, match=r"'layers.0' computes a scalar from its rows.* nearest legal: 1"):
         mw.plan(
             Numbered(), {"x": torch.randn(8, 6)}, world_size=2, cluster="laptop-cpu", pp=2, microbatches=4
         )

@@ -67,5 +67,5 @@ def test_what_cannot_be_sent_is_refused_in_the_first_step(rank_pool: RankPool, n
 def test_numbers_of_all_rows_in_attributes_take_one_microbatch() -> None:
     plan = mw.plan(Left(sets_a_number), numbers(), world_size=2, **PINS)
     assert plan.pipeline is not None and plan.pipeline.microbatches == 1
-    with pytest.raises(PlanError, match="makes a number of the rows"):
+    with pytest.raises(PlanError, match="computes a scalar from its rows"):
         mw.plan(Left(sets_a_number), numbers(), world_size=2, microbatches=2, **PINS)

@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         [
             "microbatches",
             "3",
-            "the 8 rows that one pipeline takes in a step beside tp 2 cannot",
+            "the 8 rows of a pipeline in a step with tp 2 cannot",
             "nearest legal: 2",
         ],
     ),

@@ -74,7 +74,7 @@ def test_numbers_that_units_make_take_one_microbatch() -> None:
     )
     assert [way["microbatches"] for way in Pipeline().ways(request, 2)] == [1]
     (note,) = cost(request).notes
-    assert "one microbatch" in note and "module 'layers.0' makes a number of the rows" in note
+    assert "one microbatch" in note and "module 'layers.0' computes a scalar from its rows" in note
     assert not cost(asked(Chain(), schedule="1f1b")).notes
 
 
@@ -82,10 +82,10 @@ def test_a_degree_that_cannot_be_has_its_reason() -> None:
     request = SearchRequest(2, 8, survey=Pipeline().survey(Pair()))
     assert list(Pipeline().degrees(request)) == [1]
     told = Pipeline().refusal(request, 2)
-    assert told is not None and "this model has 1 that can be given to one (encoder)" in told
+    assert told is not None and "this model has 1 that can be placed on a stage (encoder)" in told
     assert "keep layers in such lists, or take a smaller degree" in told
     few = SearchRequest(4, 2, survey=Pipeline().survey(Chain()))
     assert list(Pipeline().degrees(few)) == [1, 2]
     told = Pipeline().refusal(few, 4)
-    assert told is not None and "has 2 rows to cut; give more rows" in told
+    assert told is not None and "has 2 rows. Use more rows" in told
     assert Pipeline().refusal(few, 3) is None  # 4 ranks have no third: the general answer will do

@@ -172,14 +172,14 @@ def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost
     known: ModelSurvey = request.survey.details
     plan = known.schedule(schedule)
     shape = Shape(degree, degree * plan.stages_each, 8)
-    return request, cost_module._Case(request, LINK, known.read(request.pipeline.work), known, plan, shape)
+    return request, cost_module._Case(request, LINK, known.costs(request.pipeline.work), known, plan, shape)
 
 
 def every_choice(request: SearchRequest, found: ModelCosts, known: ModelSurvey) -> Iterator[ModelCosts]:
     """The model with each of its layers run in each way."""
     ways: list[list[UnitWork]] = [[run] for run in found.runs]
     for work in request.pipeline.recompute_variants.values():
-        for place, run in enumerate(known.read(work).runs):
+        for place, run in enumerate(known.costs(work).runs):
             if run.kept < found.runs[place].kept:
                 ways[place].append(run)
     for runs in itertools.product(*ways):
@@ -196,12 +196,12 @@ def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) 
     """Every cut with every choice: none that leaves as much room has a faster slowest stage."""
     request, how = case(seed, schedule)
     free = Pipeline().cost(request, 2, LINK)
-    even = divide(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
+    even = divide(how.model, how.survey, cost_module.even_cuts(how.model, how.survey, 2, 2))
     most = how.run(even, True).fullest.total(request)[0]
     every = []
-    for runs in every_choice(request, how.found, how.known):
+    for runs in every_choice(request, how.model, how.survey):
         for cut in range(1, len(NAMES)):
-            outcome = how.run(divide(runs, how.known, [cut]), runs.runs == how.found.runs)
+            outcome = how.run(divide(runs, how.survey, [cut]), runs.runs == how.model.runs)
             every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
     least = min(need for _, need in every)
     for part in (0.1, 0.4, 0.7, 1.0):
@@ -210,8 +210,8 @@ def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) 
             replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
         )
         best = min(seconds for seconds, need in every if need <= most - relief)
-        assert slowest(found, how.found) == pytest.approx(best)
-        assert slowest(found, how.found) >= slowest(free, how.found)
+        assert slowest(found, how.model) == pytest.approx(best)
+        assert slowest(found, how.model) >= slowest(free, how.model)
         assert set(found.recompute) <= {name for name in NAMES if "layers" in name}
     # more than there is to be had: as if nothing was asked for
     assert (
@@ -225,10 +225,11 @@ def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
     request, how = case(1, schedule)
-    cuts = cost_module.even_cuts(how.found, how.known, 2, 4)
-    most = how.run(divide(how.found, how.known, cuts), True).fullest.total(request)[0]
+    cuts = cost_module.even_cuts(how.model, how.survey, 2, 4)
+    most = how.run(divide(how.model, how.survey, cuts), True).fullest.total(request)[0]
     outcomes = [
-        how.run(divide(runs, how.known, cuts), False) for runs in every_choice(request, how.found, how.known)
+        how.run(divide(runs, how.survey, cuts), False)
+        for runs in every_choice(request, how.model, how.survey)
     ]
     for relief in (100, 300, 500):
         found = Pipeline().cost(
@@ -236,7 +237,7 @@ def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
         )
         fitting = [o for o in outcomes if o.fullest.total(request)[0] <= most - relief]
         best = min(max(map(sum, _by_rank(how.schedule, how.shape, o))) for o in fitting)
-        own = [part * how.found.whole for part in found.stages]
+        own = [part * how.model.whole for part in found.stages]
         mine = [sum(own[s] for s in how.schedule.own(rank, how.shape)) for rank in range(2)]
         assert max(mine) == pytest.approx(best) and found.recompute
 
@@ -257,15 +258,15 @@ def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
             example=((), {"ids": chain_batch()["ids"]}),
         ),
     )
-    whole = how.known.read(request.pipeline.work)
+    whole = how.survey.costs(request.pipeline.work)
     tail = tail_of(whole)
-    how = replace(how, found=without_tail(whole), schedule=ForwardsFirst(how.schedule), tail=tail)
-    even = divide(how.found, how.known, cost_module.even_cuts(how.found, how.known, 2, 2))
+    how = replace(how, model=without_tail(whole), schedule=ForwardsFirst(how.schedule), tail=tail)
+    even = divide(how.model, how.survey, cost_module.even_cuts(how.model, how.survey, 2, 2))
     most = how.run(even, True).fullest.total(request)[0]
     every = []
-    for runs in every_choice(request, how.found, how.known):
+    for runs in every_choice(request, how.model, how.survey):
         for cut in range(1, len(NAMES)):
-            outcome = how.run(divide(runs, how.known, [cut]), False)
+            outcome = how.run(divide(runs, how.survey, [cut]), False)
             every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
     least = min(need for _, need in every)
     for part in (0.02, 0.1, 0.4, 0.7, 1.0):

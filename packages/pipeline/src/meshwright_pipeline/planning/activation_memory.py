@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline hold from action to action, all actions of all ranks at once."""
+"""Activation memory of the ranks of a pipeline, action by action, vectorised over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORWARD, WHOLE, FIRST, LATE = range(len(KINDS))
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Bytes at the moment at which a rank holds most: kept, alive beside that, and of gradients."""
+    """Bytes of a rank at its memory peak: kept for backwards, alive in addition, and gradients."""
 
     kept: float = 0.0
     over: float = 0.0
@@ -23,13 +23,13 @@ class MemoryPeak:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum."""
         return self.kept + self.over + self.gradients
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Of a microbatch on each stage, as in StageCosts: bytes, and whether the halves of a backward are halves."""
+    """The bytes of a microbatch on each stage, and `split`; see StageCosts."""
 
     saved: Sequence[float]
     over: Sequence[float]
@@ -43,48 +43,47 @@ class RankActions:
     """The actions of each rank in its own order.
 
     Args:
-        ranks: per rank, the kind (as in KINDS) and the stage of each action in one number: kind x stages + stage.
-        stages: of the pipeline.
+        ranks: for each rank its action numbers: kind (index in KINDS) x stages + stage.
+        stages: number of stages.
     """
 
     def __init__(self, ranks: Sequence[Sequence[int]], stages: int) -> None:
         longest = max(1, *map(len, ranks))
-        nothing = len(KINDS) * stages  # of ranks that do less than others
-        every = np.array([[*own, *[nothing] * (longest - len(own))] for own in ranks], dtype=np.int64)
-        self._kinds, self._stages = np.divmod(every, stages)
+        padding = len(KINDS) * stages
+        numbers = np.array([[*row, *[padding] * (longest - len(row))] for row in ranks], dtype=np.int64)
+        self._kinds, self._stages = np.divmod(numbers, stages)
 
     def held(self, sizes: StageBytes) -> tuple[tuple[float, ...], tuple[MemoryPeak, ...]]:
-        """Per rank, the most bytes of activations that it holds at once, and when it holds most with all there is beside."""
+        """For each rank, the largest bytes of activations held at once, and its memory peak."""
         kinds, stages = self._kinds, self._stages
         saved, over, waiting, gradients, first = (
-            np.asarray(own, dtype=float)[stages]
-            for own in (sizes.saved, sizes.over, sizes.deferred_bytes, sizes.gradients, sizes.first)
+            np.asarray(values, dtype=float)[stages]
+            for values in (sizes.saved, sizes.over, sizes.deferred_bytes, sizes.gradients, sizes.first)
         )
         if sizes.split:
             over = np.where(kinds == FIRST, first, over)
         zero = np.zeros_like(saved)
         if sizes.split:
             freed = {WHOLE: -saved, FIRST: waiting, LATE: -(saved + waiting)}
-        else:  # the first half is all of it
+        else:  # the first half does all of it
             freed = {WHOLE: -saved, FIRST: -saved, LATE: zero}
         change = np.where(kinds == FORWARD, saved, zero)
         for kind, bytes_of in freed.items():
             change = np.where(kinds == kind, bytes_of, change)
         after, gained = np.cumsum(change, axis=1), np.where(self._first(sizes.split), gradients, zero)
-        made = np.cumsum(gained, axis=1)
-        before, ready = _shifted(after), _shifted(made)
+        before, ready = _shifted(after), _shifted(np.cumsum(gained, axis=1))
         backward = (kinds == WHOLE) | (kinds == FIRST)
-        # a forward ends with more than it began with; a backward is fullest while it runs, or with what its half leaves
+        # a forward peaks at its end; a backward while it runs, or after its first half with the bytes that wait
         running = np.where(kinds == FORWARD, after + ready, np.where(backward, before + over + ready, 0.0))
         left = np.where((kinds == FIRST) & sizes.split, after + ready, 0.0)
         totals = np.stack([running, left], axis=2).reshape(len(kinds), -1)
         most = np.max(np.where(kinds == FORWARD, after, 0.0), axis=1, initial=0.0)
         fullest = []
         for rank, place in enumerate(np.argmax(totals, axis=1)):
-            at, behind = divmod(int(place), 2)
+            at, at_end = divmod(int(place), 2)
             if totals[rank, place] <= 0.0:
                 fullest.append(MemoryPeak())
-            elif behind or kinds[rank, at] == FORWARD:
+            elif at_end or kinds[rank, at] == FORWARD:
                 fullest.append(MemoryPeak(float(after[rank, at]), 0.0, float(ready[rank, at])))
             else:
                 fullest.append(
@@ -93,7 +92,7 @@ class RankActions:
         return tuple(most.tolist()), tuple(fullest)
 
     def _first(self, split: bool) -> Any:
-        """Where the gradients of a stage appear: at the end of its first backward."""
+        """The actions after which the gradients of a stage exist: its first backwards."""
         return self._halved if split else self._whole
 
     @cached_property
@@ -105,17 +104,17 @@ class RankActions:
         return self._earliest((WHOLE, FIRST))
 
     def _earliest(self, kinds: tuple[int, ...]) -> Any:
-        found = np.zeros(self._kinds.shape, dtype=bool)
+        earliest = np.zeros(self._kinds.shape, dtype=bool)
         ends = np.isin(self._kinds, kinds)
-        for rank, own in enumerate(self._stages):
+        for rank, stages in enumerate(self._stages):
             places = np.flatnonzero(ends[rank])
-            _, first = np.unique(own[places], return_index=True)
-            found[rank, places[first]] = True
-        return found
+            _, first = np.unique(stages[places], return_index=True)
+            earliest[rank, places[first]] = True
+        return earliest
 
 
 def _shifted(values: Any) -> Any:
-    """Before each action what there is behind the one before."""
-    found = np.zeros_like(values)
-    found[:, 1:] = values[:, :-1]
-    return found
+    """The value after the previous action, 0 before the first."""
+    shifted = np.zeros_like(values)
+    shifted[:, 1:] = values[:, :-1]
+    return shifted

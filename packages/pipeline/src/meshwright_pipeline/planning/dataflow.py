@@ -1,7 +1,7 @@
-"""What crosses the cuts of a recorded model, as planning sees it: results of units, followed through the code between them.
+"""Dataflow between units in the planner's record: which unit results cross a cut.
 
-Code between units runs on every stage. So nothing that it makes is sent, but the results of units that it makes it of: what
-`cutting.crossing` finds on a watched run, this finds in what strategies are told of the work of modules.
+Code between units runs on every stage. So its results are not sent; the unit results that it uses are. This is the
+planner's counterpart of `partition.boundaries.crossing`, which uses a profiled run.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _NONE: Values = frozenset()
 
 
 class Owners(Protocol):
-    """Says which unit a module lies in."""
+    """Maps modules to units."""
 
     def unit(self, module: str) -> str:
-        """Its name, "" where there is none."""
+        """The unit that contains a module, "" if none does."""
         ...
 
 
 @dataclass
 class Flow:
-    """Results of units, by their numbers.
+    """The unit results, by value number.
 
     Attributes:
-        runs: how many runs of units there are.
-        made: the run that makes it.
-        taken: the last run that takes it; of what the code behind all units takes, the number of runs.
+        runs: number of runs of units.
+        made: the run that produces a result.
+        taken: the last run that uses it; `runs` for the code after all units.
         sizes: bytes on one rank.
-        trained: those that get a gradient.
-        modules: who made it.
+        trained: results that get a gradient.
+        modules: the module that produced a result.
     """
 
     runs: int = 0
@@ -47,13 +47,13 @@ class Flow:
 
     @property
     def final(self) -> frozenset[tuple[int, str, int]]:
-        """(number, module that made it, bytes) of those that the code behind the last unit takes."""
+        """(number, producing module, bytes) of the results that the code after the last unit uses."""
         return frozenset(
             (i, self.modules[i], self.sizes[i]) for i, run in self.taken.items() if run == self.runs
         )
 
     def crossing(self, gradients: bool) -> list[int]:
-        """Bytes that cross a cut, by the run that it is before: values, or their `gradients`; none behind the last run."""
+        """For each run, the bytes that cross a cut before it: values, or their `gradients`; 0 after the last run."""
         change = [0] * (self.runs + 2)
         for i, taken in self.taken.items():
             if taken > self.made[i] and (i in self.trained or not gradients):
@@ -62,37 +62,37 @@ class Flow:
         return [*itertools.accumulate(change[: self.runs]), 0]
 
 
-def flow_of(work: Sequence[ModuleWork], known: Owners, shared: Collection[str]) -> Flow:
-    """That of a recorded model; `shared`: units that all stages hold, which send nothing."""
+def flow_of(work: Sequence[ModuleWork], owners: Owners, shared: Collection[str]) -> Flow:
+    """The dataflow of a recorded model. `shared`: units that all stages hold, which send nothing."""
     flow = Flow()
-    of: dict[int, Values] = {}  # value -> the results of units that it is made of
+    sources_of: dict[int, Values] = {}  # value -> the unit results that it depends on
     first: dict[str, int] = {}  # unit -> its first run
-    before, behind = "", list[ModuleWork]()
+    before, after = "", list[ModuleWork]()
 
     def results(part: ModuleWork) -> Values:
-        """The results of units that a part of the work takes."""
-        found = set[int]()
+        """The unit results that a part of the work uses."""
+        used = set[int]()
         for number, module, size in part.inputs:
-            if number not in of:  # nothing is said of where it comes from, but who made it
-                place = first.get(known.unit(module))
-                of[number] = _NONE if place is None else frozenset({number})
+            if number not in sources_of:  # only the producing module is recorded
+                place = first.get(owners.unit(module))
+                sources_of[number] = _NONE if place is None else frozenset({number})
                 if place is not None:
                     flow.made[number], flow.modules[number] = place, module
                     flow.trained.add(number)
             if number in flow.made:
                 flow.sizes[number] = size
-            found |= of[number]
-        return frozenset(found)
+            used |= sources_of[number]
+        return frozenset(used)
 
     for part in work:
-        unit = known.unit(part.module)
+        unit = owners.unit(part.module)
         taken = results(part)
         if not unit or unit in shared:
-            behind.append(part)
+            after.append(part)
             for number, sources, _ in part.outputs:
-                of[number] = _NONE.union(*(of.get(source, _NONE) for source in sources))
+                sources_of[number] = _NONE.union(*(sources_of.get(source, _NONE) for source in sources))
             continue
-        behind.clear()
+        after.clear()
         if unit != before:
             flow.runs, before = flow.runs + 1, unit
         place = flow.runs - 1
@@ -101,10 +101,10 @@ def flow_of(work: Sequence[ModuleWork], known: Owners, shared: Collection[str]) 
             if flow.made[number] != place:
                 flow.taken[number] = place
         for number, _, trained in part.outputs:
-            of[number] = frozenset({number})
+            sources_of[number] = frozenset({number})
             flow.made[number], flow.modules[number] = place, part.module
             if trained:
                 flow.trained.add(number)
-    for part in behind:
+    for part in after:
         flow.taken.update(dict.fromkeys(results(part), flow.runs))
     return flow

@@ -1,6 +1,6 @@
-"""Steps in which no backward begins before the last forward has ended: what runs where a loss does not add up.
+"""Cost of a loss on the full batch: all forwards, then the code after the last unit (the tail), then all backwards.
 
-The code behind the last unit then runs once, on the whole batch, between the forwards and the backwards (see tail).
+This mode runs if a loss is not additive over microbatches (see runtime.full_batch_tail).
 """
 
 from __future__ import annotations
@@ -12,38 +12,33 @@ from meshwright_pipeline.planning.simulate import Prediction
 from meshwright_pipeline.planning.unit_costs import NO_WORK, ModelCosts, UnitWork
 
 
-def without_tail(found: ModelCosts) -> ModelCosts:
-    """The same work, but for what lies behind the last unit; made once."""
-    bare: ModelCosts = found.once("without tail", lambda: replace(found, tail=NO_WORK, found={}))
-    return bare
+def without_tail(model: ModelCosts) -> ModelCosts:
+    """The costs without the work after the last unit, cached."""
+    return model.once("without tail", lambda: replace(model, tail=NO_WORK, cache={}))
 
 
-def tail_of(found: ModelCosts) -> UnitWork:
-    """What lies behind the last unit, with the code between units, which runs anew before it; of a microbatch."""
-    early = sum(run.forward for run in found.between)
-    return replace(found.tail, seconds=found.tail.seconds + early, forward=found.tail.forward + early)
+def tail_of(model: ModelCosts) -> UnitWork:
+    """The tail of a microbatch. It includes the code between units, which runs again before it."""
+    early = sum(run.forward for run in model.between)
+    return replace(model.tail, seconds=model.tail.seconds + early, forward=model.tail.forward + early)
 
 
 def tail_gradient_bytes(tail: UnitWork, microbatches: int) -> float:
-    """Bytes of the gradients that a tail hands to the units: those of all microbatches are there when backwards begin."""
+    """Bytes of the gradients from the tail to the units: for all microbatches they exist when backwards begin."""
     return microbatches * sum(size for _, _, size in tail.inputs)
 
 
 def tail_memory(tail: UnitWork, microbatches: int) -> tuple[float, float]:
-    """Bytes that are kept for a tail while it runs, of what it takes too, and that are alive beside.
+    """Bytes kept while a tail runs, and bytes alive in addition.
 
-    What it takes of the units it takes as one, beside the parts, and gives back their gradients part by part, beside that of the
-    whole.
+    Unit results of the microbatches are concatenated, so they exist twice; and so do their gradients.
     """
-    taken = tail_gradient_bytes(tail, microbatches)
-    return microbatches * tail.kept + taken, microbatches * tail.over + taken
+    inputs = tail_gradient_bytes(tail, microbatches)
+    return microbatches * tail.kept + inputs, microbatches * tail.over + inputs
 
 
 def with_tail(step: Prediction, tail: UnitWork, rank: int, microbatches: int) -> Prediction:
-    """A step with the code behind the last unit between its forwards and backwards, on the rank of the last stage.
-
-    What it takes comes to what the units of all microbatches keep; the gradients of that lie beside backwards.
-    """
+    """A step with the tail between its forwards and backwards, on the rank of the last stage."""
     seconds = microbatches * tail.seconds
     kept, over = tail_memory(tail, microbatches)
     busy, held, fullest = list(step.busy), list(step.held), list(step.fullest)
@@ -53,7 +48,7 @@ def with_tail(step: Prediction, tail: UnitWork, rank: int, microbatches: int) ->
         held[rank] = units + kept
         whole = MemoryPeak(held[rank], over)
         backward = replace(fullest[rank], over=fullest[rank].over + tail_gradient_bytes(tail, microbatches))
-        fullest[rank] = max(backward, whole, key=lambda one: one.total)
+        fullest[rank] = max(backward, whole, key=lambda peak: peak.total)
     return replace(
         step,
         seconds=step.seconds + seconds,

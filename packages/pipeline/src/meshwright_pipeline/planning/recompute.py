@@ -1,8 +1,8 @@
-"""Which units run again so that a rank has room for its stages, at the least time: exact dynamic programming.
+"""Chooses which units recompute so that the stages of a rank fit in memory, at the least time (exact dynamic programming).
 
-A stage runs its units one after the other and keeps of each microbatch in flight what they keep, so that a choice of how each
-unit runs is three numbers: seconds, bytes kept, and the most bytes that are alive beside those while it runs backward.
-`Choices` has, for a row of units, every choice that no other one beats in all of them; `cheapest` takes the fastest that fits.
+For a sequence of units, a choice of policies is described by three numbers: seconds, bytes kept for each microbatch in
+flight, and peak bytes of the backward in addition. `Choices` lists the Pareto-optimal choices; `cheapest` takes the fastest
+that fits.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from meshwright_pipeline.planning.activation_memory import KINDS
 from meshwright_pipeline.planning.simulate import simulated_shapes, steps_of
 
 MOST_CHOICES = 512
-"""Choices of a row of units that are gone on with; of more, which only units that all differ have, an even part is."""
+"""Most Pareto-optimal choices of a sequence to continue with. More, which only units that all differ have, are thinned."""
 
 MOST_COMBINATIONS = 1 << 18
-"""Choices of the stages of one rank together that are looked at, at most; of more, none."""
+"""Most combinations of choices for the stages of one rank; with more, `cheapest` gives none."""
 
 Picks: TypeAlias = "tuple[int, Picks] | None"
-"""The ways of the first unit of a row and of those behind it."""
+"""Linked list: the option of the first unit of a sequence, and those of the rest."""
 
 
 class UnitOption(NamedTuple):
-    """How a unit may run.
+    """One way to run a unit: without or with recomputation.
 
     Args:
         seconds: of a microbatch, forward and backward.
-        kept: bytes that are kept of it in between.
-        over: the most bytes that are alive while it runs backward, beyond what is kept of the unit.
+        kept: bytes kept between the two.
+        over: peak bytes of the backward, beyond `kept`.
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class UnitOption(NamedTuple):
 
 
 class RunChoice(NamedTuple):
-    """How each unit of a row runs, and what the row is then, as in Way."""
+    """An option for each unit of a sequence, and the resulting numbers of the sequence; see UnitOption."""
 
     seconds: float
     kept: int
@@ -52,52 +52,54 @@ class RunChoice(NamedTuple):
     picks: Picks
 
     @property
-    def ways(self) -> list[int]:
-        """The place of each unit's way."""
-        found, left = [], self.picks
-        while left is not None:
-            found.append(left[0])
-            left = left[1]
-        return found
+    def options(self) -> list[int]:
+        """The index of each unit's option."""
+        indices, rest = [], self.picks
+        while rest is not None:
+            indices.append(rest[0])
+            rest = rest[1]
+        return indices
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of rows of units; `kinds`: the ways of each kind of unit, the first of which runs nothing again."""
+    """Choices of sequences of units. `kinds`: the options of each kind of unit, the first without recomputation."""
 
     kinds: Sequence[Sequence[UnitOption]]
-    known: dict[tuple[int, ...], list[RunChoice]] = field(default_factory=dict)
+    cache: dict[tuple[int, ...], list[RunChoice]] = field(default_factory=dict)
 
     def of(self, row: Sequence[int]) -> list[RunChoice]:
-        """Those of a row of kinds that no other one beats, the fastest first."""
+        """The Pareto-optimal choices for a sequence of kinds, the fastest first."""
         for start in range(len(row), -1, -1):
             key = tuple(row[start:])
-            if key not in self.known:
-                behind = self.known[key[1:]] if key else []
-                self.known[key] = (
-                    _extended(self.kinds[key[0]], behind) if key else [RunChoice(0.0, 0, 0, None)]
+            if key not in self.cache:
+                following = self.cache[key[1:]] if key else []
+                self.cache[key] = (
+                    _extended(self.kinds[key[0]], following) if key else [RunChoice(0.0, 0, 0, None)]
                 )
-        return self.known[tuple(row)]
+        return self.cache[tuple(row)]
 
 
-def _extended(ways: Sequence[UnitOption], behind: Sequence[RunChoice]) -> list[RunChoice]:
-    """With one more unit in front, which runs backward when what is kept of those behind it is free again."""
-    # sums of the same seconds in another order differ in the last bits; most of these are given up at once
-    every = [
-        (round(way.seconds + c.seconds, 12), way.kept + c.kept, max(c.over, way.over - c.kept), place, c)
-        for place, way in reversed(list(enumerate(ways)))  # of equals, the first units run again
-        for c in behind
+def _extended(options: Sequence[UnitOption], following: Sequence[RunChoice]) -> list[RunChoice]:
+    """Choices with one more unit in front. It runs backward after the kept bytes of the following units are freed."""
+    # sums of the same seconds in another order differ in the last bits: rounding makes them equal
+    candidates = [
+        (round(o.seconds + c.seconds, 12), o.kept + c.kept, max(c.over, o.over - c.kept), index, c)
+        # of equal choices, the first units recompute
+        for index, o in reversed(list(enumerate(options)))
+        for c in following
     ]
-    every.sort(key=operator.itemgetter(0, 1, 2))
+    candidates.sort(key=operator.itemgetter(0, 1, 2))
     best: list[RunChoice] = []
-    stairs: list[tuple[int, int]] = []  # (kept, kept and over) of the best: one rises, the other falls
-    for _, kept, over, way_of, c in every:
+    # (kept, kept + over) of the best choices: the first ascends, the second descends
+    stairs: list[tuple[int, int]] = []
+    for _, kept, over, index, c in candidates:
         full = kept + over
         place = bisect_right(stairs, (kept, math.inf))
-        # with n in flight n * kept + over counts; whoever is no worse for one of them is no worse for more
+        # with n in flight n * kept + over counts; a choice that is no worse for n = 1 and in kept is no worse for any n
         if place and stairs[place - 1][1] <= full:
             continue
-        best.append(RunChoice(ways[way_of].seconds + c.seconds, kept, over, (way_of, c.picks)))
+        best.append(RunChoice(options[index].seconds + c.seconds, kept, over, (index, c.picks)))
         while place < len(stairs) and stairs[place][1] >= full:
             del stairs[place]
         insort(stairs, (kept, full))
@@ -113,12 +115,12 @@ def _extended(ways: Sequence[UnitOption], behind: Sequence[RunChoice]) -> list[R
 
 
 class Moment(NamedTuple):
-    """A moment of a schedule, of the stages of one rank in ascending order.
+    """A moment of a schedule on one rank, with entries for its stages in ascending order.
 
     Args:
-        kept: microbatches in flight on each.
-        running: the place of the stage that runs backward, -1 where none does.
-        made: whether the gradients of each are there.
+        kept: microbatches in flight on each stage.
+        running: index of the stage that runs backward, -1 for none.
+        made: whether the gradients of each stage exist.
     """
 
     kept: tuple[int, ...]
@@ -126,32 +128,32 @@ class Moment(NamedTuple):
     made: tuple[bool, ...]
 
 
-def _uncovered(found: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Those of different moments that no other one covers: at which there is more of something than at any other."""
+def _dominant(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """The moments at which no other moment holds at least as much of everything."""
     best: list[Moment] = []
     sizes: list[tuple[int, tuple[int, ...]]] = []
-    for one in sorted(found, key=lambda one: (-sum(one.kept), -one.running, -sum(one.made))):
-        running, size = one.running, (*one.kept, *one.made)
+    for moment in sorted(moments, key=lambda m: (-sum(m.kept), -m.running, -sum(m.made))):
+        running, size = moment.running, (*moment.kept, *moment.made)
         for other, whole in sizes:
             if (running == other or running < 0) and all(map(operator.ge, whole, size)):
                 break
         else:
-            best.append(one)
+            best.append(moment)
             sizes.append((running, size))
     return tuple(best)
 
 
 @functools.lru_cache(maxsize=256)
 def moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank, the moments at which it may be fullest; no backward is split, as where modules run again.
+    """For each rank, the moments at which its memory may peak. No backward is split, as with recomputation.
 
     Raises:
         UsageError: as `predict`.
     """
-    shorter = simulated_shapes(shape)
-    if len(shorter) > 1 and not any(schedule.refusal(one) for one in shorter):
-        # of a long step the steady part is like that of a shorter one, where it is steady
-        short, longer = (_moments(schedule, one) for one in shorter)
+    shapes = simulated_shapes(shape)
+    if len(shapes) > 1 and not any(map(schedule.refusal, shapes)):
+        # if two shorter steps have the same moments, so does a long one
+        short, longer = (_moments(schedule, simulated) for simulated in shapes)
         if short == longer:
             return longer
     return _moments(schedule, shape)
@@ -159,47 +161,47 @@ def moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _moments(schedule: Schedule, shape: Shape) -> tuple[tuple[Moment, ...], ...]:
-    own = (schedule.own(rank, shape) for rank in range(shape.ranks))
-    return tuple(map(_of_rank, own, steps_of(schedule, shape).ranks, [shape.stages] * shape.ranks))
+    stages = (schedule.own(rank, shape) for rank in range(shape.ranks))
+    return tuple(map(_of_rank, stages, steps_of(schedule, shape).by_rank, [shape.stages] * shape.ranks))
 
 
 def _of_rank(stages: Sequence[int], actions: Sequence[int], count: int) -> tuple[Moment, ...]:
-    """Of a rank with these stages (of `count`) and actions, as in Steps."""
-    own = {stage: place for place, stage in enumerate(stages)}
-    kept, made = [0] * len(own), [False] * len(own)
-    found: set[tuple[tuple[int, ...], int, tuple[bool, ...]]] = set()
+    """The moments of a rank with these stages (of `count`) and action numbers, see Steps."""
+    index_of = {stage: index for index, stage in enumerate(stages)}
+    kept, made = [0] * len(stages), [False] * len(stages)
+    moments: set[tuple[tuple[int, ...], int, tuple[bool, ...]]] = set()
     late = KINDS.index("W") * count
-    # whatever follows a forward, up to the next backward, holds no less: that backward is fuller
+    # memory does not fall between a forward and the next backward: that backward peaks
     for action in actions:
         if action < count:
-            kept[own[action]] += 1
-        elif action < late:  # the first half of a backward is all of it
-            place = own[action % count]
-            found.add((tuple(kept), place, tuple(made)))
-            kept[place] -= 1
-            made[place] = True
-    return _uncovered(Moment(*one) for one in found)
+            kept[index_of[action]] += 1
+        elif action < late:  # the first half of a backward does all of it
+            index = index_of[action % count]
+            moments.add((tuple(kept), index, tuple(made)))
+            kept[index] -= 1
+            made[index] = True
+    return _dominant(Moment(*moment) for moment in moments)
 
 
 def cheapest(
     stages: Sequence[Sequence[RunChoice]],
-    taking: Callable[[int, RunChoice], Sequence[float]],
-    room: Sequence[float],
+    memory: Callable[[int, RunChoice], Sequence[float]],
+    free: Sequence[float],
 ) -> tuple[RunChoice, ...] | None:
-    """One choice for each stage of a rank, in all of the least seconds that leave room; None where none do.
+    """One choice for each stage of a rank, with the least total seconds that fit in memory; None if none fit.
 
     Args:
-        stages: choices of each, the fastest first.
-        taking: stage and choice -> bytes that it takes, moment by moment.
-        room: bytes that there are for all of them, of the same moments.
+        stages: choices of each stage, the fastest first.
+        memory: (stage, choice) -> its bytes at each moment.
+        free: bytes free for all stages at the same moments.
     """
     if len(stages) == 1:
-        return next(((c,) for c in stages[0] if not any(map(operator.gt, taking(0, c), room))), None)
+        return next(((c,) for c in stages[0] if not any(map(operator.gt, memory(0, c), free))), None)
     if math.prod(map(len, stages)) > MOST_COMBINATIONS:
         return None
-    bytes_of = [[taking(place, choice) for choice in choices] for place, choices in enumerate(stages)]
-    # what stages further on take at the least
-    least, quickest = [[0.0] * len(room)], [0.0]
+    bytes_of = [[memory(stage, choice) for choice in choices] for stage, choices in enumerate(stages)]
+    # lower bounds for the following stages
+    least, quickest = [[0.0] * len(free)], [0.0]
     for choices, sizes in zip(reversed(stages), reversed(bytes_of), strict=True):
         least.append(
             [after + min(column) for after, column in zip(least[-1], zip(*sizes, strict=True), strict=True)]
@@ -207,22 +209,23 @@ def cheapest(
         quickest.append(quickest[-1] + min(choice.seconds for choice in choices))
     best: tuple[float, tuple[RunChoice, ...] | None] = (math.inf, None)
 
-    def go(taken: tuple[RunChoice, ...], seconds: float, left: Sequence[float]) -> None:
+    def extend(chosen: tuple[RunChoice, ...], seconds: float, left: Sequence[float]) -> None:
+        """Branch and bound over the stages."""
         nonlocal best
-        place = len(taken)
-        behind = len(stages) - place - 1
-        for choice, sizes in zip(stages[place], bytes_of[place], strict=True):
+        stage = len(chosen)
+        following = len(stages) - stage - 1
+        for choice, sizes in zip(stages[stage], bytes_of[stage], strict=True):
             longer = seconds + choice.seconds
-            if longer + quickest[behind] >= best[0]:
+            if longer + quickest[following] >= best[0]:
                 break  # the fastest come first
             rest = [*map(operator.sub, left, sizes)]
-            if any(map(operator.lt, rest, least[behind])):
+            if any(map(operator.lt, rest, least[following])):
                 continue
-            if behind:
-                go((*taken, choice), longer, rest)
+            if following:
+                extend((*chosen, choice), longer, rest)
             else:
-                best = longer, (*taken, choice)
+                best = longer, (*chosen, choice)
                 break
 
-    go((), 0.0, room)
+    extend((), 0.0, free)
     return best[1]

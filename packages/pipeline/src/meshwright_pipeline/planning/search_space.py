@@ -1,4 +1,4 @@
-"""What a search may choose of a pipeline: degrees, schedules, and numbers of microbatches."""
+"""The search space of a pipeline: degrees, schedules, and numbers of microbatches."""
 
 from __future__ import annotations
 
@@ -15,128 +15,126 @@ from meshwright_pipeline.analysis.row_mixing import CannotSplit
 from meshwright_pipeline.planning.survey import survey_of
 
 PER_STAGE = 4
-"""Microbatches for each stage, where the user names no number: the bubble of 1f1b is then about a fifth."""
+"""Microbatches per stage by default. The bubble of 1f1b is then about a fifth."""
 
 
 def pipeline_choices(request: SearchRequest, degree: int) -> Iterator[dict[str, Any]]:
-    """Every installed schedule that takes a pipeline of this degree, with numbers of microbatches worth a look.
+    """Each installed schedule that accepts a pipeline of this degree, with the numbers of microbatches to try.
 
-    What the user named is kept. Schedules that cannot be loaded are left out, unless they are named.
+    Options that the user set are kept. Schedules that cannot be loaded are skipped, unless the user named them.
     """
-    said = request.options
-    known = survey_of(request)
-    installed = discover().all(ScheduleSpec) if known is None else known.installed
-    names = [said["schedule"]] if "schedule" in said else list(installed)
+    options, survey = request.options, survey_of(request)
+    installed = discover().all(ScheduleSpec) if survey is None else survey.installed
+    names = [options["schedule"]] if "schedule" in options else list(installed)
     for name in names:
         try:
-            schedule = schedule_named(name) if known is None else known.schedule(name)
+            schedule = schedule_named(name) if survey is None else survey.schedule(name)
         except (PluginError, UsageError):
-            if name in said.values():
+            if name in options.values():
                 raise
             continue
-        stages = degree * (schedule.stages_each if known is None else known.stages_each(schedule, degree))
-        if known is not None and stages > len(known.holding):
+        stages = degree * (schedule.stages_each if survey is None else survey.stages_each(schedule, degree))
+        if survey is not None and stages > len(survey.holding):
             continue
-        for count in [int(said["microbatches"])] if "microbatches" in said else _counts(request, degree):
+        pinned = "microbatches" in options
+        for count in [int(options["microbatches"])] if pinned else _counts(request, degree):
             if schedule.refusal(Shape(degree, stages, count)) is None:
                 yield {"schedule": name, "microbatches": count}
 
 
 def _counts(request: SearchRequest, degree: int) -> list[int]:
-    """Numbers of microbatches: those that fill the pipeline, at least twice as many each time.
+    """Numbers of microbatches to try: those that fill the pipeline, each at least twice the previous one.
 
-    Then, where ranks that wait leave their cores to the others, so that filling it may not pay, also fewer.  All that there are
-    where all are asked for.
+    Smaller numbers follow if ranks share cores: waiting ranks leave their cores to others, so a full pipeline may not pay.
+    All divisors if the search is exhaustive.
     """
-    if _rowless(request) is not None:
+    if _cannot_split(request) is not None:
         return [1]
-    every = divisors(request.batch_size)
+    divisors_of_rows = divisors(request.batch_size)
     if request.exhaustive:
-        return every
-    found = [count for count in every if count >= degree] or every[-1:]
-    kept: list[int] = []
-    for count in found:
-        if not kept or count >= 2 * kept[-1] or count == every[-1]:
-            kept.append(count)
+        return divisors_of_rows
+    counts: list[int] = []
+    for count in [n for n in divisors_of_rows if n >= degree] or divisors_of_rows[-1:]:
+        if not counts or count >= 2 * counts[-1] or count == divisors_of_rows[-1]:
+            counts.append(count)
     if request.pipeline.shared_cores:
-        for count in reversed(every):
-            if 2 * count <= min(kept):
-                kept.append(count)
-    return kept
+        for count in reversed(divisors_of_rows):
+            if 2 * count <= min(counts):
+                counts.append(count)
+    return counts
 
 
-def _rowless(request: SearchRequest) -> CannotSplit | None:
-    """What keeps a batch from being cut: a module that makes something of all rows; None for nothing."""
-    known = survey_of(request)
-    if known is None:
+def _cannot_split(request: SearchRequest) -> CannotSplit | None:
+    """Why the batch cannot be split into microbatches; None if it can."""
+    survey = survey_of(request)
+    if survey is None:
         return None
-    found = (
-        made for made, taken in request.pipeline.scalar_flows if known.unit(made) and not known.unit(taken)
-    )
-    first = min(found, default=None)
+    flows = request.pipeline.scalar_flows
+    scalars = (source for source, user in flows if survey.unit(source) and not survey.unit(user))
+    first = min(scalars, default=None)
     if first is not None:
         why = (
-            f"module {first!r} makes a number of the rows that it is given, which code outside takes: what it is for the whole "
-            "batch cannot be known from microbatches"
+            f"module {first!r} computes a scalar from its rows, which code outside uses: its value for the whole batch cannot be "
+            "computed from microbatches"
         )
-        return CannotSplit(why, "compute it outside of the module, or take one")
-    norm = known.normalising
+        return CannotSplit(why, "compute it outside of the module, or use one microbatch")
+    norm = survey.batch_norm
     if norm is None:
-        return known.rowless(request.pipeline.example)
+        return survey.row_mixing(request.pipeline.example)
     return CannotSplit(
         f"module {norm!r} normalises by the whole batch, which microbatches would change",
-        "take one, or eval() if it keeps running statistics",
+        "use one microbatch, or eval() if it keeps running statistics",
     )
 
 
 def single_microbatch_note(request: SearchRequest) -> str | None:
-    """Why there is one microbatch, in a line; None where there may be more."""
-    rowless = _rowless(request)
-    if rowless is None:
+    """A one-line note why there is one microbatch; None if there may be more."""
+    reason = _cannot_split(request)
+    if reason is None:
         return None
-    return f"pipeline: one microbatch, so that its ranks compute one after the other: {rowless.why}"
+    return f"pipeline: one microbatch, so that its ranks compute one after the other: {reason.why}"
 
 
 def possible_degrees(request: SearchRequest) -> list[int]:
-    """Degrees for which there are ranks, rows and modules enough."""
-    known = survey_of(request)
-    most = request.batch_size if known is None else min(request.batch_size, len(known.holding))
+    """Degrees for which there are enough ranks, rows and modules."""
+    survey = survey_of(request)
+    most = request.batch_size if survey is None else min(request.batch_size, len(survey.holding))
     return [degree for degree in divisors(request.world_size) if degree <= max(1, most)]
 
 
 def degree_refusal(request: SearchRequest, degree: int) -> str | None:
-    """Why a degree that divides the ranks is not among those that are possible."""
-    known = survey_of(request)
+    """Why a degree that divides the ranks is not possible; None if it is, or if it does not divide them."""
+    survey = survey_of(request)
     if request.world_size % degree:
         return None
-    if known is not None and degree > len(known.holding):
-        names = [unit for unit in known.units if unit in known.holding]
+    if survey is not None and degree > len(survey.holding):
+        names = [unit for unit in survey.units if unit in survey.holding]
         return (
-            f"each stage needs a module with parameters, and this model has {len(names)} that can be given to one "
-            f"({listing(names, 4)}): the members of a ModuleList or Sequential of like modules, and every other module with "
-            "parameters that holds no such list; keep layers in such lists, or take a smaller degree"
+            f"each stage needs a module with parameters, and this model has {len(names)} that can be placed on a stage "
+            f"({listing(names, 4)}): the members of a ModuleList or Sequential of modules of one class, and every other module "
+            "with parameters that contains no such list. Keep layers in such lists, or use a smaller degree"
         )
     if degree > request.batch_size:
         return (
-            f"each stage needs a microbatch to work on, and a pipeline has {request.batch_size} rows to cut; give more rows, or "
-            "take a smaller degree"
+            f"each stage needs a microbatch, and the batch of a pipeline has {request.batch_size} rows. Use more rows, or a "
+            "smaller degree"
         )
     return None
 
 
 def microbatches(request: SearchRequest, degree: int) -> int:
-    """How many the batch is cut into: what the user said, else up to PER_STAGE for each stage.
+    """The number of microbatches: as the user set it, otherwise up to PER_STAGE for each stage.
 
     Raises:
-        PlanError: the rows cannot be cut so.
+        PlanError: the rows cannot be split into so many.
     """
-    said = request.options.get("microbatches")
-    rowless = _rowless(request)
-    if said is not None and int(said) > 1 and rowless is not None:
-        raise PlanError("pipeline.microbatches", int(said), str(rowless), "1")
-    if said is not None:
-        return _checked(int(said), request)
-    if rowless is not None:
+    pinned = request.options.get("microbatches")
+    reason = _cannot_split(request)
+    if pinned is not None and int(pinned) > 1 and reason is not None:
+        raise PlanError("pipeline.microbatches", int(pinned), str(reason), "1")
+    if pinned is not None:
+        return _checked(int(pinned), request)
+    if reason is not None:
         return 1
     return max(d for d in divisors(request.batch_size) if d <= PER_STAGE * degree)
 
@@ -145,9 +143,11 @@ def _checked(count: int, request: SearchRequest) -> int:
     rows = request.batch_size
     if count < 1 or rows % count:
         others = [f"{axis} {n}" for axis, n in request.step.degrees.items() if n > 1 and axis != "pp"]
-        beside = f" beside {' x '.join(others)}" if others else ""
-        many = f"{rows} row{'s' if rows != 1 else ''}"
-        rule = f"the {many} that one pipeline takes in a step{beside} cannot be cut into {count} equal microbatches"
+        shares = f" with {' x '.join(others)}" if others else ""
+        row_count = f"{rows} row{'s' if rows != 1 else ''}"
+        rule = (
+            f"the {row_count} of a pipeline in a step{shares} cannot be split into {count} equal microbatches"
+        )
         nearest = min(divisors(rows), key=lambda d: (abs(d - count), d))
         raise PlanError("pipeline.microbatches", count, rule, str(nearest))
     return count

@@ -1,7 +1,4 @@
-"""Where to cut a sequence of costs into runs.
-
-A model divided into stages: units, work, parameters and messages of each.
-"""
+"""Divides a model into stages, and gives the units, work, parameters and messages of each stage."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ from meshwright_pipeline.planning.unit_costs import ModelCosts, UnitWork
 
 
 def linear_partition(costs: Sequence[float], count: int) -> list[int]:
-    """Where to cut a sequence into `count` runs whose largest sum is smallest: `count` - 1 ascending places.
+    """Cut a sequence into `count` non-empty parts so that the largest sum is smallest: `count` - 1 ascending places.
 
-    Dynamic programming over prefixes, exact; of equal answers the one with the earliest cuts. No run is empty.
+    Exact dynamic programming over prefixes. Of equal solutions it takes the one with the earliest cuts.
 
     Raises:
-        ValueError: fewer elements than runs.
+        ValueError: fewer elements than parts.
     """
     total = len(costs)
     if total < count:
-        raise ValueError(f"{total} elements cannot be cut into {count} runs that are not empty")
+        raise ValueError(f"{total} elements cannot be cut into {count} non-empty parts")
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
-    # best[i]: smallest largest sum of the first i elements in the runs so far, and where the last of these begins
+    # best[i]: smallest largest sum of the first i elements in the parts so far; starts: where the last part begins
     best = [prefix[i] for i in range(total + 1)]
     starts: list[list[int]] = []
     for runs in range(2, count + 1):
@@ -36,7 +33,7 @@ def linear_partition(costs: Sequence[float], count: int) -> list[int]:
             for begin in range(end - 1, runs - 2, -1):
                 last = prefix[end] - prefix[begin]
                 if last > new[end]:
-                    break  # it only grows
+                    break  # it only grows from here
                 value = max(best[begin], last)
                 if value <= new[end]:
                     new[end], where[end] = value, begin
@@ -52,17 +49,17 @@ def linear_partition(costs: Sequence[float], count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StageDivision:
-    """Stages of a model.
+    """The stages of a model.
 
     Args:
-        cuts: runs that begin a stage, but for the first.
-        stages: units of each.
-        loads: its work on a microbatch.
-        held: first names of the parameters that it holds.
-        shares: their part of all bytes of parameters.
-        sizes: how many units and parameters it has.
-        messages: bytes that cross the cut behind each but the last.
-        returned: bytes of the gradients that come back over it.
+        cuts: the first run of each stage but the first.
+        stages: units of each stage.
+        loads: work of each stage on a microbatch.
+        held: first names of the parameters of each stage.
+        shares: their share of all parameter bytes.
+        sizes: number of units and parameters of each stage.
+        messages: bytes that cross the boundary after each stage but the last.
+        returned: bytes of the gradients that cross it.
     """
 
     cuts: tuple[int, ...]
@@ -75,59 +72,60 @@ class StageDivision:
     returned: list[int]
 
 
-def even_cuts(found: ModelCosts, known: ModelSurvey, ranks: int, stages: int) -> tuple[int, ...]:
-    """Where to cut so that the slowest stage is fastest.
+def even_cuts(model: ModelCosts, survey: ModelSurvey, ranks: int, stages: int) -> tuple[int, ...]:
+    """The cuts for which the slowest stage is fastest.
 
     Raises:
         PlanError: there are fewer modules than stages.
     """
-    blocks = found.blocks
-    here = len({run.unit for block in blocks for run in block} & known.holding)
-    if here < stages:
-        text = f"{stages} stages need as many modules that can be given to one, and the model has {here}"
-        raise PlanError("degrees.pp", ranks, text, str(max(1, here // (stages // ranks))))
+    blocks = model.blocks
+    units = len({run.unit for block in blocks for run in block} & survey.holding)
+    if units < stages:
+        text = (
+            f"{stages} stages need as many modules that can be placed on a stage, and the model has {units}"
+        )
+        raise PlanError("degrees.pp", ranks, text, str(max(1, units // (stages // ranks))))
     seconds = [sum(run.seconds for run in block) for block in blocks]
-    seconds[-1] += found.tail.seconds
+    seconds[-1] += model.tail.seconds
     return tuple(sum(map(len, blocks[:place])) for place in linear_partition(seconds, stages))
 
 
-def divide(found: ModelCosts, known: ModelSurvey, cuts: Sequence[int]) -> StageDivision:
-    """The model cut before these runs."""
-    shared, runs = found.shared, found.runs
+def divide(model: ModelCosts, survey: ModelSurvey, cuts: Sequence[int]) -> StageDivision:
+    """Cut the model before these runs."""
+    shared, runs = model.shared, model.runs
     ends = list(zip([0, *cuts], [*cuts, len(runs)], strict=True))
-    stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], known, shared)
-    held = [parameters_of(stage, known, shared) for stage in stages]
+    stages = _stages([[run.unit for run in runs[a:b]] for a, b in ends], survey, shared)
+    held = [parameters_of(stage, survey, shared) for stage in stages]
     return StageDivision(
         tuple(cuts),
         stages,
-        [found.load(a, b) for a, b in ends],
+        [model.load(a, b) for a, b in ends],
         held,
-        [known.share(names) for names in held],
+        [survey.share(names) for names in held],
         [(len(stage), len(names)) for stage, names in zip(stages, held, strict=True)],
-        [found.crossing[place] for place in cuts],
-        [found.returning[place] for place in cuts],
+        [model.crossing[place] for place in cuts],
+        [model.returning[place] for place in cuts],
     )
 
 
-def _stages(parts: Sequence[Sequence[str]], known: ModelSurvey, shared: Sequence[str]) -> list[list[str]]:
-    """The units of each stage in the order of registration, with those that did nothing beside the one before them.
+def _stages(parts: Sequence[Sequence[str]], survey: ModelSurvey, shared: Sequence[str]) -> list[list[str]]:
+    """The units of each stage in the order of registration. Units that did not run join the stage of the previous unit.
 
-    What has no parameters and did nothing (a dropout of 0) is left to every stage: it may be called anywhere.
+    A unit without parameters that did not run (a dropout of 0) is left to every stage, since it may be called anywhere.
     """
-    holding = known.holding
     stages: list[list[str]] = [list(dict.fromkeys(part)) for part in parts]
     placed = {unit: index for index, stage in reversed(list(enumerate(stages))) for unit in stage}
     current = 0
-    for unit in known.units:
+    for unit in survey.units:
         if unit in placed:
             current = placed[unit]
-        elif unit not in shared and unit in holding:
+        elif unit not in shared and unit in survey.holding:
             stages[current].append(unit)
-    place = {unit: index for index, unit in enumerate(known.units)}
+    place = {unit: index for index, unit in enumerate(survey.units)}
     return [sorted(stage, key=place.__getitem__) for stage in stages]
 
 
-def parameters_of(stage: Sequence[str], known: ModelSurvey, shared: Sequence[str]) -> frozenset[str]:
+def parameters_of(stage: Sequence[str], survey: ModelSurvey, shared: Sequence[str]) -> frozenset[str]:
     """First names of the parameters that a stage holds."""
-    nothing: frozenset[str] = frozenset()
-    return nothing.union(*(known.inside.get(unit, nothing) for unit in {*stage, *shared, ""}))
+    empty: frozenset[str] = frozenset()
+    return empty.union(*(survey.inside.get(unit, empty) for unit in {*stage, *shared, ""}))

@@ -1,4 +1,4 @@
-"""What a recorded model has to divide: the work of its units, one after the other, and what is done between them."""
+"""The costs of a recorded model by unit: the work of its units in order, and the work between them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright_pipeline.planning.dataflow import flow_of
 
 T = TypeVar("T")
 Shared = frozenset[tuple[int, float]]
-"""(number of a tensor, bytes) of what autograd keeps for several units, once on each stage."""
+"""(number, bytes) of tensors that autograd keeps for several units. A stage keeps each of them once."""
 
 
 class UnitNames(Protocol):
-    """What is known of the units of a model."""
+    """The units of a model."""
 
     @property
     def units(self) -> tuple[str, ...]: ...
@@ -28,17 +28,17 @@ class UnitNames(Protocol):
 
 @dataclass(frozen=True)
 class UnitWork:
-    """Consecutive work of one unit, or of what lies between units.
+    """Consecutive work of one unit, or between units.
 
     Attributes:
-        unit: its name, "" where it is none.
-        seconds, forward: predicted, and those of the forward pass.
-        saved_bytes: what autograd keeps of it alone.
-        shared: what it keeps of it and of others.
-        over: the most bytes that are alive while it runs backward, beyond all that it keeps itself.
-        waiting: bytes that lie between the halves of a split backward.
-        first: as `over`, in the first half of a split backward: nothing is freed, and what waits is there already.
-        entering: (number of a value, module that made it, bytes).
+        unit: name of the unit, "" between units.
+        seconds, forward: predicted seconds, in total and of the forward pass.
+        saved_bytes: bytes that autograd keeps for this work alone.
+        shared: tensors that autograd keeps for this and other work.
+        over: peak bytes of the backward, beyond the kept bytes.
+        deferred_bytes: bytes kept between the halves of a split backward.
+        first: as `over`, in the first half of a split backward: nothing is freed, and the deferred bytes exist.
+        inputs: (number of a value, module that made it, bytes).
     """
 
     unit: str
@@ -57,7 +57,7 @@ class UnitWork:
         return self.saved_bytes + shared_bytes(self.shared)
 
     def then(self, other: UnitWork) -> UnitWork:
-        """This, and another behind it."""
+        """This work, followed by other work."""
         shared = self.shared | other.shared
         later = other.saved_bytes + shared_bytes(shared) - shared_bytes(self.shared)
         return UnitWork(
@@ -77,14 +77,10 @@ NO_WORK = UnitWork("")
 
 
 def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK) -> UnitWork:
-    """The work of modules, one behind the other, behind what came before: as `UnitWork.then`, part by part, but made once."""
-    seconds, forward, saved, waiting = (
-        before.seconds,
-        before.forward,
-        before.saved_bytes,
-        before.deferred_bytes,
-    )
-    over, shared, entering, first = before.over, before.shared, set(before.inputs), before.first
+    """The work of modules in order, after `before`. Same as `UnitWork.then` for each part, but faster."""
+    seconds, forward, saved = before.seconds, before.forward, before.saved_bytes
+    deferred = before.deferred_bytes
+    over, shared, inputs, first = before.over, before.shared, set(before.inputs), before.first
     for part in parts:
         seconds += part.seconds
         forward += part.seconds * part.forward
@@ -96,27 +92,27 @@ def sum_work(unit: str, parts: Iterable[ModuleWork], before: UnitWork = NO_WORK)
         over = max(over - later, part.transient_bytes)
         first = max(first + part.deferred_bytes, part.transient_bytes)
         saved += part.saved_bytes
-        waiting += part.deferred_bytes
-        entering |= part.inputs
-    return UnitWork(unit, seconds, forward, saved, shared, over, waiting, frozenset(entering), first)
+        deferred += part.deferred_bytes
+        inputs |= part.inputs
+    return UnitWork(unit, seconds, forward, saved, shared, over, deferred, frozenset(inputs), first)
 
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The work of a model as it is divided.
+    """The costs of one microbatch of a model, by unit.
 
     Attributes:
-        work: what was read, of one microbatch, as is all else here.
+        work: the recorded work.
         shared: units that all stages hold.
-        runs: the work of the others.
-        between: what lies before each of them: a stage does all that comes before its last run.
-        tail: what comes behind all of them; the last stage does it.
-        blocks: runs that stay together.
-        whole: seconds in all.
-        kept: bytes that autograd keeps in all.
-        crossing: bytes that cross a cut, by the run that it is before.
-        returning: bytes of the gradients that come back.
-        found: what was asked of it before, and the answer.
+        runs: the work of the other units, in order.
+        between: the work before each run. A stage does all of it up to its last run.
+        tail: the work after all runs, on the last stage.
+        blocks: runs that stay on one stage.
+        whole: total seconds.
+        kept: total bytes that autograd keeps.
+        crossing: for each run, the bytes that cross a cut before it.
+        returning: for each run, the bytes of gradients that cross that cut.
+        cache: see `once`.
     """
 
     work: tuple[ModuleWork, ...]
@@ -129,42 +125,38 @@ class ModelCosts:
     kept: float
     crossing: list[int]
     returning: list[int]
-    found: dict[object, Any] = field(default_factory=dict)
+    cache: dict[object, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for a key; what the other axes do with the same work changes nothing."""
-        if key not in self.found:
-            self.found[key] = make()
-        answer: T = self.found[key]
-        return answer
+        """The result of `make`, cached by key."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        value: T = self.cache[key]
+        return value
 
     def load(self, start: int, end: int) -> UnitWork:
-        """What the stage with the runs from `start` to `end` does.
+        """The work of a stage with the runs from `start` to `end`.
 
-        What lies between earlier runs takes it time too, but keeps nothing: no gradient comes by there.
+        It also runs the code between earlier runs, but keeps nothing of it: no gradient flows there.
         """
-        own = NO_WORK
-        for glue, run in zip(self.between[start:end], self.runs[start:end], strict=True):
-            own = own.then(glue).then(run)
+        work = NO_WORK
+        for between, run in zip(self.between[start:end], self.runs[start:end], strict=True):
+            work = work.then(between).then(run)
         if end == len(self.runs):
-            own = own.then(self.tail)
-        early = self.between[:start]
-        return replace(
-            own,
-            seconds=own.seconds + sum(run.forward for run in early),
-            forward=own.forward + sum(run.forward for run in early),
-        )
+            work = work.then(self.tail)
+        early = sum(between.forward for between in self.between[:start])
+        return replace(work, seconds=work.seconds + early, forward=work.forward + early)
 
 
-def model_costs(work: tuple[ModuleWork, ...], known: UnitNames, holding: frozenset[str]) -> ModelCosts:
-    """Read the work of a model; `holding`: the units with parameters."""
-    shared = units_read_outside(work, known)
-    runs, between, tail = group_by_unit(work, known, shared)
-    every = (*runs, *between, tail)
-    kept = sum(run.saved_bytes for run in every) + shared_bytes(*(run.shared for run in every))
+def model_costs(work: tuple[ModuleWork, ...], units: UnitNames, holding: frozenset[str]) -> ModelCosts:
+    """The costs of a model from its recorded work. `holding`: the units with parameters."""
+    shared = units_read_outside(work, units)
+    runs, between, tail = group_by_unit(work, units, shared)
+    parts = (*runs, *between, tail)
+    kept = sum(part.saved_bytes for part in parts) + shared_bytes(*(part.shared for part in parts))
     whole = sum(part.seconds for part in work) or 1.0
     blocks = _blocks(runs, holding)
-    flow = flow_of(work, known, shared)
+    flow = flow_of(work, units, shared)
     tail = replace(tail, inputs=flow.final)
     return ModelCosts(
         work,
@@ -181,62 +173,62 @@ def model_costs(work: tuple[ModuleWork, ...], known: UnitNames, holding: frozens
 
 
 def group_by_unit(
-    work: Sequence[ModuleWork], known: UnitNames, shared: Sequence[str]
+    work: Sequence[ModuleWork], units: UnitNames, shared: Sequence[str]
 ) -> tuple[list[UnitWork], list[UnitWork], UnitWork]:
-    """Work as runs of units, what lies before each of them, and what is behind all; `shared`: units that are none."""
+    """The work of each run of a unit, the work before each of them, and the work after all. `shared`: units that do not count."""
     runs: list[UnitWork] = []
     between: list[UnitWork] = []
-    waiting: list[ModuleWork] = []
-    for unit, parts in itertools.groupby(work, lambda part: known.unit(part.module)):
+    outside: list[ModuleWork] = []
+    for unit, parts in itertools.groupby(work, lambda part: units.unit(part.module)):
         if not unit or unit in shared:
-            waiting += parts
+            outside += parts
         elif runs and runs[-1].unit == unit:
-            between[-1] = between[-1].then(sum_work("", waiting))
+            between[-1] = between[-1].then(sum_work("", outside))
             runs[-1] = sum_work(unit, parts, runs[-1])
-            waiting = []
+            outside = []
         else:
-            between.append(sum_work("", waiting))
+            between.append(sum_work("", outside))
             runs.append(sum_work(unit, parts))
-            waiting = []
-    *both, tail = _folded([*runs, *between, sum_work("", waiting)])
+            outside = []
+    *both, tail = _folded([*runs, *between, sum_work("", outside)])
     return both[: len(runs)], both[len(runs) :], tail
 
 
-def units_read_outside(work: Sequence[ModuleWork], known: UnitNames) -> list[str]:
-    """Units whose parameters are computed with outside of them: every stage has to hold those."""
-    found: set[str] = set()
+def units_read_outside(work: Sequence[ModuleWork], units: UnitNames) -> list[str]:
+    """Units whose parameters are used outside of them. Every stage has to hold these units."""
+    read: set[str] = set()
     for part in work:
-        here = known.unit(part.module)
+        here = units.unit(part.module)
         for name in part.parameters:
-            owners = {known.unit(alias) for alias in known.names.get(name, (name,))}
+            owners = {units.unit(alias) for alias in units.names.get(name, (name,))}
             if here not in owners:
-                found |= owners - {""}
-    return [unit for unit in known.units if unit in found]
+                read |= owners - {""}
+    return [unit for unit in units.units if unit in read]
 
 
 def shared_bytes(*shared: Shared) -> float:
-    """Bytes of what several keep, each tensor once."""
-    nothing: Shared = frozenset()
-    return sum(size for _, size in nothing.union(*shared))
+    """Bytes of shared tensors, each counted once."""
+    empty: Shared = frozenset()
+    return sum(size for _, size in empty.union(*shared))
 
 
 def _folded(runs: Sequence[UnitWork]) -> list[UnitWork]:
-    """What only one of them keeps counts as its own."""
+    """Count shared tensors that only one run keeps as its saved bytes."""
     times = Counter(key for run in runs for key, _ in run.shared)
-    found = []
+    folded = []
     for run in runs:
-        own = sum(size for key, size in run.shared if times[key] == 1)
-        left = frozenset((key, size) for key, size in run.shared if times[key] > 1)
-        found.append(replace(run, saved_bytes=run.saved_bytes + own, shared=left))
-    return found
+        alone = sum(size for key, size in run.shared if times[key] == 1)
+        shared = frozenset((key, size) for key, size in run.shared if times[key] > 1)
+        folded.append(replace(run, saved_bytes=run.saved_bytes + alone, shared=shared))
+    return folded
 
 
 def _blocks(runs: Sequence[UnitWork], holding: frozenset[str]) -> list[list[UnitWork]]:
-    """Runs that stay together: one of a unit with parameters, and those of units without any behind it (dropouts)."""
-    found = list[list[UnitWork]]()
+    """Groups of a run of a unit with parameters and the following runs of units without (dropouts)."""
+    blocks = list[list[UnitWork]]()
     for run in runs:
-        if found and (run.unit not in holding or all(r.unit not in holding for r in found[-1])):
-            found[-1].append(run)
+        if blocks and (run.unit not in holding or all(r.unit not in holding for r in blocks[-1])):
+            blocks[-1].append(run)
         else:
-            found.append([run])
-    return found
+            blocks.append([run])
+    return blocks
