@@ -84,9 +84,9 @@ def test_the_choice_is_the_best_that_enumeration_finds(seed: int) -> None:
         def ways_of(stage: int, places: Sequence[int]) -> list[UnitOption]:
             return [kinds[kind][place] for kind, place in zip(rows[stage], places, strict=True)]
 
-        found = cheapest(stages, lambda n, c: taken(n, ways_of(n, c.ways)), [room] * len(when))
+        found = cheapest(stages, lambda n, c: taken(n, ways_of(n, c.options)), [room] * len(when))
         assert found is not None and sum(choice.seconds for choice in found) == pytest.approx(best)
-    assert cheapest(stages, lambda n, c: taken(n, ways_of(n, c.ways)), [0] * len(when)) is None
+    assert cheapest(stages, lambda n, c: taken(n, ways_of(n, c.options)), [0] * len(when)) is None
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

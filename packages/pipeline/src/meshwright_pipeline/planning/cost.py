@@ -295,7 +295,7 @@ def _rank_memory(step: Prediction, owned: Sequence[_Owned], messages: Sequence[i
 
 
 def _stage_costs(parts: StageDivision, link: Link, request: SearchRequest, shape: Shape) -> StageCosts:
-    """The costs of a microbatch on each stage. A stage keeps what it sends until its backward."""
+    """The costs of a microbatch on each stage. A stage keeps its sent tensors until its backward."""
     loads, sent = parts.loads, parts.messages
     return StageCosts(
         tuple(load.forward for load in loads),
