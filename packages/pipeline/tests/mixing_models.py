@@ -1,4 +1,4 @@
-"""Models that mix rows, between or inside of units, or write to themselves; and such as do not. For the tests of pipelines."""
+"""Test models that mix rows, between or inside units, or write state; and models that do not."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MIXING: dict[str, Change] = {
     "number": lambda x: 4 * x / x.shape[0],
     "slightly": lambda x: x + 0.01 * x.sum(),
 }
-"""What makes another thing of a row where others are beside it."""
+"""Functions in which rows interact."""
 
 
 def each(x: Tensor) -> Tensor:
-    """Expert by expert, as mixtures of experts do it."""
+    """Expert by expert, like a mixture of experts."""
     made = torch.zeros_like(x)
     choice = x.argmax(-1)
     for expert in range(WIDTH):
@@ -56,7 +56,7 @@ BY_ROW: dict[str, Change] = {
     "in place": lambda x: x.clone().mul_(2).sub_(0.1),
     "turned": lambda x: (x.T * 0.5).T,
 }
-"""What makes of a row what it makes of it alone."""
+"""Batch-independent functions."""
 
 
 class Block(nn.Module):
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Changed(nn.Module):
-    """Blocks; what `change` does is done inside of the second, or before it."""
+    """Blocks; `change` is applied inside of the second, or before it."""
 
     def __init__(self, change: Change, inside: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def changed(change: Change, inside: bool) -> Changed:
 
 
 class Writer(nn.Linear):
-    """A block that writes to itself."""
+    """A block that writes its own state."""
 
     def __init__(self, write: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -128,7 +128,7 @@ WRITES: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "load": ("load", lambda m, x: m.load.add_(torch.bincount(x.argmax(-1), minlength=WIDTH))),
     "list": ("seen", lambda m, x: m.seen.append(float(x.mean()))),
 }
-"""What a forward writes: the attribute, and how."""
+"""Writes in a forward: name of the attribute, and function."""
 
 KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
     "nothing": lambda m, x: None,
@@ -137,11 +137,11 @@ KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
     "last": lambda m, x: setattr(m, "cache", x.detach()),
     "constant": lambda m, x: m.mean.fill_(0.5) and None,
 }
-"""What a forward may leave: the same after a second run."""
+"""State that a second run does not change."""
 
 
 class Writing(nn.Module):
-    """Blocks of which the second writes; or the model itself does."""
+    """Blocks of which the second writes state; or the model itself does."""
 
     def __init__(self, write: Callable[[Any, Tensor], Any], inside: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Forward hooks that read values cost a pipeline its schedule: the first step, and the plan, say which hook it is."""
+"""Forward hooks that read values prevent the schedule: the first step and the plan name the hook."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def watch_for_nan(module: nn.Module, args: Any, output: Tensor) -> None:
         raise FloatingPointError(type(module).__name__)
 
 
-def largest(found: list[float], module: nn.Module, args: Any, output: Tensor) -> None:
-    found.append(output.abs().max().item())
+def largest(values: list[float], module: nn.Module, args: Any, output: Tensor) -> None:
+    values.append(output.abs().max().item())
 
 
 def before(module: nn.Module, args: Any) -> None:
@@ -40,7 +40,7 @@ def fails(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 class Meter:
-    """Reads nothing until it is asked."""
+    """Reads no values until it is asked to."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -82,7 +82,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("kind", [*NAMED, "tensors"])
-def test_planning_names_the_hook(kind: str) -> None:
+def test_planning_names_the_hook_that_reads_values(kind: str) -> None:
     model = hooked(kind)
     why = LossChecker(model, find_units(model).names).check(((), judged_batch(0))).why
     assert f"(forward {NAMED[kind]} reads values)" in why if kind in NAMED else not why
@@ -96,28 +96,28 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("kind", OTHERWISE)
-def test_hooks_are_not_said_to_read_where_they_do_otherwise(kind: str) -> None:
+def test_hooks_that_fail_otherwise_are_not_reported_as_reading(kind: str) -> None:
     model, batch = hooked(kind), judged_batch(0)
     look = LossChecker(model, find_units(model).names).check(((), batch))
     assert OTHERWISE[kind] in look.why and "reads values" not in look.why
 
 
 def steps(rank: int, size: int, kind: str, loss: str | None) -> tuple[list[list[str]], int]:
-    """What three steps warn of, and the microbatches that the last one held."""
+    """Warnings of three steps, and the number of microbatches held in the last one."""
     plan = judged_plan("1f1b")
     assert plan.pipeline is not None
     many = pipeline(hooked(kind), plan.replace(pipeline=plan.pipeline.model_copy(update={"loss": loss})))
     told = []
-    for rows in (8, 8, 4):  # the last ones are prepared anew
+    for rows in (8, 8, 4):  # other rows need a new preparation
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             many(**{name: t[:rows] for name, t in judged_batch(0).items()}).backward()
-        told.append([str(one.message) for one in caught if "pipeline" in str(one.message)])
+        told.append([str(warning.message) for warning in caught if "pipeline" in str(warning.message)])
     return told, call_of(many).last.most_alive
 
 
 @pytest.mark.parametrize(("kind", "loss"), [("function", None), ("inside", "batch"), ("pre", "microbatches")])
-def test_the_first_step_names_the_hook_once(rank_pool: RankPool, kind: str, loss: str | None) -> None:
+def test_first_step_names_the_hook_once(rank_pool: RankPool, kind: str, loss: str | None) -> None:
     (first, held), (second, _) = rank_pool.run(2, steps, kind, loss)
     assert second == [[], [], []] and first[1:] == [[], []] and held == 4
     (told,) = first[0]
@@ -125,12 +125,12 @@ def test_the_first_step_names_the_hook_once(rank_pool: RankPool, kind: str, loss
     assert "reads values" in told and "read them after the step" in told
 
 
-def test_the_first_step_says_what_else_a_hook_does(rank_pool: RankPool) -> None:
+def test_first_step_reports_other_hook_failures(rank_pool: RankPool) -> None:
     (((told,), *_), held), _ = rank_pool.run(2, steps, "writes", None)
     assert OTHERWISE["writes"] in told and "reads values" not in told and held == 4
 
 
-def test_hooks_that_keep_tensors_cost_nothing(rank_pool: RankPool) -> None:
+def test_hooks_that_keep_tensors_do_not_prevent_the_schedule(rank_pool: RankPool) -> None:
     """The negative control."""
     (told, held), _ = rank_pool.run(2, steps, "tensors", None)
     assert told == [[], [], []] and held == 2

@@ -1,4 +1,4 @@
-"""Models that make something of several rows run as one microbatch, and equal one device then; others are cut as ever."""
+"""Models whose rows interact run as one microbatch and then match one device. Others are split."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def found(model: nn.Module, given: dict[str, Tensor] | None = None) -> CannotSpl
     return find_row_mixing(model, find_units(model).names, ((), batch() if given is None else given))
 
 
-# ---- what is found
+# ---- the trial
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "between"])
 @pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_rows_is_found(name: str, inside: bool) -> None:
+def test_row_mixing_is_found(name: str, inside: bool) -> None:
     told = found(changed(MIXING[name], inside))
     assert told is not None
     assert told.why.startswith(
@@ -53,13 +53,13 @@ def test_what_mixes_rows_is_found(name: str, inside: bool) -> None:
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "between"])
 @pytest.mark.parametrize("name", BY_ROW)
-def test_what_does_not_is_not(name: str, inside: bool) -> None:
+def test_batch_independent_code_is_accepted(name: str, inside: bool) -> None:
     assert found(changed(BY_ROW[name], inside)) is None
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "between"])
 @pytest.mark.parametrize("name", WRITES)
-def test_what_a_forward_writes_is_found(name: str, inside: bool) -> None:
+def test_state_written_by_every_forward_is_found(name: str, inside: bool) -> None:
     attribute, write = WRITES[name]
     told = found(writing(write, inside))
     whose = "module 'layers.1'" if inside else "the model"
@@ -67,19 +67,19 @@ def test_what_a_forward_writes_is_found(name: str, inside: bool) -> None:
 
 
 @pytest.mark.parametrize("name", KEEPS)
-def test_what_is_the_same_after_a_second_run_is_no_matter(name: str) -> None:
+def test_state_unchanged_by_a_second_run_is_accepted(name: str) -> None:
     assert found(writing(KEEPS[name])) is None and found(writing(KEEPS[name], False)) is None
 
 
 @pytest.mark.parametrize("rows", [2, 3, 8])
-def test_few_rows_are_enough(rows: int) -> None:
+def test_row_mixing_is_found_with_few_rows(rows: int) -> None:
     given = {name: value[:rows] for name, value in batch().items()}
     assert found(changed(MIXING["mean"], True), given) is not None
     assert found(changed(BY_ROW["experts"], True), given) is None
     assert found(changed(MIXING["mean"], True), {name: value[:1] for name, value in batch().items()}) is None
 
 
-def test_rows_that_are_alike_are_told_apart() -> None:
+def test_equal_rows_are_made_distinct() -> None:
     given = {name: torch.ones_like(value) for name, value in batch().items()}
     assert found(changed(MIXING["mean"], True), given) and found(changed(MIXING["mean"], False), given)
 
@@ -93,7 +93,7 @@ def test_neither_model_nor_batch_need_values() -> None:
 
 
 class Scaled(nn.Module):
-    """A number that code between units makes of the rows is given to a unit."""
+    """Passes a scalar that code between units computes from the rows to a unit."""
 
     def __init__(self, of_rows: bool) -> None:
         super().__init__()
@@ -115,14 +115,14 @@ class Times(nn.Linear):
         return super().forward(x) * scale
 
 
-def test_numbers_that_units_are_given_count_by_what_they_make_of_them() -> None:
+def test_scalar_arguments_count_only_if_the_unit_uses_them() -> None:
     told = found(Scaled(True))
     assert told is not None and "module 'layers.0'" in told.why
     assert found(Scaled(False)) is None
 
 
 class Handing(nn.Module):
-    """A unit returns a number of the rows, and the next one takes it."""
+    """A unit returns a scalar computed from the rows, and the next unit uses it."""
 
     def __init__(self, taken: bool) -> None:
         super().__init__()
@@ -146,18 +146,18 @@ class Summing(nn.Linear):
         return x, x.mean()
 
 
-def test_numbers_that_units_hand_to_units() -> None:
+def test_scalars_between_units_are_compared() -> None:
     assert found(Handing(True)) is not None and found(Handing(False)) is None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_ordinary_models_have_nothing(dropout: float) -> None:
+def test_ordinary_models_are_accepted(dropout: float) -> None:
     assert found(Chain(dropout=dropout), chain_batch()) is None
     assert found(Crossed(), crossed_batch()) is None
 
 
-def test_random_numbers_have_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: dropout tells rows from each other."""
+def test_dropout_without_stub_mode_looks_like_row_mixing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: dropout makes rows differ."""
 
     class Moving(row_mixing.StubMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +167,7 @@ def test_random_numbers_have_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> 
     assert found(Chain(dropout=0.5), chain_batch()) is not None
 
 
-def test_nothing_is_left_behind() -> None:
+def test_trial_leaves_model_and_generators_unchanged() -> None:
     torch.manual_seed(3)
     model, seen = writing(WRITES["running mean"][1]), []
     model.layers[0].register_forward_hook(lambda *given: seen.append(given))
@@ -205,7 +205,7 @@ class Inner(nn.Module):
         return self.down(self.change(torch.relu(self.up(self.norm(x)))))
 
 
-def test_blocks_of_any_size_are_looked_at() -> None:
+def test_row_mixing_is_found_in_blocks_of_any_size() -> None:
     ids = {"ids": torch.zeros(4, 64, dtype=torch.long)}
     with torch.device("meta"):
         mixed, plain = Wide(lambda x: x - x[..., -1:].mean(0)), Wide(lambda x: x - x.mean(-1, keepdim=True))
@@ -213,7 +213,7 @@ def test_blocks_of_any_size_are_looked_at() -> None:
 
 
 class Image(nn.Module):
-    """Wide convolutions, with `change` of what is between them in a unit."""
+    """Wide convolutions in a unit, with `change` between them."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Images(nn.Module):
         return self.up(self.change(torch.relu(self.down(x))))
 
 
-def test_wide_convolutions_are_looked_at() -> None:
+def test_row_mixing_is_found_between_wide_convolutions() -> None:
     batch = {"x": torch.zeros(4, 3, 10, 10)}
     mixed = Image(lambda x: x - x[:, :1, :1, :1].mean(0))
     plain = Image(lambda x: x - x.mean((1, 2, 3), keepdim=True))
@@ -246,9 +246,7 @@ def test_wide_convolutions_are_looked_at() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d])
 @pytest.mark.parametrize("channels", [(48, 40), (33, 65)])
-def test_of_a_wide_convolution_every_channel_takes_part(
-    kind: type[nn.Conv2d], channels: tuple[int, int]
-) -> None:
+def test_reduced_convolution_uses_every_channel(kind: type[nn.Conv2d], channels: tuple[int, int]) -> None:
     layer = kind(*channels, 3, stride=2, padding=1, dilation=1)
     dims = layer.weight.dim() - 2
     x = torch.randn(2, channels[0], *[7] * dims)
@@ -290,7 +288,7 @@ def cost(model: nn.Module, **options: object) -> StrategyCost:
     ],
     ids=["inside", "between", "writes"],
 )
-def test_they_are_planned_with_one_microbatch(model: nn.Module, why: str) -> None:
+def test_row_mixing_models_are_planned_with_one_microbatch(model: nn.Module, why: str) -> None:
     costed = cost(model)
     (note,) = costed.notes
     assert costed.fields["pipeline"]["microbatches"] == 1
@@ -299,18 +297,18 @@ def test_they_are_planned_with_one_microbatch(model: nn.Module, why: str) -> Non
         cost(model, microbatches=4)
 
 
-def test_others_are_planned_with_several() -> None:
+def test_other_models_are_planned_with_several_microbatches() -> None:
     costed = cost(changed(BY_ROW["experts"], True))
     assert not costed.notes and costed.fields["pipeline"]["microbatches"] > 1
 
 
 # ---- steps
-def far(one: Tensor, other: Tensor) -> float:
-    return float((one - other).detach().abs().max() / other.detach().abs().max().clamp(min=1e-30))
+def far(tensor: Tensor, other: Tensor) -> float:
+    return float((tensor - other).detach().abs().max() / other.detach().abs().max().clamp(min=1e-30))
 
 
 def step(rank: int, size: int, cases: list[tuple[str, bool]], count: int, looks: bool = True) -> list[Any]:
-    """Per case the largest distance to one device of loss and gradients, or what is told."""
+    """For each case the largest distance of loss and gradients to one device, or the error."""
     made: list[Any] = []
     for name, inside in cases:
         change = (MIXING | BY_ROW)[name]
@@ -325,8 +323,8 @@ def step(rank: int, size: int, cases: list[tuple[str, bool]], count: int, looks:
         want = single(**batch())
         for loss in (got, want):
             loss.backward()
-        known = dict(single.named_parameters())
-        gradients = (far(p.grad, known[n].grad) for n, p in many.named_parameters())
+        expected = dict(single.named_parameters())
+        gradients = (far(p.grad, expected[n].grad) for n, p in many.named_parameters())
         made.append(max(far(got, want), *gradients))
     return made
 
@@ -334,25 +332,25 @@ def step(rank: int, size: int, cases: list[tuple[str, bool]], count: int, looks:
 CASES = [(name, inside) for name in MIXING for inside in (True, False)]
 
 
-def test_several_microbatches_are_refused_before_anything_is_trained(rank_pool: RankPool) -> None:
+def test_several_microbatches_are_rejected_before_the_first_step(rank_pool: RankPool) -> None:
     for told in rank_pool.run(2, step, CASES, 4):
         for (_, inside), text in zip(CASES, told, strict=True):
             where = "module 'layers.1'" if inside else "the code before module 'layers.1'"
             assert f"plan field pipeline.microbatches is 4: {where}" in text and "nearest legal: 1" in text
 
 
-def test_one_is_one_device(rank_pool: RankPool) -> None:
+def test_one_microbatch_matches_one_device(rank_pool: RankPool) -> None:
     for distances in rank_pool.run(2, step, CASES, 1):
         assert max(distances) < LIMIT
 
 
-def test_without_the_look_numbers_are_wrong(rank_pool: RankPool) -> None:
+def test_results_are_wrong_without_the_check(rank_pool: RankPool) -> None:
     """The negative control."""
     first, second = rank_pool.run(2, step, CASES, 4, False)
     assert min(map(max, zip(first, second, strict=True))) > 100 * LIMIT
 
 
-def test_rows_that_are_not_mixed_are_one_device_in_microbatches(rank_pool: RankPool) -> None:
+def test_batch_independent_models_match_one_device_in_microbatches(rank_pool: RankPool) -> None:
     cases = [(name, inside) for name in BY_ROW for inside in (True, False)]
     for distances in rank_pool.run(2, step, cases, 4):
         assert max(distances) < LIMIT
@@ -361,7 +359,7 @@ def test_rows_that_are_not_mixed_are_one_device_in_microbatches(rank_pool: RankP
 def written(
     rank: int, size: int, names: list[str], count: int, inside: bool, looks: bool = True
 ) -> dict[str, Any]:
-    """Per case whether what two steps wrote is what one device writes, where this rank has it; or what is told."""
+    """For each case whether two steps wrote the same as one device, if this rank holds it; or the error."""
     made: dict[str, Any] = {}
     for name in names:
         attribute, write = WRITES[name]
@@ -377,14 +375,14 @@ def written(
             continue
         if inside and rank:
             continue  # the second block is on the first rank
-        own, other = (many.layers[1], single.layers[1]) if inside else (many, single)
-        one, two = (torch.as_tensor(getattr(m, attribute), dtype=torch.float64) for m in (own, other))
-        made[name] = one.shape == two.shape and far(one, two) < LIMIT
+        ours, other = (many.layers[1], single.layers[1]) if inside else (many, single)
+        value, two = (torch.as_tensor(getattr(m, attribute), dtype=torch.float64) for m in (ours, other))
+        made[name] = value.shape == two.shape and far(value, two) < LIMIT
     return made
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "between"])
-def test_what_is_written_is_what_one_device_writes(rank_pool: RankPool, inside: bool) -> None:
+def test_written_state_matches_one_device(rank_pool: RankPool, inside: bool) -> None:
     for told in rank_pool.run(2, written, [*WRITES], 4, inside):
         assert all("microbatches is 4" in text and "in every forward" in text for text in told.values())
     for same in rank_pool.run(2, written, [*WRITES], 1, inside):
@@ -393,8 +391,8 @@ def test_what_is_written_is_what_one_device_writes(rank_pool: RankPool, inside: 
 
 @pytest.mark.filterwarnings("ignore:the schedule")
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "between"])
-def test_without_the_look_other_things_are_written(rank_pool: RankPool, inside: bool) -> None:
-    """The negative control; how often an expert is chosen would add up, and what is behind the units runs on the whole batch."""
+def test_written_state_differs_without_the_check(rank_pool: RankPool, inside: bool) -> None:
+    """The negative control. Expert counts would be additive, and code after the units runs on the whole batch."""
     names = [n for n in WRITES if n != "load" and (inside or n != "mean of the batch")]
     for same in rank_pool.run(2, written, names, 4, inside, False):
         assert not any(same.values()), same

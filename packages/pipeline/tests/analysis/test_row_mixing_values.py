@@ -1,4 +1,4 @@
-"""What the look at rows makes of values: those that masks leave behind, of arrays; and of flags."""
+"""The row-mixing trial with mask values, arrays and flags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def found(model: nn.Module, given: dict[str, Tensor] | None = None) -> CannotSpl
 
 
 @pytest.mark.parametrize("left", [0.0, -1e9, torch.finfo(torch.float32).min, float("-inf"), float("nan")])
-def test_what_masks_leave_behind_hides_nothing(left: float) -> None:
+def test_mask_values_do_not_hide_differences(left: float) -> None:
     def masked(x: Tensor) -> Tensor:
         return x.masked_fill(torch.arange(WIDTH) == 2, left)
 
@@ -30,12 +30,12 @@ def test_what_masks_leave_behind_hides_nothing(left: float) -> None:
     assert found(changed(masked, True)) is None
 
 
-def test_a_value_that_is_large_by_itself_is_measured_by() -> None:
-    """The negative control: what is lost beside a large value is rounding, and not rows."""
+def test_large_values_set_the_tolerance() -> None:
+    """The negative control: a difference next to a large value is rounding, not row mixing."""
     assert found(changed(lambda x: (x + 1e6 * torch.arange(WIDTH)) - 1e6 * torch.arange(WIDTH), True)) is None
 
 
-def test_arrays_and_parameters_that_a_forward_writes_are_found() -> None:
+def test_written_arrays_and_parameters_are_found() -> None:
     np = pytest.importorskip("numpy")
 
     def count(m: Any, x: Tensor) -> None:
@@ -55,7 +55,7 @@ def test_arrays_and_parameters_that_a_forward_writes_are_found() -> None:
 
 
 class Flagged(nn.Module):
-    """Mixes rows where it is asked to."""
+    """Mixes rows if its flag is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Flagged(nn.Module):
 
 
 def flagged(rank: int, size: int) -> tuple[str, int]:
-    """What is told of a flag that comes later, and how often rows are looked at."""
+    """The error for a flag that is set later, and the number of trials."""
     torch.manual_seed(0)
     model = pipeline(Flagged(), plan(4))
     for step in range(3):
@@ -79,6 +79,6 @@ def flagged(rank: int, size: int) -> tuple[str, int]:
     return str(error.value), looks
 
 
-def test_every_way_to_call_a_model_is_looked_at(rank_pool: RankPool) -> None:
+def test_each_call_signature_is_checked(rank_pool: RankPool) -> None:
     for told, looks in rank_pool.run(2, flagged):
         assert "the code before module 'layers.1' combines several rows" in told and looks == 1

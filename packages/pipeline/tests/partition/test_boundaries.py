@@ -1,4 +1,4 @@
-"""Units, what crosses a cut, and where to cut."""
+"""Units, tensors that cross stage boundaries, and the choice of boundaries."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from meshwright_pipeline.trace.meta_model import skeleton
 from meshwright_pipeline.trace.profiler import Profiler
 
 
-def test_units_are_blocks_and_what_stands_alone() -> None:
+def test_units_are_blocks_and_single_modules() -> None:
     units = find_units(Chain())
     assert units.names == ("embed", "drop", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "head")
     assert units.free == ("scale",)
 
 
-def test_what_crosses_is_what_is_used_behind_the_cut() -> None:
+def test_results_used_after_a_boundary_cross_it() -> None:
     model, plan = Crossed(), crossed_plan()
     owned = ownership(model, plan.pipeline)
     before = torch.get_rng_state()
@@ -48,7 +48,7 @@ def test_what_crosses_is_what_is_used_behind_the_cut() -> None:
 
 
 class Residual(nn.Module):
-    """Its loss, in an object that is no tree of tensors, takes what the first layer made."""
+    """Its loss is in an object that pytree does not know, and depends on the first layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Residual(nn.Module):
         return SimpleNamespace(loss=x.square().mean() + first.square().mean())
 
 
-def test_what_a_loss_in_an_object_takes_crosses() -> None:
+def test_inputs_of_a_loss_in_an_object_cross() -> None:
     model, rule = Residual(), PipelineRule(stages=[["layers.[01]"], ["layers.[23]"]], microbatches=2)
     owned = ownership(model, rule)
     made = cut(
@@ -71,22 +71,22 @@ def test_what_a_loss_in_an_object_takes_crosses() -> None:
 
 
 def residual(rank: int, size: int) -> tuple[float, float]:
-    """The loss of a step, and that of one device."""
+    """The loss of a step, and of one device."""
     torch.manual_seed(1)
-    one, x = Residual(), torch.randn(8, WIDTH)
-    many = copy.deepcopy(one)
+    single, x = Residual(), torch.randn(8, WIDTH)
+    many = copy.deepcopy(single)
     rule = PipelineRule(stages=[["layers.[01]"], ["layers.[23]"]], microbatches=2)
     pipeline(many, ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule))
-    return many(x).loss.item(), one(x).loss.item()
+    return many(x).loss.item(), single(x).loss.item()
 
 
-def test_a_loss_in_an_object_is_that_of_one_device(rank_pool: RankPool) -> None:
-    for many, one in rank_pool.run(2, residual):
-        assert many == pytest.approx(one, rel=1e-6)
+def test_loss_in_an_object_matches_one_device(rank_pool: RankPool) -> None:
+    for many, single in rank_pool.run(2, residual):
+        assert many == pytest.approx(single, rel=1e-6)
 
 
 class Twice(nn.Module):
-    """Two batches through the same layers, one after the other or together."""
+    """Passes two batches through the same layers, in sequence or together."""
 
     def __init__(self, together: bool, layers: int = 2) -> None:
         super().__init__()
@@ -97,15 +97,15 @@ class Twice(nn.Module):
             x = torch.tanh(layer(x))
         return x
 
-    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def forward(self, first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         if self.together:
-            one, other = self.encode(torch.cat([one, other])).chunk(2)
+            first, other = self.encode(torch.cat([first, other])).chunk(2)
         else:
-            one, other = self.encode(one), self.encode(other)
-        return (one - other).square().mean()
+            first, other = self.encode(first), self.encode(other)
+        return (first - other).square().mean()
 
 
-def test_layers_that_are_called_again_are_told_to_be_called_once() -> None:
+def test_error_for_repeated_calls_suggests_a_single_call() -> None:
     def divided(together: bool, stages: list[list[str]]) -> list[int]:
         model, rule = Twice(together), PipelineRule(stages=stages, microbatches=2)
         owned = ownership(model, rule)
@@ -117,39 +117,39 @@ def test_layers_that_are_called_again_are_told_to_be_called_once() -> None:
         with pytest.raises(PlanError, match=r"all rows \(torch.cat\)"):
             divided(False, stages)
     assert divided(True, [["layers.0"], ["layers.1"]]) == [0, 1]
-    # where both hold them, calls are shared out
+    # if both stages hold the layers, the calls are divided
     assert divided(False, [["layers"], ["layers"]]) == [0, 0, 1, 1]
     assert divided(False, [["layers.0"], ["layers"]]) == [0, 1, 1, 1]
     assert divided(False, [["layers"], ["layers.1"]]) == [0, 0, 0, 1]
 
 
 def train_twice(rank: int, size: int) -> float:
-    """Largest distance of a loss or gradient to one device, where both stages hold all layers."""
+    """Largest distance of a loss or gradient to one device if both stages hold all layers."""
     worst, models = 0.0, []
     for parallel in (False, True):
         torch.manual_seed(0)
         model: nn.Module = Twice(False)
         models.append(pipeline(model, plan_of(stages=[["layers"], ["layers"]])) if parallel else model)
     for number in range(2):
-        one, other = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(number))
-        losses = [model(one, other) for model in models]
+        first, other = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(number))
+        losses = [model(first, other) for model in models]
         worst = max(worst, abs(float(losses[0] - losses[1])) / float(losses[0]))
         for loss in losses:
             loss.backward()
-    known = dict(models[0].named_parameters())
+    expected = dict(models[0].named_parameters())
     far = [
-        (p.grad - known[n].grad).abs().max() / known[n].grad.abs().max()
+        (p.grad - expected[n].grad).abs().max() / expected[n].grad.abs().max()
         for n, p in models[1].named_parameters()
     ]
     return max(worst, *map(float, far))
 
 
-def test_layers_that_two_stages_hold_are_those_of_one_device(rank_pool: RankPool) -> None:
+def test_layers_on_two_stages_match_one_device(rank_pool: RankPool) -> None:
     assert max(rank_pool.run(2, train_twice)) < 1e-5
 
 
 @pytest.mark.parametrize("layers", [2, 3, 4])
-def test_a_plan_for_layers_that_are_called_again_can_be_cut(layers: int) -> None:
+def test_plan_with_repeated_calls_can_be_cut(layers: int) -> None:
     model = Twice(False, layers)
     work = tuple(ModuleWork(f"layers.{i}", 1.0, 64.0) for _ in range(2) for i in range(layers))
     request = SearchRequest(
@@ -162,7 +162,7 @@ def test_a_plan_for_layers_that_are_called_again_can_be_cut(layers: int) -> None
     assert sorted(made.stage.values()) == [0] * layers + [1] * layers
 
 
-def test_a_skeleton_takes_no_memory_and_leaves_the_model() -> None:
+def test_skeleton_takes_no_memory_and_keeps_the_model() -> None:
     model = Chain()
     copied = skeleton(model, find_units(model).names)
     assert {name for name, _ in copied.named_parameters()} == {"scale"}
@@ -170,8 +170,8 @@ def test_a_skeleton_takes_no_memory_and_leaves_the_model() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_cut_is_the_best_there_is(seed: int) -> None:
-    """Uneven blocks and a heavy head: as good as trying everything."""
+def test_linear_partition_is_optimal(seed: int) -> None:
+    """Uneven blocks and a heavy head: equal to brute force."""
     random.seed(seed)
     count = random.randint(2, 4)
     costs = [random.choice([1.0, 1.0, 2.5]) for _ in range(random.randint(count, 9))] + [6.0]
@@ -196,14 +196,14 @@ def plan_of(**rule: object) -> ParallelPlan:
         ([["embed", "layers.[01]"], ["layers.[23]", "norm", "head"]], ["nothing"], "pipeline.shared"),
     ],
 )
-def test_a_wrong_plan_names_its_field(stages: object, shared: object, message: str) -> None:
+def test_error_names_the_plan_field(stages: object, shared: object, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         check_division(Chain(), plan_of(stages=stages, shared=shared))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("tracks", [True, False])  # with no statistics of its own, in eval() too
-def test_batch_norm_and_microbatches_are_refused(tracks: bool) -> None:
+def test_batch_norm_with_microbatches_is_rejected(tracks: bool) -> None:
     norms = (torch.nn.BatchNorm1d(4, track_running_stats=tracks) for _ in range(2))
     model = torch.nn.Sequential(*norms).train(tracks)
     with pytest.raises(PlanError, match="normalises by the whole batch"):
@@ -211,12 +211,12 @@ def test_batch_norm_and_microbatches_are_refused(tracks: bool) -> None:
     check_division(model, plan_of(stages=[["0"], ["1"]], microbatches=1))
 
 
-def test_half_precision_without_a_scaler_is_refused() -> None:
+def test_half_precision_without_a_scaler_is_rejected() -> None:
     with pytest.raises(PlanError, match="take bf16"):
         check_division(Chain(), chain_plan().replace(precision={"parameters": "fp16"}))
 
 
-def test_order_that_goes_back_is_refused() -> None:
+def test_descending_stage_order_is_rejected() -> None:
     model = Chain()
     stages = [["layers.[01]", "norm", "head"], ["embed", "layers.[23]"]]
     owned = ownership(model, plan_of(stages=stages).pipeline)
@@ -238,12 +238,12 @@ def test_fields_are_checked_and_explained() -> None:
         plan.replace(degrees={"dp": 2}).validate_for()
 
 
-def test_what_a_pipeline_by_itself_would_not_do_is_refused() -> None:
+def test_unsupported_standalone_plan_is_rejected() -> None:
     with pytest.raises(PlanError, match=r"plan field recompute .*use meshwright_parallel.parallelize"):
         pipeline(Chain(), chain_plan().replace(recompute=(RecomputeRule(pattern="layers.*"),)))
 
 
-def test_work_joined_at_once_is_work_joined_part_by_part() -> None:
+def test_sum_work_equals_adding_part_by_part() -> None:
     draw = random.Random(0)
 
     def part() -> ModuleWork:
@@ -260,5 +260,5 @@ def test_work_joined_at_once_is_work_joined_part_by_part() -> None:
         for each in parts:
             one_by_one = one_by_one.then(sum_work("", [each]))
         assert sum_work("", parts) == one_by_one == sum_work("", parts[2:], sum_work("", parts[:2]))
-        # bytes are alive beside what was kept by then, not beside what comes later
+        # transient bytes exist together with the bytes kept so far, not with later ones
         assert one_by_one.over >= parts[-1].transient_bytes

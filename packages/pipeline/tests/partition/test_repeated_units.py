@@ -1,4 +1,4 @@
-"""Which blocks planning takes for copies of each other: one of them is run then, and the others are taken to return alike."""
+"""Which blocks planning treats as repeated: it runs one of them, and reuses its result for the others."""
 
 from __future__ import annotations
 
@@ -20,45 +20,47 @@ BLOCKS = 6
 
 
 class Shared:
-    """As a configuration that all blocks have."""
+    """A configuration that all blocks share."""
 
     kinds = "aabaab"
 
 
 class Keeper:
-    """As a cache that models hand to their blocks."""
+    """A cache that models pass to their blocks."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
 
 class Block(nn.Module):
-    """May return scores beside; `tell`: whether it does, by itself and what it is given."""
+    """May also return scores. `tell` decides, from the block and its arguments."""
 
-    def __init__(self, place: int, shared: Shared, tell: Callable[[Any, Keeper], Any], **own: Any) -> None:
+    def __init__(
+        self, place: int, shared: Shared, tell: Callable[[Any, Keeper], Any], **attributes: Any
+    ) -> None:
         super().__init__()
         self.layer_idx, self.config, self.tell = place, shared, tell
         self.linear = nn.Linear(8, 8)
         self.linear.place = place + 3
         self.activation, self.scale = torch.tanh, functools.partial(torch.mul, other=2.0)
-        self.__dict__.update(own)
-        self.runs = Runs()
+        self.__dict__.update(attributes)
+        self.runs = RunCounter()
 
     def forward(self, x: Tensor, keeper: Keeper) -> Any:
-        Runs.count += 1
+        RunCounter.count += 1
         x = self.scale(self.activation(self.linear(x)))
         told = self.tell(self, keeper)
         return (x, x.sum(-1)) if told is True else (x, told) if told else x
 
 
-class Runs(nn.Module):
-    """How many blocks were run."""
+class RunCounter(nn.Module):
+    """Counts the blocks that were run."""
 
     count = 0
 
 
 class Net(nn.Module):
-    """Makes a loss that does not add up of the scores that blocks return."""
+    """Computes a loss from the scores of blocks that is not additive."""
 
     def __init__(self, tell: Callable[[Any, Keeper], Any], aux: str = "") -> None:
         super().__init__()
@@ -68,27 +70,29 @@ class Net(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        keeper, beside = Keeper(), []
+        keeper, all_scores = Keeper(), []
         for block in self.blocks:
             out = block(x, keeper)
-            x, found = out if isinstance(out, tuple) else (out, None)
-            if isinstance(found, Tensor):
-                beside.append(found)
+            x, scores = out if isinstance(out, tuple) else (out, None)
+            if isinstance(scores, Tensor):
+                all_scores.append(scores)
         loss = x.square().mean()
-        for found in beside:
-            loss = loss + 0.1 * torch.logsumexp(found, 0).mean()
+        for scores in all_scores:
+            loss = loss + 0.1 * torch.logsumexp(scores, 0).mean()
         return loss
 
 
 def looked(model: nn.Module) -> tuple[str, int]:
-    """Why the loss is not taken to add up, and how many blocks were run for that."""
-    Runs.count = 0
-    return LossChecker(model, find_units(model).names).check(((), {"x": torch.ones(8, 8)})).why, Runs.count
+    """Why the loss is not additive, and how many blocks were run to find out."""
+    RunCounter.count = 0
+    return LossChecker(model, find_units(model).names).check(
+        ((), {"x": torch.ones(8, 8)})
+    ).why, RunCounter.count
 
 
-def test_blocks_that_only_count_themselves_are_copies() -> None:
+def test_blocks_that_only_pass_on_their_index_are_repeated() -> None:
     why, runs = looked(Net(lambda block, keeper: False))
-    assert not why and runs == 3  # once in each run, as what is handed to them is new in each
+    assert not why and runs == 3  # once in each run, since the arguments are new
 
 
 DIFFER: dict[str, Callable[[Any, Keeper], Any]] = {
@@ -100,16 +104,16 @@ DIFFER: dict[str, Callable[[Any, Keeper], Any]] = {
     "by a set": lambda block, keeper: block.layer_idx in {1, 3},
     "by a part of it": lambda block, keeper: str(block.linear.place) == "5",
 }
-"""What all of the first block's copies would have to be run for."""
+"""Blocks that use their index: all of them have to run."""
 
 
 @pytest.mark.parametrize("how", DIFFER)
-def test_blocks_that_ask_for_their_number_are_none(how: str) -> None:
+def test_blocks_that_use_their_index_are_not_repeated(how: str) -> None:
     why, runs = looked(Net(DIFFER[how]))
     assert "sums or means over rows" in why and runs >= 3 * BLOCKS
 
 
-def test_blocks_that_an_attribute_tells_apart_are_none() -> None:
+def test_blocks_with_different_attributes_are_not_repeated() -> None:
     why, runs = looked(Net(lambda block, keeper: block.aux, aux="aabaab"))
     assert "sums or means over rows" in why and runs == 3 * 2
 
@@ -125,13 +129,13 @@ def hands_its_number_on(block: Any, keeper: Keeper) -> None:
 @pytest.mark.parametrize(
     "tell", [leaves_something, hands_its_number_on, lambda block, keeper: block.layer_idx]
 )
-def test_blocks_that_leave_something_are_run(tell: Callable[[Any, Keeper], Any]) -> None:
+def test_blocks_that_store_something_are_run(tell: Callable[[Any, Keeper], Any]) -> None:
     why, runs = looked(Net(tell))
     assert not why and runs >= 3 * BLOCKS
 
 
 class Stretched(nn.Module):
-    """Of a size that its parameter alone shows."""
+    """Its size shows only in its parameter."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -142,7 +146,7 @@ class Stretched(nn.Module):
 
 
 class Read(nn.Module):
-    """Computes with the parameters of its blocks before it calls them."""
+    """Uses the parameters of its blocks before it calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +159,7 @@ class Read(nn.Module):
         return x.square().mean() + penalty
 
 
-def test_sizes_are_known_before_runs_fill_them() -> None:
+def test_parameter_sizes_are_compared_before_the_first_run() -> None:
     model = Read()
     names = find_units(model).names
     profile = RepeatedUnitProfiler(skeleton(model, names), names).run((torch.ones(4, 5),), {})
@@ -165,7 +169,7 @@ def test_sizes_are_known_before_runs_fill_them() -> None:
     ]
 
 
-def test_training_and_what_is_missing_tell_blocks_apart() -> None:
+def test_training_mode_and_missing_parameters_distinguish_blocks() -> None:
     class One(nn.Module):
         def __init__(self, bias: bool) -> None:
             super().__init__()
@@ -185,7 +189,7 @@ def test_training_and_what_is_missing_tell_blocks_apart() -> None:
     assert len(set(built.values())) == 3
 
 
-def test_caches_may_ask_layers_for_their_number() -> None:
+def test_caches_may_read_the_layer_index() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=5, num_attention_heads=2
@@ -200,12 +204,12 @@ def test_caches_may_ask_layers_for_their_number() -> None:
             return super()._tried(unit, *rest)
 
     ids = torch.ones(2, 8, dtype=torch.long)
-    found = Spied(skeleton(model, names), names).run((), {"input_ids": ids, "labels": ids})
-    assert len(found.order) == 8 and sum("layers" in unit for unit in runs) == 1
+    profile = Spied(skeleton(model, names), names).run((), {"input_ids": ids, "labels": ids})
+    assert len(profile.order) == 8 and sum("layers" in unit for unit in runs) == 1
 
 
 class Looking(nn.Module):
-    """Looks at numbers, so that it runs on no meta device."""
+    """Reads values, so it does not run on the meta device."""
 
     tries: tuple[str, ...] = ()
 
@@ -216,16 +220,16 @@ class Looking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         Looking.tries += (x.device.type,)
         seen = self.weight[int(x.sum())]
-        self.weight[3] += 1  # zeros are memory of the block's own
+        self.weight[3] += 1  # zeros are memory of the block itself
         return x + seen[0]
 
 
-def test_what_needs_numbers_is_asked_for_once() -> None:
+def test_units_that_need_values_are_run_once() -> None:
     Looking.tries = ()
     model = nn.Sequential(*(Looking() for _ in range(3)))
     names = find_units(model).names
     copies = RepeatedUnitProfiler(skeleton(model, names), names)
     for rows in (4, 2, 6):
         profile = copies.run((torch.ones(rows, 5),), {})
-        assert [one.output.shape for one in profile.results.values()] == [(rows, 5)] * 3
+        assert [result.output.shape for result in profile.results.values()] == [(rows, 5)] * 3
     assert Looking.tries == ("meta", "cpu", "cpu", "cpu")

@@ -1,4 +1,4 @@
-"""Which modules are units, and what crosses the cuts between them by what strategies are told."""
+"""Which modules are units, and which tensors cross cuts according to the planner's record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright_pipeline.strategy import Pipeline
 
 
 class Holder(nn.Module):
-    """No forward; a parameter of its own."""
+    """No forward, but a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,14 +24,14 @@ class Holder(nn.Module):
 
 
 class Layer(Holder):
-    """With one."""
+    """With a forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
 def of(**parts: nn.Module) -> nn.Module:
-    """A model of these parts."""
+    """A model with these children."""
     model = nn.Module()
     for name, part in parts.items():
         setattr(model, name, part)
@@ -39,7 +39,7 @@ def of(**parts: nn.Module) -> nn.Module:
 
 
 def dicts() -> nn.ModuleDict:
-    """A layer in which one part holds a list of its own, and one is a list."""
+    """A layer in which one child holds a list, and one is a list."""
     experts = Layer()
     experts.more = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     return nn.ModuleDict(
@@ -71,27 +71,27 @@ def dicts() -> nn.ModuleDict:
     ],
     ids=["dicts", "holders", "dict of layers", "loose", "sequential", "layers that are sequential"],
 )
-def test_units_are_what_is_called(model: nn.Module, names: list[str], free: list[str]) -> None:
-    found = find_units(model)
-    assert (list(found.names), list(found.free)) == (names, free)
+def test_called_modules_are_units(model: nn.Module, names: list[str], free: list[str]) -> None:
+    units = find_units(model)
+    assert (list(units.names), list(units.free)) == (names, free)
 
 
-def test_modules_that_are_called_in_parts_are_opened() -> None:
+def test_modules_whose_children_are_called_are_opened() -> None:
     model = of(layers=nn.ModuleList([Layer(), Layer()]), head=Layer())
     calls = frozenset({("", "layers.0"), ("", "layers.1.a"), ("", "head"), ("head", "head.a")})
     assert called_in_parts(find_units(model).names, calls) == {"layers.1"}
     request = SearchRequest(
         world_size=2, batch_size=2, survey=Pipeline().survey(model), pipeline=PipelineQuery(calls=calls)
     )
-    known = survey_of(request)
-    assert known is not None
-    assert known.units == ("layers.0", "layers.1.a", "layers.1.b", "layers.1.drop", "head")
-    assert known.inside[""] == {"layers.1.scale"} and known.unit("layers.1.a") == "layers.1.a"
-    assert known.unnamed([["layers.1.a"]]) == [] and known.unnamed([["layers.0"]]) == ["layers.1"]
-    assert known.at(frozenset(calls)) is known.at(calls)
+    survey = survey_of(request)
+    assert survey is not None
+    assert survey.units == ("layers.0", "layers.1.a", "layers.1.b", "layers.1.drop", "head")
+    assert survey.inside[""] == {"layers.1.scale"} and survey.unit("layers.1.a") == "layers.1.a"
+    assert survey.unnamed([["layers.1.a"]]) == [] and survey.unnamed([["layers.0"]]) == ["layers.1"]
+    assert survey.at(frozenset(calls)) is survey.at(calls)
 
 
-def test_plans_may_name_parts_of_modules() -> None:
+def test_plans_may_name_submodules() -> None:
     model = of(layers=nn.ModuleList([Layer(), Layer()]), head=Layer())
     rule = PipelineRule(stages=[["layers.0", "layers.1.a"], ["layers.1.b", "head"]])
     owned = ownership(model, rule)
@@ -101,7 +101,7 @@ def test_plans_may_name_parts_of_modules() -> None:
     assert whole.stages == (("layers.0",), ("layers.1", "head"))
 
 
-def test_sums_between_units_are_followed() -> None:
+def test_dataflow_through_sums_between_units() -> None:
     """x1 = a(x); x2 = x1 + b(x1); x3 = x2 + c(x2); the result takes x3. Every value has 10 bytes, integers no gradient."""
 
     def entering(*values: tuple[int, str]) -> frozenset[tuple[int, str, int]]:
@@ -127,5 +127,5 @@ def test_sums_between_units_are_followed() -> None:
     assert flow.crossing(False) == [0, 20, 30, 40, 0]
     assert flow.crossing(True) == [0, 10, 20, 30, 0]
     assert {number for number, _, _ in flow.final} == {1, 2, 4, 6}
-    # where all stages hold b, it is code between units
+    # if all stages hold b, it counts as code between units
     assert flow_of(work, Known(), ["b"]).crossing(False) == [0, 20, 30, 0]

@@ -1,4 +1,4 @@
-"""What ranks hold, all actions at once, against going through them one by one."""
+"""Vectorised activation memory against a loop over actions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from meshwright_pipeline.planning.activation_memory import (
 from meshwright_pipeline.planning.unit_costs import sum_work
 
 
-def one_by_one(own: list[int], stages: int, sizes: StageBytes) -> tuple[float, MemoryPeak]:
-    """The same of one rank, from action to action."""
+def one_by_one(actions: list[int], stages: int, sizes: StageBytes) -> tuple[float, MemoryPeak]:
+    """The same for one rank, in a loop."""
     left = list(sizes.gradients)
     now = most = made = 0.0
     moments: list[MemoryPeak] = [MemoryPeak()]
-    for kind, stage in (divmod(number, stages) for number in own):
+    for kind, stage in (divmod(number, stages) for number in actions):
         if kind == FORWARD:
             now += sizes.saved[stage]
             most = max(most, now)
@@ -44,47 +44,47 @@ def one_by_one(own: list[int], stages: int, sizes: StageBytes) -> tuple[float, M
             now -= sizes.saved[stage] + sizes.deferred_bytes[stage]
         if kind == WHOLE or (kind == (LATE if sizes.split else FIRST)):
             made, left[stage] = made + left[stage], 0.0
-    return most, max(moments, key=lambda one: one.total)
+    return most, max(moments, key=lambda peak: peak.total)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, StageBytes]:
-    """Ranks of different lengths with stages of their own; whole and split backwards; sizes that floats hold exactly."""
+    """Ranks with different stages and numbers of actions; whole and split backwards; sizes exact in floats."""
     ranks, each = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     stages = ranks * each
-    every = []
+    all_ranks = []
     for rank in range(ranks):
-        own = [rank + ranks * number for number in range(each)]
+        stages_of_rank = [rank + ranks * number for number in range(each)]
         done: list[int] = []
         open_: list[tuple[int, int]] = []
-        for stage in draw(st.lists(st.sampled_from(own), max_size=8)):
+        for stage in draw(st.lists(st.sampled_from(stages_of_rank), max_size=8)):
             open_.append((FORWARD, stage))
         for _, stage in draw(st.permutations(open_)):
             halves = draw(st.booleans())
             done += [FIRST * stages + stage, LATE * stages + stage] if halves else [WHOLE * stages + stage]
-        every.append([FORWARD * stages + stage for _, stage in open_] + done)
+        all_ranks.append([FORWARD * stages + stage for _, stage in open_] + done)
     size = st.integers(0, 1000).map(float)
     saved, over, waiting, gradients, first = (draw(st.tuples(*[size] * stages)) for _ in range(5))
-    return every, stages, StageBytes(saved, over, waiting, gradients, draw(st.booleans()), first)
+    return all_ranks, stages, StageBytes(saved, over, waiting, gradients, draw(st.booleans()), first)
 
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_all_at_once_is_one_by_one(case: tuple[list[list[int]], int, StageBytes]) -> None:
+def test_vectorised_memory_matches_a_loop(case: tuple[list[list[int]], int, StageBytes]) -> None:
     ranks, stages, sizes = case
     held, fullest = RankActions(ranks, stages).held(sizes)
-    for own, most, full in zip(ranks, held, fullest, strict=True):
-        expected, moment = one_by_one(own, stages, sizes)
+    for stages_of_rank, most, full in zip(ranks, held, fullest, strict=True):
+        expected, moment = one_by_one(stages_of_rank, stages, sizes)
         assert most == expected
         assert full == moment
 
 
-def test_gradients_stay_once_their_first_backward_is_over() -> None:
+def test_gradients_stay_after_their_first_backward() -> None:
     sizes = StageBytes((4.0,), (1.0,), (0.0,), (10.0,), False, (1.0,))
     numbers = [FORWARD, WHOLE, FORWARD, WHOLE]
     ((most,), (full,)) = RankActions([numbers], 1).held(sizes)
     assert most == 4.0
-    assert full == MemoryPeak(4.0, 1.0, 10.0)  # the second backward runs beside the gradients of the first
+    assert full == MemoryPeak(4.0, 1.0, 10.0)  # during the second backward the gradients of the first exist
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -94,11 +94,11 @@ def test_a_rank_without_actions_holds_nothing(split: bool) -> None:
     assert list(itertools.chain(held[1:], fullest[1:])) == [0.0, MemoryPeak()]
 
 
-def test_in_a_first_half_what_waits_is_there_already() -> None:
-    """Three modules, run backward from the last: what the others leave lies beside each, and nothing that is kept is freed."""
+def test_first_half_holds_deferred_bytes() -> None:
+    """Three modules run backward from the last: deferred bytes of later modules exist, and no kept bytes are freed."""
     parts = [
-        ModuleWork("m", 1.0, 100.0, transient_bytes=beside, deferred_bytes=waiting)
-        for beside, waiting in ((5, 1), (9, 7), (2, 4))
+        ModuleWork("m", 1.0, 100.0, transient_bytes=transient, deferred_bytes=waiting)
+        for transient, waiting in ((5, 1), (9, 7), (2, 4))
     ]
     run = sum_work("m", parts)
     assert run.first == max(5 + 7 + 4, 9 + 4, 2)

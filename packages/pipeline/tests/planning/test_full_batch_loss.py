@@ -1,4 +1,4 @@
-"""Losses that do not add up: what planning knows of them, costs them at, and what the first step says that nobody knew."""
+"""Losses that are not additive: forecast and cost at planning time, and the warning of the first step."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def why(model: nn.Module, batch: dict[str, Tensor], single: bool = False) -> str
 
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("name", ADDING)
-def test_planning_knows_what_adds_up(name: str, single: bool) -> None:
+def test_planning_accepts_additive_losses(name: str, single: bool) -> None:
     assert not why(judged(ADDING[name]), judged_batch(0), single)
 
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "by many rows"])
-def test_planning_knows_what_does_not(name: str) -> None:
+def test_planning_rejects_losses_that_are_not_additive(name: str) -> None:
     assert "is not proven additive" in why(judged(WHOLE[name]), judged_batch(0))
 
 
-def test_reasons_are_told_apart() -> None:
+def test_forecast_distinguishes_reasons() -> None:
     assert "(a value is read (local_scalar_dense))" in why(judged(WHOLE["read by Python"]), judged_batch(0))
     assert "sums or means over rows" in why(judged(WHOLE["contrast"]), judged_batch(0))
     assert "returns no loss for the example batch" in why(Chain(), {"ids": chain_batch()["ids"]})
@@ -60,11 +60,11 @@ def test_neither_model_nor_batch_need_values() -> None:
         model = judged(ADDING["mean"])
         batch = {name: torch.empty_like(t, device="meta") for name, t in judged_batch(0).items()}
     assert not why(model, batch)
-    assert all(p.is_meta for p in model.parameters())  # left as it was
+    assert all(p.is_meta for p in model.parameters())  # unchanged
 
 
 class Long(nn.Module):
-    """Takes rows of one length only."""
+    """Accepts rows of one length only."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Long(nn.Module):
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 100])
-def test_rows_are_shortened_where_the_model_runs_on_short_ones(tokens: int) -> None:
+def test_rows_are_shortened_if_the_model_runs_on_short_ones(tokens: int) -> None:
     assert not why(Long(tokens), chain_batch(tokens=tokens))
     assert "could not be analysed when planning (ValueError: 7 tokens)" in why(Long(7), chain_batch(tokens=9))
 
@@ -91,7 +91,7 @@ class Counted(nn.Linear):
 
 
 class Deep(nn.Module):
-    """Copies of a layer, and convolutions that only their strides tell apart."""
+    """Repeated layers, and convolutions that differ in their strides only."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -101,18 +101,18 @@ class Deep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        one, other = (fold(x[:, None]) for fold in self.folds)
-        return one.view(-1, 15).square().mean() + other.view(-1, 5).square().mean()
+        first, other = (fold(x[:, None]) for fold in self.folds)
+        return first.view(-1, 15).square().mean() + other.view(-1, 5).square().mean()
 
 
-def test_of_copies_one_is_run() -> None:
+def test_one_of_several_repeated_layers_is_run() -> None:
     Counted.runs = 0
     assert not why(Deep(12), {"x": torch.ones(8, 16)})
     assert Counted.runs == 2  # with two and with four rows
 
 
 class Lazy(nn.Module):
-    """Repeats a constant only where there are several rows, as models of transformers do with positions."""
+    """Repeats a constant only for several rows, as transformers models do with positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Lazy(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def test_repeating_a_constant_is_no_other_thing_to_do() -> None:
+def test_repeating_a_constant_is_not_a_difference() -> None:
     assert not why(Lazy(), chain_batch(), single=True)
     lossy = judged(lambda m, x, y, k: total(x, y) if len(x) > 1 else mean(x, y))
     assert why(lossy, judged_batch(0), single=True)
@@ -135,7 +135,7 @@ def test_repeating_a_constant_is_no_other_thing_to_do() -> None:
 
 # ---- costs
 def asked_for(model: nn.Module, batch: dict[str, Tensor], schedule: str, **options: Any) -> SearchRequest:
-    """What a chain costs with a loss behind its units that autograd keeps something for."""
+    """The cost of a chain with a loss after its units for which autograd keeps tensors."""
     inside = "chain." if hasattr(model, "chain") else ""
     names = [inside + name for name in ("embed", *(f"layers.{i}" for i in range(4)), "norm", "head")]
     work = [
@@ -144,14 +144,14 @@ def asked_for(model: nn.Module, batch: dict[str, Tensor], schedule: str, **optio
     ]
     taken = frozenset({(7, names[-1], 128)})
     work.append(ModuleWork("", 0.5, 960.0, inputs=taken, transient_bytes=320.0))
-    asked = SearchRequest(
+    request = SearchRequest(
         8,
         8,
         options={"schedule": schedule, **options},
         survey=Pipeline().survey(model),
         pipeline=PipelineQuery(work=tuple(work)),
     )
-    return replace(asked, pipeline=replace(asked.pipeline, example=((), batch)))
+    return replace(request, pipeline=replace(request.pipeline, example=((), batch)))
 
 
 def cost(model: nn.Module, batch: dict[str, Tensor], schedule: str, **options: Any) -> StrategyCost:
@@ -162,12 +162,12 @@ KEPT = 7 * 64 + 960
 """Bytes that autograd keeps of a microbatch."""
 
 
-def held(found: StrategyCost) -> float:
-    assert found.peak is not None
-    return found.activations * 4 * KEPT + found.peak.transient_bytes
+def held(cost: StrategyCost) -> float:
+    assert cost.peak is not None
+    return cost.activations * 4 * KEPT + cost.peak.transient_bytes
 
 
-def test_what_does_not_add_up_is_costed_as_gpipe() -> None:
+def test_loss_that_is_not_additive_is_costed_as_gpipe() -> None:
     batch = judged_batch(0)
     adds, whole = judged(ADDING["mean"]), judged(WHOLE["products"])
     late = {name: cost(whole, batch, name, microbatches=4) for name in ("1f1b", "gpipe")}
@@ -179,32 +179,32 @@ def test_what_does_not_add_up_is_costed_as_gpipe() -> None:
     assert "\n" not in note and not soon["1f1b"].notes
     assert late["1f1b"].fields["pipeline"]["loss"] == "batch"
     assert soon["1f1b"].fields["pipeline"]["loss"] == "microbatches"
-    one = cost(whole, batch, "1f1b", microbatches=1)
-    assert not one.notes and "loss" not in one.fields["pipeline"]
+    first = cost(whole, batch, "1f1b", microbatches=1)
+    assert not first.notes and "loss" not in first.fields["pipeline"]
 
 
-def test_an_estimate_takes_what_is_known_of_other_microbatches() -> None:
-    """What adds up over microbatches of several rows, and over those of one does not."""
+def test_estimate_uses_forecast_for_other_microbatches() -> None:
+    """A loss that is additive over microbatches of several rows, but not over those of one."""
     lossy = judged(lambda m, x, y, k: total(x, y) if len(x) > 1 else mean(x, y))
     request = asked_for(lossy, judged_batch(0), "gpipe")
 
     def loss(microbatches: int, rough: bool) -> Any:
-        asked = replace(
+        variant = replace(
             request,
             options={"schedule": "gpipe", "microbatches": microbatches},
             pipeline=replace(request.pipeline, estimate=rough),
         )
-        return Pipeline().cost(asked, 2, LINK).fields["pipeline"]["loss"]
+        return Pipeline().cost(variant, 2, LINK).fields["pipeline"]["loss"]
 
     assert [loss(4, True), loss(8, True), loss(8, False), loss(8, True)] == [
         "microbatches",
-        "microbatches",  # not looked at
+        "microbatches",  # not checked
         "batch",
         "batch",
     ]
 
 
-def test_an_estimate_that_is_out_of_the_question_looks_at_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_over_the_cutoff_skips_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[bool] = []
     look = LossChecker.check
     monkeypatch.setattr(LossChecker, "check", lambda *given: looks.append(given[2]) or look(*given))
@@ -217,24 +217,24 @@ def test_an_estimate_that_is_out_of_the_question_looks_at_no_loss(monkeypatch: p
 
     least = found(estimate=True, cutoff_seconds=1e-3)
     assert not looks and "loss" not in least.fields["pipeline"]
-    known = found(estimate=True, cutoff_seconds=1e9)
-    assert len(looks) == 1 and known.fields["pipeline"]["loss"] == "batch"
-    assert least.compute <= known.compute  # what adds up takes no longer
-    assert found(cutoff_seconds=1e-3) == known  # no estimate
-    assert found(estimate=True, cutoff_seconds=1e-3) == known  # what is known is taken
+    exact = found(estimate=True, cutoff_seconds=1e9)
+    assert len(looks) == 1 and exact.fields["pipeline"]["loss"] == "batch"
+    assert least.compute <= exact.compute  # an additive loss takes no longer
+    assert found(cutoff_seconds=1e-3) == exact  # no estimate
+    assert found(estimate=True, cutoff_seconds=1e-3) == exact  # the cached forecast is used
     assert len(looks) == 1
 
 
-def test_what_lies_behind_the_units_runs_once_between() -> None:
-    """2 stages of 3 and 4 units; behind them a loss of 4 x 0.5 s that keeps 4 x 960 bytes, and what it takes."""
-    found = cost(judged(WHOLE["products"]), judged_batch(0), "gpipe", microbatches=4)
-    assert found.compute * 4 * 7.5 == pytest.approx((4 + 3 / 4) * 4 + 4 * 0.5)
-    assert found.activations * 4 * KEPT == pytest.approx(4 * (4 * 64 + 960 + 128))
-    assert found.peak is not None and found.peak.transient_bytes >= 4 * (320 + 128)
+def test_tail_runs_once_between_forwards_and_backwards() -> None:
+    """2 stages of 3 and 4 units; after them a loss of 4 x 0.5 s that keeps 4 x 960 bytes and its inputs."""
+    result = cost(judged(WHOLE["products"]), judged_batch(0), "gpipe", microbatches=4)
+    assert result.compute * 4 * 7.5 == pytest.approx((4 + 3 / 4) * 4 + 4 * 0.5)
+    assert result.activations * 4 * KEPT == pytest.approx(4 * (4 * 64 + 960 + 128))
+    assert result.peak is not None and result.peak.transient_bytes >= 4 * (320 + 128)
 
 
-def test_gradients_of_what_it_takes_lie_beside_backwards() -> None:
-    """4 x 128 bytes on the last rank, whose backwards have much beside."""
+def test_gradients_of_tail_inputs_count_during_backwards() -> None:
+    """4 x 128 bytes on the last rank, whose backwards have many transient bytes."""
     tail = replace(NO_WORK, inputs=frozenset({(7, "head", 128)}))
     step = Steps(1.0, (1.0, 1.0), (100.0, 100.0), (MemoryPeak(100, 5000, 0), MemoryPeak(100, 5000, 0)))
     first, last = with_tail(step, tail, 1, 4).fullest
@@ -242,17 +242,17 @@ def test_gradients_of_what_it_takes_lie_beside_backwards() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_backwards_behind_all_forwards_are_a_schedule(name: str) -> None:
+def test_forwards_first_is_a_valid_schedule(name: str) -> None:
     schedule = ForwardsFirst(schedule_named(name))
     shape = Shape(2, 2 * schedule.inner.stages_each, 4)
     table = timetable(schedule, shape)
     assert schedule.name == name and table.alive == (4 * shape.each,) * 2
-    for own in table.ranks:
-        kinds = "".join(action.kind for action in own)
+    for actions in table.ranks:
+        kinds = "".join(action.kind for action in actions)
         assert kinds.startswith("F" * 4 * shape.each) and "F" not in kinds[4 * shape.each :]
 
 
-def test_such_plans_are_drawn_as_they_run() -> None:
+def test_full_batch_plans_are_drawn_as_they_run() -> None:
     plan = judged_plan("1f1b")
     assert plan.pipeline is not None
     late = plan.replace(pipeline=plan.pipeline.model_copy(update={"loss": "batch"}))
@@ -263,7 +263,7 @@ def test_such_plans_are_drawn_as_they_run() -> None:
 def first_steps(
     rank: int, size: int, name: str, schedule: str, loss: str | None, memory: dict[str, int], hooked: bool
 ) -> list[list[str]]:
-    """What three steps warn of."""
+    """Warnings of three steps."""
     plan = judged_plan(schedule)
     assert plan.pipeline is not None
     plan = plan.replace(pipeline=plan.pipeline.model_copy(update={"loss": loss}))
@@ -286,7 +286,7 @@ def first_steps(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             many(**judged_batch(step))
-        told.append([str(one.message) for one in caught if "pipeline" in str(one.message)])
+        told.append([str(first.message) for first in caught if "pipeline" in str(first.message)])
     return told
 
 
@@ -295,7 +295,7 @@ def watch_for_nan(module: nn.Module, args: Any, output: Tensor) -> None:
         raise FloatingPointError(type(module).__name__)
 
 
-def test_what_only_the_first_step_knows_is_said_once(rank_pool: RankPool) -> None:
+def test_first_step_warns_once(rank_pool: RankPool) -> None:
     memory = {"activations": 1 << 30, "parameters": 1 << 30, "total": 2 << 30}
     first, second = rank_pool.run(2, first_steps, "by many rows", "1f1b", "microbatches", memory, False)
     assert second == [[], [], []] and first[1:] == [[], []]
@@ -312,7 +312,7 @@ def test_what_only_the_first_step_knows_is_said_once(rank_pool: RankPool) -> Non
     ("name", "schedule", "loss"),
     [("products", "1f1b", "batch"), ("products", "gpipe", "microbatches"), ("mean", "1f1b", None)],
 )
-def test_what_is_known_or_costs_nothing_is_not_said(
+def test_no_warning_if_planned_or_without_cost(
     rank_pool: RankPool, name: str, schedule: str, loss: str | None
 ) -> None:
     for told in rank_pool.run(2, first_steps, name, schedule, loss, {}, False):

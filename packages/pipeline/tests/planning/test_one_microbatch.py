@@ -1,4 +1,4 @@
-"""Models whose units make something of all rows together: planned with one microbatch, and the plan says why."""
+"""Models whose units combine all rows are planned with one microbatch, and the plan says why."""
 
 from __future__ import annotations
 
@@ -35,37 +35,41 @@ def asked(model: nn.Module, **options: object) -> SearchRequest:
 
 
 class Pair(nn.Module):
-    """One encoder, called twice: a single module that could be given to a stage."""
+    """One encoder, called twice: the only module that can be placed on a stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Linear(4, 4)
 
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        return (self.encoder(one) - self.encoder(other)).square().mean()
+    def forward(self, first: Tensor, other: Tensor) -> Tensor:
+        return (self.encoder(first) - self.encoder(other)).square().mean()
 
 
 def cost(request: SearchRequest) -> StrategyCost:
     return Pipeline().cost(request, 2, LINK)
 
 
-def test_statistics_of_the_batch_take_one_microbatch() -> None:
+def test_batch_statistics_need_one_microbatch() -> None:
     request = asked(Normed(), schedule="1f1b")
     assert [way["microbatches"] for way in Pipeline().ways(request, 2)] == [1]
-    found = cost(request)
-    (note,) = found.notes
-    assert found.fields["pipeline"]["microbatches"] == 1
+    result = cost(request)
+    (note,) = result.notes
+    assert result.fields["pipeline"]["microbatches"] == 1
     assert "one microbatch, so that its ranks compute one after the other" in note
     assert "module 'layers.0.1' normalises by the whole batch" in note
     with pytest.raises(PlanError, match=r"'layers.0.1' normalises by the whole batch.*eval\(\).*legal: 1"):
         cost(asked(Normed(), schedule="1f1b", microbatches=4))
-    still = cost(asked(Normed().eval(), schedule="1f1b", microbatches=4))  # then they are those of training
+    # it uses running statistics
+    still = cost(asked(Normed().eval(), schedule="1f1b", microbatches=4))
     assert not still.notes and still.fields["pipeline"]["microbatches"] == 4
-    untracked = cost(asked(Normed(tracks=False).eval(), schedule="1f1b"))  # it has no others, in eval() too
+    untracked = cost(
+        asked(Normed(tracks=False).eval(), schedule="1f1b")
+        # without running statistics it uses those of the batch, in eval() too
+    )
     assert untracked.notes and untracked.fields["pipeline"]["microbatches"] == 1
 
 
-def test_numbers_that_units_make_take_one_microbatch() -> None:
+def test_scalars_from_units_need_one_microbatch() -> None:
     request = replace(
         asked(Chain(), schedule="1f1b"),
         pipeline=replace(
@@ -78,7 +82,7 @@ def test_numbers_that_units_make_take_one_microbatch() -> None:
     assert not cost(asked(Chain(), schedule="1f1b")).notes
 
 
-def test_a_degree_that_cannot_be_has_its_reason() -> None:
+def test_impossible_degree_has_a_reason() -> None:
     request = SearchRequest(2, 8, survey=Pipeline().survey(Pair()))
     assert list(Pipeline().degrees(request)) == [1]
     told = Pipeline().refusal(request, 2)
@@ -88,4 +92,4 @@ def test_a_degree_that_cannot_be_has_its_reason() -> None:
     assert list(Pipeline().degrees(few)) == [1, 2]
     told = Pipeline().refusal(few, 4)
     assert told is not None and "has 2 rows. Use more rows" in told
-    assert Pipeline().refusal(few, 3) is None  # 4 ranks have no third: the general answer will do
+    assert Pipeline().refusal(few, 3) is None  # 3 does not divide 4 ranks: the general error applies

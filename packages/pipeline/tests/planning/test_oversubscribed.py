@@ -1,4 +1,4 @@
-"""Steps in thought on ranks that share cores: who waits leaves its core to the others."""
+"""Simulated steps on ranks that share cores: a waiting rank leaves its core to the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [(name, ranks, count) for name in NAMES for ranks, count in ((2, 4), (4,
 
 
 def unequal(name: str, ranks: int, count: int, seed: int = 0) -> tuple[Shape, StageCosts]:
-    """Stages of random lengths, messages too."""
+    """Stages and messages of random lengths."""
     draw = random.Random(f"{name} {ranks} {seed}").uniform
     stages = ranks * schedule_named(name).stages_each
     forward, backward = (tuple(draw(1, n) for _ in range(stages)) for n in (2, 4))
@@ -27,37 +27,37 @@ def unequal(name: str, ranks: int, count: int, seed: int = 0) -> tuple[Shape, St
 
 
 @pytest.mark.parametrize(("name", "ranks", "count"), CASES)
-def test_with_a_core_each_nothing_changes(name: str, ranks: int, count: int) -> None:
+def test_one_core_per_rank_changes_nothing(name: str, ranks: int, count: int) -> None:
     shape, costs = unequal(name, ranks, count)
     alone = predict(schedule_named(name), shape, costs)
-    found = predict(schedule_named(name), shape, costs, (1.0,) * ranks)
-    assert found.seconds == pytest.approx(alone.seconds) and found.silent == pytest.approx(alone.silent)
-    assert found.busy == pytest.approx(alone.busy)
+    shared = predict(schedule_named(name), shape, costs, (1.0,) * ranks)
+    assert shared.seconds == pytest.approx(alone.seconds) and shared.silent == pytest.approx(alone.silent)
+    assert shared.busy == pytest.approx(alone.busy)
 
 
 @pytest.mark.parametrize(("name", "ranks", "count"), CASES)
-def test_one_core_is_never_idle_but_for_messages(name: str, ranks: int, count: int) -> None:
+def test_single_core_is_idle_only_for_messages(name: str, ranks: int, count: int) -> None:
     shape, costs = unequal(name, ranks, count)
-    found = predict(schedule_named(name), shape, costs, tuple(n / ranks for n in range(1, ranks + 1)))
+    shared = predict(schedule_named(name), shape, costs, tuple(n / ranks for n in range(1, ranks + 1)))
     work = (sum(costs.forward) + sum(costs.backward)) * count
-    assert found.silent == pytest.approx(work / ranks) and found.seconds > found.silent * (1 - 1e-9)
-    assert max(found.busy) <= found.silent * (1 + 1e-9)
+    assert shared.silent == pytest.approx(work / ranks) and shared.seconds > shared.silent * (1 - 1e-9)
+    assert max(shared.busy) <= shared.silent * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_cores_for_four_ranks_lie_between_one_and_four(name: str) -> None:
+def test_two_cores_are_between_one_and_four(name: str) -> None:
     shape, costs = unequal(name, 4, 8, seed=1)
     schedule = schedule_named(name)
-    one = predict(schedule, shape, costs, (0.25, 0.5, 0.75, 1.0)).silent
+    single_core = predict(schedule, shape, costs, (0.25, 0.5, 0.75, 1.0)).silent
     two = predict(schedule, shape, costs, (0.5, 0.5, 0.75, 1.0)).silent
     four = predict(schedule, shape, costs, (1.0,) * 4).silent
-    assert one < two < four
+    assert single_core < two < four
     work = (sum(costs.forward) + sum(costs.backward)) * 8
-    assert two > work / 4  # sometimes only one of two cores has something to do
+    assert two > work / 4  # sometimes only one of two cores is busy
 
 
 def test_two_ranks_on_one_core_by_hand() -> None:
-    # what takes 2 seconds beside each other takes 1 alone
+    # an action that takes 2 seconds while both ranks compute takes 1 alone
     first = [TimedAction(1, 2.0, 0, 0.0), TimedAction(2, 2.0, 0, 0.0)]
     second = [TimedAction(3, 2.0, 1, 0.25)]
     seconds, busy = shared_core_time([first, second], (0.5, 1.0))
@@ -65,7 +65,7 @@ def test_two_ranks_on_one_core_by_hand() -> None:
     assert busy == pytest.approx([1 + 0.25 + 1.5, 1.5 + 0.25]) and seconds == pytest.approx(3.0)
 
 
-def test_actions_that_wait_for_each_other_are_told() -> None:
+def test_deadlock_is_reported() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
         shared_core_time([[TimedAction(1, 1.0, 2, 0.0)], [TimedAction(2, 1.0, 1, 0.0)]], (1.0, 1.0))
     assert shared_core_time([[], []], (1.0, 1.0)) == (0.0, [0.0, 0.0])
@@ -73,7 +73,7 @@ def test_actions_that_wait_for_each_other_are_told() -> None:
 
 @pytest.mark.parametrize("company", [(0.5, 0.5, 0.75, 1.0), (0.25, 0.5, 0.75, 1.0)])
 @pytest.mark.parametrize("name", NAMES)
-def test_long_steps_are_drawn_out(
+def test_long_steps_are_extrapolated(
     name: str, company: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule = schedule_named(name)
@@ -87,22 +87,22 @@ def test_long_steps_are_drawn_out(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nobody_computes_for_longer_than_the_step(name: str) -> None:
-    """Equal stages end at the same moment again and again."""
+def test_no_rank_computes_longer_than_the_step(name: str) -> None:
+    """Equal stages often end at the same time."""
     schedule = schedule_named(name)
     for count in (8, 16, 600):
         stages = 4 * schedule.stages_each
         costs = StageCosts((0.1,) * stages, (0.2,) * stages)
-        found = predict(schedule, Shape(4, stages, count), costs, (0.25, 0.5, 0.75, 1.0))
-        assert max(found.busy) <= found.silent * (1 + 1e-6)
+        shared = predict(schedule, Shape(4, stages, count), costs, (0.25, 0.5, 0.75, 1.0))
+        assert max(shared.busy) <= shared.silent * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("company", [(1.0,), (0.5, 0.5, 0.5), (0.0, 1.0)])
-def test_company_is_checked(company: tuple[float, ...]) -> None:
+def test_slowdown_is_checked(company: tuple[float, ...]) -> None:
     with pytest.raises(UsageError, match="each of the 2 ranks"):
         predict(schedule_named("1f1b"), Shape(2, 2, 2), StageCosts((1.0, 1.0), (2.0, 2.0)), company)
 
 
-def test_times_are_finite() -> None:
+def test_infinite_times_are_rejected() -> None:
     with pytest.raises(ValueError, match="finite"):
         shared_core_time([[TimedAction(1, math.nan, 0, 0.0)]], (1.0,))

@@ -1,4 +1,4 @@
-"""What runs again where memory binds: the best there is by enumeration, and only as much as there has to be."""
+"""Recomputation under a memory limit is optimal by enumeration, and not more than necessary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv",
 
 
 def some_ways(draw: random.Random) -> list[UnitOption]:
-    """Nothing again first; then slower ways that keep less, and may have more alive at once."""
+    """First without recomputation; then slower options that keep less and may have a higher peak."""
     kept = draw.randrange(20, 90)
     ways = [UnitOption(draw.uniform(1, 3), kept, draw.randrange(30))]
     for _ in range(draw.randrange(3)):
@@ -50,19 +50,19 @@ def some_ways(draw: random.Random) -> list[UnitOption]:
 
 
 def bytes_of(ways: Sequence[UnitOption], count: int, running: bool) -> int:
-    """By definition: what is kept, and the most that is alive beside it while units run backward one after the other."""
+    """By definition: bytes kept, and the peak of transient bytes while the units run backward in order."""
     kept = sum(way.kept for way in ways)
     over = max(way.over - sum(later.kept for later in ways[n + 1 :]) for n, way in enumerate(ways))
     return count * kept + (max(0, over) if running else 0)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_choice_is_the_best_that_enumeration_finds(seed: int) -> None:
-    """One stage or two of a rank, random units, room for some of the choices."""
+def test_cheapest_choice_matches_enumeration(seed: int) -> None:
+    """One or two stages of a rank, random units, and memory for some of the choices."""
     draw = random.Random(seed)
     kinds = [some_ways(draw) for _ in range(4)]
     rows = [[draw.randrange(4) for _ in range(draw.randint(1, 4))] for _ in range(1 + seed % 2)]
-    # as in Moment: in flight on each, and which of them runs backward
+    # as in Moment: microbatches in flight on each stage, and the stage that runs backward
     when = [
         (tuple(draw.randint(1, 4) for _ in rows), draw.randrange(-1, len(rows))) for _ in range(1 + seed % 3)
     ]
@@ -70,29 +70,29 @@ def test_the_choice_is_the_best_that_enumeration_finds(seed: int) -> None:
     def taken(stage: int, ways: Sequence[UnitOption]) -> list[int]:
         return [bytes_of(ways, counts[stage], running == stage) for counts, running in when]
 
-    every = [list(itertools.product(*(kinds[kind] for kind in row))) for row in rows]
+    all_choices = [list(itertools.product(*(kinds[kind] for kind in row))) for row in rows]
     needs = [
         (sum(way.seconds for ways in both for way in ways), max(map(sum, zip(*map(taken, range(9), both)))))
-        for both in itertools.product(*every)
+        for both in itertools.product(*all_choices)
     ]
     for room in sorted({need for _, need in needs})[:: max(1, len(needs) // 7)]:
         best = min(seconds for seconds, need in needs if need <= room)
         choices = Choices(kinds)
         stages = [choices.of(row) for row in rows]
-        assert all(len(found) < MOST_CHOICES for found in stages)
+        assert all(len(result) < MOST_CHOICES for result in stages)
 
         def ways_of(stage: int, places: Sequence[int]) -> list[UnitOption]:
             return [kinds[kind][place] for kind, place in zip(rows[stage], places, strict=True)]
 
-        found = cheapest(stages, lambda n, c: taken(n, ways_of(n, c.options)), [room] * len(when))
-        assert found is not None and sum(choice.seconds for choice in found) == pytest.approx(best)
+        result = cheapest(stages, lambda n, c: taken(n, ways_of(n, c.options)), [room] * len(when))
+        assert result is not None and sum(choice.seconds for choice in result) == pytest.approx(best)
     assert cheapest(stages, lambda n, c: taken(n, ways_of(n, c.options)), [0] * len(when)) is None
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("count", [8, 12, 64])
-def test_moments_are_those_of_a_step_in_thought(name: str, count: int) -> None:
-    """The fullest of them is what the schedule's own actions say, long steps included."""
+def test_moments_match_a_simulated_step(name: str, count: int) -> None:
+    """The highest peak equals that of the schedule's actions, also for long steps."""
     schedule = schedule_named(name)
     shape = Shape(4, 4 * schedule.stages_each, count)
     draw = random.Random(count)
@@ -101,20 +101,20 @@ def test_moments_are_those_of_a_step_in_thought(name: str, count: int) -> None:
         return tuple(float(draw.randrange(1, 40)) for _ in range(shape.stages))
 
     costs = StageCosts(some(), some(), some(), over=some(), gradients=some(), split=False)
-    fullest = [one.total for one in predict(schedule, shape, costs).fullest]
-    for rank, every in enumerate(moments(schedule, shape)):
-        own = schedule.own(rank, shape)
+    fullest = [peak.total for peak in predict(schedule, shape, costs).fullest]
+    for rank, rank_moments in enumerate(moments(schedule, shape)):
+        stages = schedule.own(rank, shape)
         most = max(
-            sum(n * costs.saved[stage] for n, stage in zip(moment.kept, own, strict=True))
-            + (costs.over[own[moment.running]] if moment.running >= 0 else 0.0)
-            + sum(costs.gradients[stage] for made, stage in zip(moment.made, own, strict=True) if made)
-            for moment in every
+            sum(n * costs.saved[stage] for n, stage in zip(moment.kept, stages, strict=True))
+            + (costs.over[stages[moment.running]] if moment.running >= 0 else 0.0)
+            + sum(costs.gradients[stage] for made, stage in zip(moment.made, stages, strict=True) if made)
+            for moment in rank_moments
         )
         assert most == pytest.approx(fullest[rank])
 
 
 class OnlyLong(OneForwardOneBackward):
-    """Takes nothing shorter than twelve microbatches."""
+    """Refuses fewer than twelve microbatches."""
 
     def refusal(self, shape: Shape) -> str | None:
         """See Schedule."""
@@ -122,17 +122,17 @@ class OnlyLong(OneForwardOneBackward):
 
     def actions(self, rank: int, shape: Shape) -> Sequence[Action]:
         """See Schedule."""
-        assert self.refusal(shape) is None, "asked for what it refuses"
+        assert self.refusal(shape) is None, "called for a refused shape"
         return super().actions(rank, shape)
 
 
-def test_a_schedule_is_not_asked_for_steps_that_it_refuses() -> None:
+def test_moments_skip_shapes_that_the_schedule_refuses() -> None:
     shape = Shape(2, 2, 12)
     assert moments(OnlyLong(), shape) == moments(OneForwardOneBackward(), shape)
 
 
 def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost_module._Case]:
-    """Random layers that may run again in two ways."""
+    """Random layers with two recompute policies."""
     draw = random.Random(seed)
     work = [
         ModuleWork(
@@ -169,51 +169,53 @@ def case(seed: int, schedule: str, degree: int = 2) -> tuple[SearchRequest, cost
         sizes=ModelSizes(state_bytes=1600, gradient_bytes=400),
     )
     assert request.survey is not None
-    known: ModelSurvey = request.survey.details
-    plan = known.schedule(schedule)
+    survey: ModelSurvey = request.survey.details
+    plan = survey.schedule(schedule)
     shape = Shape(degree, degree * plan.stages_each, 8)
-    return request, cost_module._Case(request, LINK, known.costs(request.pipeline.work), known, plan, shape)
+    return request, cost_module._Case(request, LINK, survey.costs(request.pipeline.work), survey, plan, shape)
 
 
-def every_choice(request: SearchRequest, found: ModelCosts, known: ModelSurvey) -> Iterator[ModelCosts]:
-    """The model with each of its layers run in each way."""
-    ways: list[list[UnitWork]] = [[run] for run in found.runs]
+def every_choice(request: SearchRequest, model: ModelCosts, survey: ModelSurvey) -> Iterator[ModelCosts]:
+    """The model with each combination of recompute options."""
+    ways: list[list[UnitWork]] = [[run] for run in model.runs]
     for work in request.pipeline.recompute_variants.values():
-        for place, run in enumerate(known.costs(work).runs):
-            if run.kept < found.runs[place].kept:
+        for place, run in enumerate(survey.costs(work).runs):
+            if run.kept < model.runs[place].kept:
                 ways[place].append(run)
     for runs in itertools.product(*ways):
-        yield replace(found, runs=list(runs))
+        yield replace(model, runs=list(runs))
 
 
-def slowest(cost: StrategyCost, found: ModelCosts) -> float:
-    return max(cost.stages) * found.whole
+def slowest(cost: StrategyCost, model: ModelCosts) -> float:
+    return max(cost.stages) * model.whole
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("seed", range(4))
-def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) -> None:
-    """Every cut with every choice: none that leaves as much room has a faster slowest stage."""
+def test_cuts_and_recomputation_are_optimal(schedule: str, seed: int) -> None:
+    """Every cut with every choice: none that frees as much memory has a faster slowest stage."""
     request, how = case(seed, schedule)
     free = Pipeline().cost(request, 2, LINK)
     even = divide(how.model, how.survey, cost_module.even_cuts(how.model, how.survey, 2, 2))
     most = how.run(even, True).fullest.total(request)[0]
-    every = []
+    outcomes = []
     for runs in every_choice(request, how.model, how.survey):
         for cut in range(1, len(NAMES)):
             outcome = how.run(divide(runs, how.survey, [cut]), runs.runs == how.model.runs)
-            every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
-    least = min(need for _, need in every)
+            outcomes.append(
+                (max(load.seconds for load in outcome.parts.loads), outcome.fullest.total(request)[0])
+            )
+    least = min(need for _, need in outcomes)
     for part in (0.1, 0.4, 0.7, 1.0):
-        relief = int(part * (most - least))
-        found = Pipeline().cost(
-            replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
+        to_free = int(part * (most - least))
+        result = Pipeline().cost(
+            replace(request, pipeline=replace(request.pipeline, bytes_to_free=to_free)), 2, LINK
         )
-        best = min(seconds for seconds, need in every if need <= most - relief)
-        assert slowest(found, how.model) == pytest.approx(best)
-        assert slowest(found, how.model) >= slowest(free, how.model)
-        assert set(found.recompute) <= {name for name in NAMES if "layers" in name}
-    # more than there is to be had: as if nothing was asked for
+        best = min(seconds for seconds, need in outcomes if need <= most - to_free)
+        assert slowest(result, how.model) == pytest.approx(best)
+        assert slowest(result, how.model) >= slowest(free, how.model)
+        assert set(result.recompute) <= {name for name in NAMES if "layers" in name}
+    # more than can be freed: as if nothing was requested
     assert (
         Pipeline().cost(
             replace(request, pipeline=replace(request.pipeline, bytes_to_free=int(most))), 2, LINK
@@ -223,7 +225,7 @@ def test_cuts_and_what_runs_again_are_the_best_of_all(schedule: str, seed: int) 
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
+def test_recompute_of_two_stages_of_a_rank_is_optimal(schedule: str) -> None:
     request, how = case(1, schedule)
     cuts = cost_module.even_cuts(how.model, how.survey, 2, 4)
     most = how.run(divide(how.model, how.survey, cuts), True).fullest.total(request)[0]
@@ -231,29 +233,29 @@ def test_ranks_with_two_stages_are_relieved_together(schedule: str) -> None:
         how.run(divide(runs, how.survey, cuts), False)
         for runs in every_choice(request, how.model, how.survey)
     ]
-    for relief in (100, 300, 500):
-        found = Pipeline().cost(
-            replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
+    for to_free in (100, 300, 500):
+        result = Pipeline().cost(
+            replace(request, pipeline=replace(request.pipeline, bytes_to_free=to_free)), 2, LINK
         )
-        fitting = [o for o in outcomes if o.fullest.total(request)[0] <= most - relief]
+        fitting = [o for o in outcomes if o.fullest.total(request)[0] <= most - to_free]
         best = min(max(map(sum, _by_rank(how.schedule, how.shape, o))) for o in fitting)
-        own = [part * how.model.whole for part in found.stages]
-        mine = [sum(own[s] for s in how.schedule.own(rank, how.shape)) for rank in range(2)]
-        assert max(mine) == pytest.approx(best) and found.recompute
+        seconds = [part * how.model.whole for part in result.stages]
+        mine = [sum(seconds[s] for s in how.schedule.own(rank, how.shape)) for rank in range(2)]
+        assert max(mine) == pytest.approx(best) and result.recompute
 
 
 @pytest.mark.parametrize("heavy", [100, 900])
-def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
-    """A model that returns no loss; what lies behind its units is part of what the last rank, and no other, holds."""
+def test_recompute_accounts_for_the_tail(heavy: int) -> None:
+    """A model without a loss: the work after its units counts for the memory of the last rank only."""
     request, how = case(0, "1f1b")
-    behind = ModuleWork("", 0.5, heavy, inputs=frozenset({(7, "head", 40)}), transient_bytes=50)
+    tail_work = ModuleWork("", 0.5, heavy, inputs=frozenset({(7, "head", 40)}), transient_bytes=50)
     request = replace(
         request,
         pipeline=replace(
             request.pipeline,
-            work=(*request.pipeline.work, behind),
+            work=(*request.pipeline.work, tail_work),
             recompute_variants={
-                name: (*work, behind) for name, work in request.pipeline.recompute_variants.items()
+                name: (*work, tail_work) for name, work in request.pipeline.recompute_variants.items()
             },
             example=((), {"ids": chain_batch()["ids"]}),
         ),
@@ -263,20 +265,22 @@ def test_relief_counts_what_runs_once_behind_all_forwards(heavy: int) -> None:
     how = replace(how, model=without_tail(whole), schedule=ForwardsFirst(how.schedule), tail=tail)
     even = divide(how.model, how.survey, cost_module.even_cuts(how.model, how.survey, 2, 2))
     most = how.run(even, True).fullest.total(request)[0]
-    every = []
+    outcomes = []
     for runs in every_choice(request, how.model, how.survey):
         for cut in range(1, len(NAMES)):
             outcome = how.run(divide(runs, how.survey, [cut]), False)
-            every.append((max(one.seconds for one in outcome.parts.loads), outcome.fullest.total(request)[0]))
-    least = min(need for _, need in every)
+            outcomes.append(
+                (max(load.seconds for load in outcome.parts.loads), outcome.fullest.total(request)[0])
+            )
+    least = min(need for _, need in outcomes)
     for part in (0.02, 0.1, 0.4, 0.7, 1.0):
-        relief = int(part * (most - least))
-        found = Pipeline().cost(
-            replace(request, pipeline=replace(request.pipeline, bytes_to_free=relief)), 2, LINK
+        to_free = int(part * (most - least))
+        result = Pipeline().cost(
+            replace(request, pipeline=replace(request.pipeline, bytes_to_free=to_free)), 2, LINK
         )
-        assert found.full_batch_share * whole.whole == pytest.approx(tail.seconds * how.shape.microbatches)
-        assert max(found.stages) * whole.whole == pytest.approx(
-            min(seconds for seconds, need in every if need <= most - relief)
+        assert result.full_batch_share * whole.whole == pytest.approx(tail.seconds * how.shape.microbatches)
+        assert max(result.stages) * whole.whole == pytest.approx(
+            min(seconds for seconds, need in outcomes if need <= most - to_free)
         )
 
 
@@ -286,29 +290,29 @@ def _by_rank(schedule: Schedule, shape: Shape, outcome: cost_module._Outcome) ->
     ]
 
 
-def test_first_stages_run_more_again_under_1f1b() -> None:
-    """Four equal layers and more: the last stage holds one microbatch and runs nothing again."""
+def test_first_stages_recompute_more_under_1f1b() -> None:
+    """Four equal layers and more: the last stage holds one microbatch and recomputes nothing."""
     request, _ = case(0, "1f1b")
     equal = [ModuleWork(name, 1.0, 100.0) for name in NAMES]
     layers = [replace(w, seconds=1.3, saved_bytes=10.0) if "layers" in w.module else w for w in equal]
-    asked = replace(
+    limited = replace(
         request,
         pipeline=replace(request.pipeline, work=tuple(equal), recompute_variants={"full": tuple(layers)}),
         sizes=replace(request.sizes, state_bytes=0, gradient_bytes=0),
     )
-    found = Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, bytes_to_free=150)), 2, LINK)
-    assert dict(found.recompute) == {"layers.0": "full"}
-    assert dict(Pipeline().cost(asked, 2, LINK).recompute) == {}
+    result = Pipeline().cost(replace(limited, pipeline=replace(limited.pipeline, bytes_to_free=150)), 2, LINK)
+    assert dict(result.recompute) == {"layers.0": "full"}
+    assert dict(Pipeline().cost(limited, 2, LINK).recompute) == {}
 
 
-def test_what_is_called_twice_is_left_as_it_is() -> None:
+def test_modules_called_twice_do_not_recompute() -> None:
     request, _ = case(0, "1f1b")
     twice = (*request.pipeline.work, replace(request.pipeline.work[1], seconds=0.1))
     again = {
         name: (*work, replace(work[1], seconds=0.2))
         for name, work in request.pipeline.recompute_variants.items()
     }
-    asked = replace(
+    limited = replace(
         request, pipeline=replace(request.pipeline, work=twice, recompute_variants=again, bytes_to_free=100)
     )
-    assert "layers.0" not in Pipeline().cost(asked, 2, LINK).recompute
+    assert "layers.0" not in Pipeline().cost(limited, 2, LINK).recompute

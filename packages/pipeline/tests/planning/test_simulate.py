@@ -1,4 +1,4 @@
-"""Steps in thought: unequal stages, messages, what is held, long steps, and what a search asks for."""
+"""Simulated steps: unequal stages, messages, memory, long steps, and the costs for a search."""
 
 from __future__ import annotations
 
@@ -34,28 +34,32 @@ NAMES = ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "du
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_stages_are_the_timetable(name: str) -> None:
+def test_equal_stages_match_the_timetable(name: str) -> None:
     schedule = schedule_named(name)
     shape = Shape(4, 4 * schedule.stages_each, 8)
     costs = StageCosts((1.0,) * shape.stages, (2.0,) * shape.stages, (1.0,) * shape.stages)
-    found, table = predict(schedule, shape, costs), timetable(schedule, shape)
-    assert found.seconds == table.length and found.bubble == pytest.approx(table.bubble)
-    assert found.held == tuple(map(float, table.alive))
+    predicted, table = predict(schedule, shape, costs), timetable(schedule, shape)
+    assert predicted.seconds == table.length and predicted.bubble == pytest.approx(table.bubble)
+    assert predicted.held == tuple(map(float, table.alive))
 
 
-def test_the_slowest_stage_and_messages_set_the_pace() -> None:
+def test_slowest_stage_and_messages_determine_the_time() -> None:
     schedule, shape = schedule_named("1f1b"), Shape(2, 2, 6)
     costs = StageCosts((1.0, 3.0), (2.0, 6.0), (10.0, 1.0))
-    found = predict(schedule, shape, costs)
-    assert found.seconds == 1 + 6 * 9 + 2 and found.busy == (18.0, 54.0) and found.held == (20.0, 1.0)
+    predicted = predict(schedule, shape, costs)
+    assert (
+        predicted.seconds == 1 + 6 * 9 + 2
+        and predicted.busy == (18.0, 54.0)
+        and predicted.held == (20.0, 1.0)
+    )
     slower = predict(schedule, shape, replace(costs, sending=(0.5,)))
     assert (
-        slower.seconds == found.seconds + 1.0
-    )  # once there, once back: the others hide behind the slow stage
+        slower.seconds == predicted.seconds + 1.0
+    )  # one forward, one backward: the other messages overlap with the slow stage
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_long_steps_are_drawn_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_steps_are_extrapolated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = schedule_named(name)
     shape = Shape(4, 4 * schedule.stages_each, 4096 // schedule.stages_each)
     assert 2 * shape.stages * shape.microbatches > MOST_ACTIONS
@@ -68,30 +72,36 @@ def test_long_steps_are_drawn_out(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert drawn.busy == pytest.approx(walked.busy) and drawn.held == pytest.approx(walked.held)
 
 
-def in_thought(schedule: Schedule, shape: Shape, costs: StageCosts) -> tuple[float, list[float]]:
-    """Seconds of a step and what each rank computes, looked up action by action."""
+def recursion(schedule: Schedule, shape: Shape, costs: StageCosts) -> tuple[float, list[float]]:
+    """Seconds of a step and compute seconds of each rank, by recursion over dependencies."""
     ranks = [list(schedule.actions(rank, shape)) for rank in range(shape.ranks)]
-    split = {(one.stage, one.microbatch) for own in ranks for one in own if one.kind == "I"}
+    split = {
+        (action.stage, action.microbatch) for actions in ranks for action in actions if action.kind == "I"
+    }
     halves = [b / 2 for b in costs.backward]
     lengths = {"F": costs.forward, "B": costs.backward, "I": halves, "W": halves}
-    before = {one: (rank, [*own[:n]][-1:]) for rank, own in enumerate(ranks) for n, one in enumerate(own)}
-    owner = {one: rank for rank, own in enumerate(ranks) for one in own}
+    before = {
+        action: (rank, [*actions[:n]][-1:])
+        for rank, actions in enumerate(ranks)
+        for n, action in enumerate(actions)
+    }
+    owner = {action: rank for rank, actions in enumerate(ranks) for action in actions}
 
     @functools.cache
-    def end(one: Action) -> float:
-        rank, earlier = before[one]
+    def end(action: Action) -> float:
+        rank, earlier = before[action]
         ready = [0.0, *(end(other) for other in earlier)]
-        for other in dependencies(one, shape, split):
-            cut = min(one.stage, other.stage)
+        for other in dependencies(action, shape, split):
+            cut = min(action.stage, other.stage)
             ready.append(end(other) + (costs.sending[cut] if owner[other] != rank else 0.0))
-        return max(ready) + lengths[one.kind][one.stage]
+        return max(ready) + lengths[action.kind][action.stage]
 
-    busy = [sum((lengths[one.kind][one.stage] for one in own), 0.0) for own in ranks]
-    return max(end(one) for own in ranks for one in own), busy
+    busy = [sum((lengths[action.kind][action.stage] for action in actions), 0.0) for actions in ranks]
+    return max(end(action) for actions in ranks for action in actions), busy
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_walk_is_what_each_action_waits_for(name: str) -> None:
+def test_simulation_matches_the_dependency_recursion(name: str) -> None:
     schedule, dice = schedule_named(name), random.Random(name)
     for ranks in (2, 3, 4):
         shape = Shape(ranks, ranks * schedule.stages_each, ranks * dice.choice([2, 3]))
@@ -99,21 +109,23 @@ def test_a_walk_is_what_each_action_waits_for(name: str) -> None:
             tuple(dice.random() for _ in range(shape.stages - less)) for less in (0, 0, 1)
         )
         costs = StageCosts(forward, backward, sending=sending)
-        found = predict(schedule, shape, costs)
-        seconds, busy = in_thought(schedule, shape, costs)
-        assert (found.seconds, list(found.busy)) == (seconds, busy)
-        assert found.silent == in_thought(schedule, shape, replace(costs, sending=(0.0,) * len(sending)))[0]
+        predicted = predict(schedule, shape, costs)
+        seconds, busy = recursion(schedule, shape, costs)
+        assert (predicted.seconds, list(predicted.busy)) == (seconds, busy)
+        assert (
+            predicted.silent == recursion(schedule, shape, replace(costs, sending=(0.0,) * len(sending)))[0]
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_action_is_behind_what_it_waits_for(name: str) -> None:
+def test_actions_are_ordered_after_their_dependencies(name: str) -> None:
     schedule = schedule_named(name)
     shape = Shape(3, 3 * schedule.stages_each, 9)
-    found, done = ordered(schedule, shape), set[Action]()
-    for rank, action in found.order:
-        assert action in found.ranks[rank] and done.issuperset(dependencies(action, shape, found.split))
+    order, done = ordered(schedule, shape), set[Action]()
+    for rank, action in order.order:
+        assert action in order.ranks[rank] and done.issuperset(dependencies(action, shape, order.split))
         done.add(action)
-    assert len(done) == sum(map(len, found.ranks)) == len(found.order)
+    assert len(done) == sum(map(len, order.ranks)) == len(order.order)
 
 
 def request(rows: int = 8, **options: object) -> SearchRequest:
@@ -132,12 +144,12 @@ def request(rows: int = 8, **options: object) -> SearchRequest:
     )
 
 
-def test_ways_are_schedules_and_microbatches() -> None:
-    found = list(Pipeline().ways(request(), 2))
-    assert {way["schedule"] for way in found} >= set(NAMES)
-    assert {w["microbatches"] for w in found if w["schedule"] == "dualpipev"} == {4, 8}
-    assert {way["microbatches"] for way in found} == {2, 4, 8}
-    # four ranks with two stages each need eight modules, of which there are seven
+def test_choices_are_schedules_and_microbatches() -> None:
+    choices = list(Pipeline().ways(request(), 2))
+    assert {way["schedule"] for way in choices} >= set(NAMES)
+    assert {w["microbatches"] for w in choices if w["schedule"] == "dualpipev"} == {4, 8}
+    assert {way["microbatches"] for way in choices} == {2, 4, 8}
+    # four ranks with two stages each need eight modules, and the model has seven
     assert "interleaved" not in {way["schedule"] for way in Pipeline().ways(request(), 4)}
     pinned = list(Pipeline().ways(request(microbatches=4, schedule="1f1b"), 2))
     assert pinned == [{"schedule": "1f1b", "microbatches": 4}]
@@ -153,23 +165,23 @@ def test_ways_are_schedules_and_microbatches() -> None:
         way["microbatches"]
         for way in Pipeline().ways(replace(shared, pipeline=replace(shared.pipeline, shared_cores=())), 4)
     ] == [4, 8]
-    every = replace(request(schedule="1f1b"), batch_size=12, exhaustive=True)
-    assert [way["microbatches"] for way in Pipeline().ways(every, 2)] == [1, 2, 3, 4, 6, 12]
+    exhaustive = replace(request(schedule="1f1b"), batch_size=12, exhaustive=True)
+    assert [way["microbatches"] for way in Pipeline().ways(exhaustive, 2)] == [1, 2, 3, 4, 6, 12]
     assert Pipeline().degrees(request(rows=2)) == [1, 2]
 
 
 def cost(count: int, schedule: str, degree: int = 2) -> tuple[float, float]:
-    asked = request(microbatches=count, schedule=schedule)
-    found = Pipeline().cost(asked, degree, LINK)
-    assert found.fields["pipeline"]["schedule"] == schedule
-    assert found.exposed_seconds > 0
-    return found.compute, found.activations
+    query = request(microbatches=count, schedule=schedule)
+    predicted = Pipeline().cost(query, degree, LINK)
+    assert predicted.fields["pipeline"]["schedule"] == schedule
+    assert predicted.exposed_seconds > 0
+    return predicted.compute, predicted.activations
 
 
-def test_what_a_way_costs() -> None:
-    """Stages of 3 and 4 modules: fill and drain, and what is in flight."""
+def test_cost_of_a_choice() -> None:
+    """Stages of 3 and 4 modules: fill and drain, and microbatches in flight."""
     compute, kept = cost(4, "1f1b")
-    # what a stage sends it keeps too: 512 bytes, beside 64 for each module
+    # a stage also keeps the 512 bytes that it sends, in addition to 64 for each module
     first = (3 * 64 + 512) / 4 / (7 * 64)
     assert compute == pytest.approx((4 + 3 / 4) / 7) and kept == pytest.approx(2 * first)
     assert cost(8, "1f1b")[0] < compute and cost(4, "gpipe")[1] == pytest.approx(4 * first)
@@ -179,16 +191,16 @@ def test_what_a_way_costs() -> None:
 @pytest.mark.parametrize(
     ("layers", "ranks", "each"), [(105, 35, 3), (96, 8, 2), (32, 4, 2), (6, 2, 3), (7, 2, 2), (126, 16, 2)]
 )
-def test_layers_are_cut_equally_where_some_number_of_stages_does(layers: int, ranks: int, each: int) -> None:
+def test_stages_per_rank_divide_the_layers_equally(layers: int, ranks: int, each: int) -> None:
     units = ("embed", *(f"layers.{n}" for n in range(layers)), "norm", "head")
-    known = ModelSurvey(units, {}, {})
+    survey = ModelSurvey(units, {}, {})
     for name in ("interleaved", "looped-bfs"):
-        assert known.stages_each(schedule_named(name), ranks) == each
-    for name in ("1f1b", "zbv"):  # those take one number
-        assert known.stages_each(schedule_named(name), ranks) == schedule_named(name).stages_each
+        assert survey.stages_each(schedule_named(name), ranks) == each
+    for name in ("1f1b", "zbv"):  # these schedules have a fixed number
+        assert survey.stages_each(schedule_named(name), ranks) == schedule_named(name).stages_each
 
 
-def test_a_planned_pipeline_has_those_stages() -> None:
+def test_planned_pipeline_has_the_costed_stages() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -198,46 +210,50 @@ def test_a_planned_pipeline_has_those_stages() -> None:
     names = ["embed", *(f"layers.{i}" for i in range(6))]
     work = tuple(ModuleWork(n, 1.0, 64.0) for n in names)
     options = {"schedule": "interleaved", "microbatches": 4}
-    asked = SearchRequest(
+    query = SearchRequest(
         2, 4, options=options, survey=Pipeline().survey(Deep()), pipeline=PipelineQuery(work=work)
     )
-    assert len(Pipeline().cost(asked, 2, LINK).fields["pipeline"]["stages"]) == 6
+    assert len(Pipeline().cost(query, 2, LINK).fields["pipeline"]["stages"]) == 6
 
 
 def test_ranks_that_share_cores_lose_less_by_waiting() -> None:
-    asked = request(8, schedule="1f1b", microbatches=4)
-    own = Pipeline().cost(asked, 4, LINK)
+    query = request(8, schedule="1f1b", microbatches=4)
+    actions = Pipeline().cost(query, 4, LINK)
     shared = Pipeline().cost(
-        replace(asked, pipeline=replace(asked.pipeline, shared_cores=(0.5, 0.5, 0.75, 1.0))), 4, LINK
+        replace(query, pipeline=replace(query.pipeline, shared_cores=(0.5, 0.5, 0.75, 1.0))),
+        4,
+        LINK,
     )
-    assert shared.compute < own.compute and shared.idle < own.idle
+    assert shared.compute < actions.compute and shared.idle < actions.idle
 
 
-def test_each_rank_is_full_at_a_moment_of_its_own() -> None:
-    """When all of gpipe's microbatches are kept there are no gradients yet; a split backward leaves some behind."""
+def test_each_rank_has_its_own_memory_peak() -> None:
+    """With gpipe, no gradients exist when all microbatches are kept. A split backward leaves deferred bytes."""
     costs = StageCosts((1.0, 1.0), (2.0, 2.0), (10.0, 10.0), (), (3.0, 3.0), (5.0, 5.0), (7.0, 7.0))
 
     def fullest(name: str) -> list[tuple[float, float, float]]:
-        found = predict(schedule_named(name), Shape(2, 2, 4), costs).fullest
-        return [(one.kept, one.over, one.gradients) for one in found]
+        predicted = predict(schedule_named(name), Shape(2, 2, 4), costs).fullest
+        return [(action.kept, action.over, action.gradients) for action in predicted]
 
     assert fullest("gpipe") == [(40.0, 3.0, 0.0)] * 2
     assert fullest("1f1b") == [(20.0, 3.0, 7.0), (10.0, 3.0, 7.0)]
     split = predict(
         schedule_named("zero-bubble"), Shape(2, 2, 4), replace(costs, deferred_bytes=(0.0, 0.0))
     ).fullest
-    assert all(a.total < one[0] + one[1] + one[2] for a, one in zip(split, fullest("zero-bubble")))
+    assert all(
+        a.total < action[0] + action[1] + action[2] for a, action in zip(split, fullest("zero-bubble"))
+    )
 
 
-def test_what_lies_between_units_is_kept_where_gradients_come_by() -> None:
-    """A mask that all layers keep is kept once on every stage; the loss is the last stage's."""
-    asked = request(microbatches=4, schedule="gpipe")
+def test_work_between_units_is_kept_on_stages_with_its_gradient() -> None:
+    """A mask that all layers keep counts once on every stage. The loss belongs to the last stage."""
+    query = request(microbatches=4, schedule="gpipe")
     shared = frozenset({(99, 640.0)})
-    layers = [replace(w, shared=shared) if "layers" in w.module else w for w in asked.pipeline.work]
+    layers = [replace(w, shared=shared) if "layers" in w.module else w for w in query.pipeline.work]
     loss = ModuleWork("", 2.0, 6400.0, transient_bytes=800.0)
     plain, masked, whole = (
-        Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, work=tuple(work))), 2, LINK)
-        for work in (asked.pipeline.work, layers, [*layers, loss])
+        Pipeline().cost(replace(query, pipeline=replace(query.pipeline, work=tuple(work))), 2, LINK)
+        for work in (query.pipeline.work, layers, [*layers, loss])
     )
     sent = 4 * (7 * 64 + 640)
 
@@ -247,66 +263,70 @@ def test_what_lies_between_units_is_kept_where_gradients_come_by() -> None:
     assert kept(masked, 7 * 64 + 640) == pytest.approx(kept(plain, 7 * 64) + 640)
     assert kept(whole, 7 * 64 + 640 + 6400) > 6400 > kept(masked, sent)
     assert whole.peak is not None and whole.peak.transient_bytes >= 800.0
-    # the loss weighs on the last stage alone: modules move to the first
+    # the loss loads the last stage only: modules move to the first
     assert len(whole.fields["pipeline"]["stages"][0]) > len(masked.fields["pipeline"]["stages"][0])
 
 
-def test_stages_are_the_best_that_exhaustive_search_finds() -> None:
-    """Uneven layers and a heavy head, with every schedule of one stage a rank."""
+def test_stages_match_exhaustive_search() -> None:
+    """Uneven layers and a heavy head, with every schedule that has one stage per rank."""
     seconds = [0.7, 1.0, 3.1, 0.4, 2.2, 0.3, 4.5]
-    asked = request(microbatches=4)
-    work = tuple(replace(w, seconds=s) for w, s in zip(asked.pipeline.work, seconds, strict=True))
+    query = request(microbatches=4)
+    work = tuple(replace(w, seconds=s) for w, s in zip(query.pipeline.work, seconds, strict=True))
     for degree in (2, 3, 4):
-        found = Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, work=work)), degree, LINK)
+        predicted = Pipeline().cost(replace(query, pipeline=replace(query.pipeline, work=work)), degree, LINK)
         cuts = [(0, *inner, 7) for inner in itertools.combinations(range(1, 7), degree - 1)]
         best = min(max(sum(seconds[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
-        assert max(found.stages) * sum(seconds) == pytest.approx(best)
+        assert max(predicted.stages) * sum(seconds) == pytest.approx(best)
 
 
-def test_sums_of_gradients_are_of_what_a_rank_holds() -> None:
-    """Where a tensor axis halves the gradients, adding those of a microbatch to those before takes half as long."""
+def test_gradient_accumulation_counts_the_bytes_of_a_rank() -> None:
+    """If a tensor axis halves the gradients, accumulation takes half as long."""
 
     def compute(share: float) -> float:
-        asked = replace(
+        query = replace(
             request(microbatches=4, schedule="1f1b"),
             sizes=replace(request(microbatches=4, schedule="1f1b").sizes, gradient_bytes=int(share * 8000)),
             step=replace(request(microbatches=4, schedule="1f1b").step, byte_seconds=1e-3),
         )
-        return Pipeline().cost(asked, 2, LINK).compute
+        return Pipeline().cost(query, 2, LINK).compute
 
     half, whole = compute(0.5) - compute(0), compute(1) - compute(0)
     assert whole > 0 and half == pytest.approx(whole / 2)
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
-def test_what_cannot_be_split_is_no_communication(schedule: str) -> None:
-    """Where modules run again a backward is not split: the bubble is larger, and what messages add is not."""
-    asked = request(microbatches=4, schedule=schedule)
-    work = tuple(replace(w, inputs=frozenset()) for w in (*asked.pipeline.work, *asked.pipeline.work[1:-1]))
+def test_unsplit_backward_is_not_counted_as_communication(schedule: str) -> None:
+    """With recomputation, backwards are not split: the bubble grows, and the message time does not."""
+    query = request(microbatches=4, schedule=schedule)
+    work = tuple(replace(w, inputs=frozenset()) for w in (*query.pipeline.work, *query.pipeline.work[1:-1]))
     quick = Link("test", 0.0, 1e30)
     again = Pipeline().cost(
-        replace(asked, pipeline=replace(asked.pipeline, work=work), step=replace(asked.step, recompute=True)),
+        replace(
+            query,
+            pipeline=replace(query.pipeline, work=work),
+            step=replace(query.step, recompute=True),
+        ),
         2,
         quick,
     )
-    split = Pipeline().cost(replace(asked, pipeline=replace(asked.pipeline, work=work)), 2, quick)
+    split = Pipeline().cost(replace(query, pipeline=replace(query.pipeline, work=work)), 2, quick)
     assert again.exposed_seconds == split.exposed_seconds == 0.0
     assert again.idle > split.idle
 
 
-def test_a_way_that_cannot_be_is_named() -> None:
+def test_impossible_choice_is_named_in_the_error() -> None:
     with pytest.raises(PlanError, match="groups of 2"):
         cost(1, "interleaved")
     with pytest.raises(
-        PlanError, match=r"microbatches is 3: the 8 rows .* cannot be cut .* nearest legal: 2"
+        PlanError, match=r"microbatches is 3: the 8 rows .* cannot be split .* nearest legal: 2"
     ):
         cost(3, "1f1b")
     with pytest.raises(PlanError, match="no survey"):
         Pipeline().cost(replace(request(), survey=None), 2, LINK)
 
 
-def test_a_long_step_is_refused_as_a_short_one() -> None:
-    """Those that would be walked through in its place, of 16 and 24 microbatches, are whole groups."""
+def test_long_step_is_refused_like_a_short_one() -> None:
+    """The shorter steps that it is extrapolated from, with 16 and 24 microbatches, would be accepted."""
     schedule, shape = schedule_named("interleaved"), Shape(4, 8, MOST_ACTIONS + 1)
     with pytest.raises(UsageError, match="groups of 4"):
         predict(schedule, shape, StageCosts((1.0,) * 8, (2.0,) * 8, (1.0,) * 8))
@@ -319,13 +339,13 @@ class Nowhere(Schedule):
         return []
 
 
-def test_a_schedule_that_forgets_is_refused() -> None:
+def test_incomplete_schedule_is_rejected() -> None:
     with pytest.raises(Exception, match="every forward needs its backward"):
         predict(Nowhere(), Shape(1, 1, 1), StageCosts((1.0,), (1.0,), (1.0,)))
 
 
-def test_what_a_step_takes_if_messages_took_no_time() -> None:
-    """It is what the same step takes without messages, also where the steady part is drawn out."""
+def test_silent_seconds_match_a_step_without_messages() -> None:
+    """Also if the step is extrapolated."""
     draw = random.Random(3)
     for name in NAMES:
         schedule = schedule_named(name)
@@ -333,26 +353,28 @@ def test_what_a_step_takes_if_messages_took_no_time() -> None:
             shape = Shape(ranks, ranks * schedule.stages_each, microbatches)
             seconds = [tuple(draw.uniform(1.0, 3.0) for _ in range(shape.stages)) for _ in range(3)]
             costs = StageCosts(seconds[0], seconds[1], sending=seconds[2][1:])
-            found, without = (
+            with_messages, without = (
                 predict(schedule, shape, costs),
                 predict(schedule, shape, replace(costs, sending=())),
             )
-            assert found.silent == pytest.approx(without.seconds) and found.busy == without.busy
-            assert without.silent == without.seconds < found.seconds
+            assert (
+                with_messages.silent == pytest.approx(without.seconds) and with_messages.busy == without.busy
+            )
+            assert without.silent == without.seconds < with_messages.seconds
 
 
-def test_what_the_runtime_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_cost_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a step, and for each end of a message."""
     call, count = 1e-9, 4  # too little to change the order of anything
 
     def seconds() -> float:
-        asked = replace(
+        query = replace(
             request(8, schedule="gpipe", microbatches=count),
             step=replace(request(8, schedule="gpipe", microbatches=count).step, call_seconds=call),
         )
         return (
-            Pipeline().cost(asked, 2, LINK).compute
-            * sum(part.seconds for part in asked.pipeline.work)
+            Pipeline().cost(query, 2, LINK).compute
+            * sum(part.seconds for part in query.pipeline.work)
             * count
         )
 
@@ -361,39 +383,37 @@ def test_what_the_runtime_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert whole - seconds() == pytest.approx(STEP_CALLS * call, rel=1e-3)
     whole = seconds()
     monkeypatch.setattr(cost_module, "MESSAGE_CALLS", 0)
-    # every microbatch goes through the slower stage, one through the other: forward and backward
+    # every microbatch passes the slower stage, one of them the other stage: forward and backward
     assert whole - seconds() == pytest.approx((2 * count + 2) * MESSAGE_CALLS * call, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("owners", "ends"), [((0, 1, 0, 1), (1, 2, 2, 1)), ((0, 1, 1, 0), (1, 1, 1, 1)), ((0, 0), (0, 0))]
 )
-def test_stages_that_follow_each_other_on_one_rank_send_nothing(
-    owners: tuple[int, ...], ends: tuple[int, ...]
-) -> None:
+def test_adjacent_stages_on_one_rank_send_nothing(owners: tuple[int, ...], ends: tuple[int, ...]) -> None:
     stages = len(owners)
     free = StageCosts((0.0,) * stages, (0.0,) * stages, gradients=(0.0,) * stages)
-    asked = replace(request(), step=replace(request().step, call_seconds=1.0))
-    found = cost_module._with_host(free, [(0, 0)] * stages, owners, asked, Shape(2, stages, 4))
-    assert found.backward == tuple(MESSAGE_CALLS * n for n in ends)
+    query = replace(request(), step=replace(request().step, call_seconds=1.0))
+    predicted = cost_module._with_host(free, [(0, 0)] * stages, owners, query, Shape(2, stages, 4))
+    assert predicted.backward == tuple(MESSAGE_CALLS * n for n in ends)
 
 
 @pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zbv", 2)])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
-def test_what_a_longer_microbatch_has_ranks_wait(name: str, each: int, ranks: int, microbatches: int) -> None:
-    """The first forward, a second longer on every stage, goes from stage to stage; every pass longer stretches the bubble too."""
-    first, every = straggler_delay(schedule_named(name), Shape(ranks, each * ranks, microbatches))
+def test_delay_by_a_longer_microbatch(name: str, each: int, ranks: int, microbatches: int) -> None:
+    """A first forward that is a second longer delays each following stage. If all passes are longer, the bubble grows too."""
+    first, of_all = straggler_delay(schedule_named(name), Shape(ranks, each * ranks, microbatches))
     assert first == pytest.approx(ranks - 1)
-    if each == 1:  # m + p - 1 forwards and backwards in place of m
-        assert every == pytest.approx((ranks - 1) / microbatches)
+    if each == 1:  # m + p - 1 forwards and backwards instead of m
+        assert of_all == pytest.approx((ranks - 1) / microbatches)
 
 
-def test_a_single_microbatch_is_waited_for_by_all() -> None:
+def test_delay_with_a_single_microbatch() -> None:
     for name, each in (("1f1b", 1), ("zbv", 2)):
         assert straggler_delay(schedule_named(name), Shape(4, 4 * each, 1)) == pytest.approx((3.0, 3.0))
 
 
-def test_the_early_part_of_a_backward() -> None:
+def test_input_gradient_share_of_a_backward() -> None:
     assert input_gradient_share(schedule_named("1f1b"), Shape(4, 4, 8)) == 1.0
     assert input_gradient_share(schedule_named("zero-bubble"), Shape(4, 8, 8)) == 0.5
     assert 0.5 < input_gradient_share(schedule_named("dualpipev"), Shape(4, 8, 16)) < 1.0

@@ -1,4 +1,4 @@
-"""What takes the place of a forward: it has its parameters, and keeps nothing alive."""
+"""A replaced forward keeps its signature, and keeps no module alive."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Unit(nn.Linear):
 
 
 def parameters(model: nn.Module) -> list[str]:
-    """Of the first module's forward, as code of the model would see them."""
+    """Parameters of the first module's forward, as model code sees them."""
     with intercepted(model, ["0"], lambda *_: None):
         return list(inspect.signature(model[0].forward).parameters)
 
 
-def test_what_is_bound_to_one_module_is_not_kept() -> None:
+def test_forward_bound_to_a_module_is_not_cached() -> None:
     class Held:
         pass
 

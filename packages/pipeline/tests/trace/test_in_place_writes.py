@@ -1,4 +1,4 @@
-"""Code between units writes to what units return, to buffers, and to parts of units that it calls itself."""
+"""Code between units writes to unit results, to buffers, and to submodules of units that it calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERTS, LIMIT = 4, 1e-5
 
 
 class Experts(nn.Module):
-    """Counts what goes to each of its experts."""
+    """Counts the rows of each expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Routed(nn.Module):
-    """`way`: blocks are called; or only their parts; or the experts stand between units."""
+    """`way`: blocks are called, or only their submodules, or the experts are between units."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Routed(nn.Module):
 
 
 class Added(nn.Module):
-    """Writes to what units have returned: to that of the first one on stages that skip it, too."""
+    """Writes to unit results, and to the result of the first unit also on stages that skip it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Added(nn.Module):
         x += 0.5
         for place, layer in enumerate(self.layers):
             x = layer(x)
-            if place % 2 == 0:  # what crosses a cut has to stay as it is
+            if place % 2 == 0:  # results that cross a boundary must not change
                 x[:, 1:].mul_(1.5)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
@@ -116,12 +116,12 @@ def plan(way: str, count: int, shared: bool = True) -> ParallelPlan:
     return ParallelPlan(world_size=2, degrees={"pp": 2}, pipeline=rule)
 
 
-def far(one: Tensor, other: Tensor) -> float:
-    return float((one - other).detach().abs().max() / other.detach().abs().max().clamp(min=1e-30))
+def far(tensor: Tensor, other: Tensor) -> float:
+    return float((tensor - other).detach().abs().max() / other.detach().abs().max().clamp(min=1e-30))
 
 
 def step(rank: int, size: int, way: str, count: int) -> tuple[float, list[str]]:
-    """The largest distance of loss, gradients and buffers to those of one device, and what was compared."""
+    """The largest distance of loss, gradients and buffers to one device, and the compared names."""
     single, many = built(way), pipeline(built(way), plan(way, count))
     wrong = 0.0
     for number in range(2):
@@ -129,20 +129,22 @@ def step(rank: int, size: int, way: str, count: int) -> tuple[float, list[str]]:
         wrong = max(wrong, far(got, want))
         for loss in (got, want):
             loss.backward()
-    known = dict(single.named_parameters())
-    used = [(n, p) for n, p in many.named_parameters() if known[n].grad is not None and known[n].grad.any()]
-    wrong = max([wrong, *(far(p.grad, known[n].grad) for n, p in used)])
+    expected = dict(single.named_parameters())
+    used = [
+        (n, p) for n, p in many.named_parameters() if expected[n].grad is not None and expected[n].grad.any()
+    ]
+    wrong = max([wrong, *(far(p.grad, expected[n].grad) for n, p in used)])
     buffers = dict(single.named_buffers())
     held = [name for name, _ in many.named_buffers()]
     return max([wrong, *(far(b, buffers[n]) for n, b in many.named_buffers())]), held
 
 
 @pytest.mark.parametrize("way", STAGES)
-def test_a_step_is_that_of_one_device(rank_pool: RankPool, way: str) -> None:
-    found = rank_pool.run(2, step, way, 4 if way == "added" else 1)
-    assert max(wrong for wrong, _ in found) < LIMIT
+def test_step_matches_one_device(rank_pool: RankPool, way: str) -> None:
+    result = rank_pool.run(2, step, way, 4 if way == "added" else 1)
+    assert max(wrong for wrong, _ in result) < LIMIT
     if way != "added":
-        assert all(held for _, held in found)
+        assert all(held for _, held in result)
 
 
 def unshared(rank: int, size: int) -> str:
@@ -154,25 +156,27 @@ def unshared(rank: int, size: int) -> str:
     return "nothing"
 
 
-def test_parts_that_are_called_outside_of_their_unit_have_to_be_shared(rank_pool: RankPool) -> None:
+def test_submodules_called_outside_of_their_unit_must_be_shared(rank_pool: RankPool) -> None:
     for told in rank_pool.run(2, unshared):
         assert "'layers.0' itself is never called" in told and "or add it to pipeline.shared" in told
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("way", STAGES)
-def test_planning_runs_them(way: str, device: str) -> None:
+def test_planning_runs_models_with_in_place_writes(way: str, device: str) -> None:
     with torch.device(device):
         model = built(way)
     units = find_units(model).names
     assert "could not be analysed" not in LossChecker(model, units).check(((), chain_batch())).why
-    found = find_row_mixing(model, units, ((), chain_batch()))
+    result = find_row_mixing(model, units, ((), chain_batch()))
     assert (
-        (found is None) if way == "added" else (found is not None and "'load' in every forward" in found.why)
+        (result is None)
+        if way == "added"
+        else (result is not None and "'load' in every forward" in result.why)
     )
 
 
-def test_what_is_written_to_is_known() -> None:
+def test_profile_lists_written_results_and_state() -> None:
     model = built("added")
     units = find_units(model).names
     profile = Profiler(skeleton(model, units), units).run((), chain_batch())
@@ -184,7 +188,7 @@ def test_what_is_written_to_is_known() -> None:
 
 
 class Averaging(nn.Module):
-    """Keeps means of what units return, between them and behind them: nothing else takes those."""
+    """Keeps means of unit results, between and after the units. Nothing else uses the means."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
@@ -222,15 +226,13 @@ def averages(rank: int, size: int, inside: bool, told: bool) -> dict[str, float]
             model(**chain_batch(number)).sum().backward()
         with torch.no_grad():
             model(**chain_batch(2))
-    known = dict(single.named_buffers())
-    return {name: far(buffer, known[name]) for name, buffer in many.named_buffers()}
+    expected = dict(single.named_buffers())
+    return {name: far(buffer, expected[name]) for name, buffer in many.named_buffers()}
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
-def test_buffers_between_units_are_those_of_one_device_on_every_rank(
-    rank_pool: RankPool, inside: bool
-) -> None:
-    for found in rank_pool.run(2, averages, inside, True):
-        assert set(found) == {"early", "late", "last"} and max(found.values()) < LIMIT
+def test_buffers_between_units_match_one_device_on_every_rank(rank_pool: RankPool, inside: bool) -> None:
+    for result in rank_pool.run(2, averages, inside, True):
+        assert set(result) == {"early", "late", "last"} and max(result.values()) < LIMIT
     first, second = rank_pool.run(2, averages, inside, False)  # the negative control
     assert first["last"] > 100 * LIMIT and max(second.values()) < LIMIT

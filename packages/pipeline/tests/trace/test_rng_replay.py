@@ -1,4 +1,4 @@
-"""Random numbers where modules change their mode after the first step, or draw from a generator of their own."""
+"""Random numbers if modules change their mode after the first step, or use their own generator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = 1e-5
 
 
 class Dropping(nn.Linear):
-    """A module that drops, and a function that does, by a number of its own."""
+    """A dropout module, and a functional dropout with its own probability."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -67,34 +67,34 @@ CHANGES: dict[str, Callable[[Layers], None]] = {
 
 
 def change(rank: int, size: int, name: str) -> tuple[float, bool]:
-    """Largest distance of a loss or gradient to one device, and whether the generator is left where that leaves it."""
+    """Largest distance of a loss or gradient to one device, and whether the final generator states are equal."""
     losses, ends, gradients = [], [], []
     for model in (built(), pipeline(built(), plan(4))):
         torch.manual_seed(7)
-        own = []
+        state = []
         for number in range(4):
             if number == 2:
                 CHANGES[name](model)
             loss = model(**batch(number))
             loss.backward()
-            own.append(loss.detach())
-        losses.append(torch.stack(own))
+            state.append(loss.detach())
+        losses.append(torch.stack(state))
         ends.append(torch.get_rng_state())
         gradients.append({n: p.grad for n, p in model.named_parameters()})
-    one, many = gradients
+    single, many = gradients
     worst = float((losses[0] - losses[1]).abs().max())
-    worst = max(worst, *(float((g - one[n]).abs().max() / one[n].abs().max()) for n, g in many.items()))
+    worst = max(worst, *(float((g - single[n]).abs().max() / single[n].abs().max()) for n, g in many.items()))
     return worst, torch.equal(*ends)
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_masks_are_those_of_one_device_after_a_change(rank_pool: RankPool, name: str) -> None:
+def test_masks_match_one_device_after_a_mode_change(rank_pool: RankPool, name: str) -> None:
     for worst, same in rank_pool.run(2, change, name):
         assert worst < LIMIT and same
 
 
 def vanish(rank: int, size: int) -> str:
-    """What is told where an operation is left out that was there when the model was profiled."""
+    """The error if an operation is missing that ran when the model was profiled."""
     model = pipeline(built(), plan(4))
     model(**batch())
     model.layers[0].rate = 0.0
@@ -103,7 +103,7 @@ def vanish(rank: int, size: int) -> str:
     return str(error.value)
 
 
-def test_operations_that_are_left_out_are_an_error(rank_pool: RankPool) -> None:
+def test_missing_random_operations_are_rejected(rank_pool: RankPool) -> None:
     for told in rank_pool.run(2, vanish):
         assert "'layers.0' ran 1 random operations; when the model was profiled it ran 2" in told
 
@@ -120,7 +120,7 @@ class Noisy(nn.Linear):
 
 
 class Masking(nn.Linear):
-    """By probabilities that it computes."""
+    """With computed probabilities."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -131,7 +131,7 @@ class Masking(nn.Linear):
 
 
 class Default(Noisy):
-    """The generator that everything draws from, by its name."""
+    """Passes the default generator by name."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.Linear.forward(self, x) + torch.empty_like(x).normal_(generator=torch.default_generator)
@@ -150,10 +150,10 @@ def refused(rank: int, size: int, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_what_cannot_be_drawn_as_on_one_device_is_refused(rank_pool: RankPool, count: int) -> None:
-    for own, asked in rank_pool.run(2, refused, count):
-        assert "'layers.0' draws random numbers (randn) from its own generator" in own
-        assert "'layers.0' calls the random operation bernoulli_" in asked
+def test_random_operations_that_cannot_be_replayed_are_rejected(rank_pool: RankPool, count: int) -> None:
+    for state, computed in rank_pool.run(2, refused, count):
+        assert "'layers.0' draws random numbers (randn) from its own generator" in state
+        assert "'layers.0' calls the random operation bernoulli_" in computed
 
 
 def named(rank: int, size: int) -> float:
@@ -164,5 +164,5 @@ def named(rank: int, size: int) -> float:
     return float((losses[0] - losses[1]).abs().max())
 
 
-def test_the_default_generator_may_be_named(rank_pool: RankPool) -> None:
+def test_default_generator_may_be_passed_by_name(rank_pool: RankPool) -> None:
     assert max(rank_pool.run(2, named)) < LIMIT

@@ -1,4 +1,4 @@
-"""What units leave in attributes is told from what was there before, whatever else is there."""
+"""New side outputs in attributes are distinguished from old ones, next to other attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright_pipeline.trace.side_outputs import attribute_leaves, new_side_ou
 
 
 class Leaves(nn.Module):
-    """Lets go of what it left before, and leaves something new in the same list."""
+    """Drops its old side output, and stores a new one in the same list."""
 
     def __init__(self, other: Any = None) -> None:
         super().__init__()
@@ -39,19 +39,19 @@ class Linked:
 
 
 def linked() -> Linked:
-    found = Linked()
-    found.up = found
-    return found
+    linked = Linked()
+    linked.up = linked
+    return linked
 
 
 def nested() -> list[Any]:
-    found: list[Any] = [1]
-    found.append(found)
-    return found
+    linked: list[Any] = [1]
+    linked.append(linked)
+    return linked
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_is_left_anew_is_seen_where_memory_is_used_again(device: str) -> None:
+def test_new_side_output_is_found_when_memory_is_reused(device: str) -> None:
     unit, x = Leaves(), torch.ones(4, 4, device=device)
     for _ in range(8):
         before = attribute_leaves(unit)
@@ -59,7 +59,7 @@ def test_what_is_left_anew_is_seen_where_memory_is_used_again(device: str) -> No
         assert set(new_side_outputs(before, unit)[0]) == {":losses"}
 
 
-def test_what_was_there_is_not_kept_alive() -> None:
+def test_old_side_outputs_are_not_kept_alive() -> None:
     unit = Leaves()
     unit(torch.ones(2, requires_grad=True))
     before = attribute_leaves(unit)
@@ -69,7 +69,7 @@ def test_what_was_there_is_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("other", [Unset, linked, nested])
-def test_fields_that_are_not_set_and_objects_that_hold_themselves_are_no_obstacle(other: Any) -> None:
+def test_unset_fields_and_recursive_objects_are_accepted(other: Any) -> None:
     unit = Leaves(other())
     before = attribute_leaves(unit)
     unit(torch.ones(2))

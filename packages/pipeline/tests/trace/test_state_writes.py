@@ -1,4 +1,4 @@
-"""What the code between units writes to itself is what one device writes, on every rank: counters, and buffers made on the way."""
+"""State that code between units writes matches one device on every rank: counters, and new buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 1e-5
 
 
 class Scheduled(nn.Module):
-    """Scales by how often it has been called, before its layers and behind them; counts at its start or end."""
+    """Scales by its number of calls, before and after its layers; counts at its start or end."""
 
     def __init__(self, early: bool, inside: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Scheduled(nn.Module):
 def count(rank: int, size: int, early: bool, inside: bool, told: bool = True) -> tuple[float, bool]:
     """Largest distance of a result or gradient to one device, and whether the counters are the same."""
     torch.manual_seed(0)
-    one = Scheduled(early, inside)
+    single = Scheduled(early, inside)
     torch.manual_seed(0)
     many = pipeline(Scheduled(early, inside), plan(1))
     if not told:
@@ -49,36 +49,42 @@ def count(rank: int, size: int, early: bool, inside: bool, told: bool = True) ->
     worst = 0.0
     for number in range(4):
         with torch.set_grad_enabled(number != 2):
-            found = [model(**batch(number)) for model in (one, many)]
-        worst = max(worst, float((found[0] - found[1]).detach().abs().max() / found[0].detach().abs().max()))
+            results = [model(**batch(number)) for model in (single, many)]
+        worst = max(
+            worst, float((results[0] - results[1]).detach().abs().max() / results[0].detach().abs().max())
+        )
         if number != 2:
-            for out in found:
+            for out in results:
                 out.square().sum().backward()
-    known = dict(one.named_parameters())
+    expected = dict(single.named_parameters())
     for name, p in many.named_parameters():
-        worst = max(worst, float((p.grad - known[name].grad).abs().max() / known[name].grad.abs().max()))
+        worst = max(
+            worst, float((p.grad - expected[name].grad).abs().max() / expected[name].grad.abs().max())
+        )
     same = all(
         (type(a), a) == (type(b), b)
-        for a, b in zip((one.calls, one.rate, one.warm), (many.calls, many.rate, many.warm), strict=True)
+        for a, b in zip(
+            (single.calls, single.rate, single.warm), (many.calls, many.rate, many.warm), strict=True
+        )
     )
     return worst, same
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
 @pytest.mark.parametrize("early", [True, False], ids=["at the start", "at the end"])
-def test_counters_are_those_of_one_device(rank_pool: RankPool, early: bool, inside: bool) -> None:
+def test_counters_match_one_device(rank_pool: RankPool, early: bool, inside: bool) -> None:
     for worst, same in rank_pool.run(2, count, early, inside):
         assert worst < LIMIT and same
 
 
-def test_without_being_told_ranks_count_differently(rank_pool: RankPool) -> None:
+def test_counters_differ_if_writes_are_not_sent(rank_pool: RankPool) -> None:
     """The negative control: the first rank never comes to the end of a forward."""
     (worst, same), _ = rank_pool.run(2, count, False, True, False)
     assert not same and worst > 100 * LIMIT
 
 
 class Late(nn.Module):
-    """Makes a buffer of what it has computed, in its first forward; and one that each rank may make itself."""
+    """In its first forward it creates a computed buffer, and a constant one that each rank may create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,16 +105,18 @@ class Late(nn.Module):
 
 def make(rank: int, size: int) -> tuple[float, tuple[tuple[str, str], ...]]:
     torch.manual_seed(0)
-    one = Late()
+    single = Late()
     torch.manual_seed(0)
     many = pipeline(Late(), plan(1))
     for number in range(3):
-        one(**batch(number))
+        single(**batch(number))
         many(**batch(number))
-    (known,) = call_of(many).preparation._prepared.values()
-    return float((one.mean - many.mean).abs().max() / one.mean.abs().max()), known.profile.kept.buffers
+    (prepared,) = call_of(many).preparation._prepared.values()
+    return float(
+        (single.mean - many.mean).abs().max() / single.mean.abs().max()
+    ), prepared.profile.kept.buffers
 
 
-def test_a_buffer_that_a_forward_makes_is_that_of_one_device(rank_pool: RankPool) -> None:
+def test_buffer_created_by_a_forward_matches_one_device(rank_pool: RankPool) -> None:
     for worst, buffers in rank_pool.run(2, make):
         assert worst < LIMIT and buffers == (("", "mean"),)
