@@ -107,7 +107,11 @@ def test_moments_match_a_simulated_step(name: str, count: int) -> None:
         most = max(
             sum(n * costs.saved[stage] for n, stage in zip(moment.kept, stages, strict=True))
             + (costs.over[stages[moment.running]] if moment.running >= 0 else 0.0)
-            + sum(costs.gradients[stage] for made, stage in zip(moment.made, stages, strict=True) if made)
+            + sum(
+                costs.gradients[stage]
+                for made, stage in zip(moment.has_gradients, stages, strict=True)
+                if made
+            )
             for moment in rank_moments
         )
         assert most == pytest.approx(fullest[rank])

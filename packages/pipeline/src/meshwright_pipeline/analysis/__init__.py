@@ -1,1 +1,1 @@
-"""May the batch be cut into microbatches? Loss additivity and row mixing."""
+"""Decides whether the batch can be split into microbatches: loss additivity and row mixing."""

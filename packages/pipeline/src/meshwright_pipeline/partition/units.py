@@ -189,6 +189,6 @@ def _check_pattern(field: str, pattern: str, names: tuple[str, ...] | list[str])
         raise PlanError(
             field,
             pattern,
-            f"it matches none of the modules that can be given to a stage: {listing(names, 6)}",
+            f"it matches none of the modules that can be placed on a stage: {listing(names, 6)}",
             did_you_mean(pattern, names),
         )

@@ -1,1 +1,1 @@
-"""What the planner is told of pipelines: survey, stage cuts, simulated steps, recomputation."""
+"""Planning of a pipeline: survey, search space, stage cuts, simulated steps, recomputation."""

@@ -31,16 +31,16 @@ class Flow:
 
     Attributes:
         runs: number of runs of units.
-        made: the run that produces a result.
-        taken: the last run that uses it; `runs` for the code after all units.
+        producer: the run that produces a result.
+        last_user: the last run that uses it; `runs` for the code after all units.
         sizes: bytes on one rank.
         trained: results that get a gradient.
         modules: the module that produced a result.
     """
 
     runs: int = 0
-    made: dict[int, int] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)
+    producer: dict[int, int] = field(default_factory=dict)
+    last_user: dict[int, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     trained: set[int] = field(default_factory=set)
     modules: dict[int, str] = field(default_factory=dict)
@@ -49,16 +49,16 @@ class Flow:
     def final(self) -> frozenset[tuple[int, str, int]]:
         """(number, producing module, bytes) of the results that the code after the last unit uses."""
         return frozenset(
-            (i, self.modules[i], self.sizes[i]) for i, run in self.taken.items() if run == self.runs
+            (i, self.modules[i], self.sizes[i]) for i, run in self.last_user.items() if run == self.runs
         )
 
     def crossing(self, gradients: bool) -> list[int]:
         """For each run, the bytes that cross a cut before it: values, or their `gradients`; 0 after the last run."""
         change = [0] * (self.runs + 2)
-        for i, taken in self.taken.items():
-            if taken > self.made[i] and (i in self.trained or not gradients):
-                change[self.made[i] + 1] += self.sizes[i]
-                change[taken + 1] -= self.sizes[i]
+        for i, last in self.last_user.items():
+            if last > self.producer[i] and (i in self.trained or not gradients):
+                change[self.producer[i] + 1] += self.sizes[i]
+                change[last + 1] -= self.sizes[i]
         return [*itertools.accumulate(change[: self.runs]), 0]
 
 
@@ -77,16 +77,16 @@ def flow_of(work: Sequence[ModuleWork], owners: Owners, shared: Collection[str])
                 place = first.get(owners.unit(module))
                 sources_of[number] = _NONE if place is None else frozenset({number})
                 if place is not None:
-                    flow.made[number], flow.modules[number] = place, module
+                    flow.producer[number], flow.modules[number] = place, module
                     flow.trained.add(number)
-            if number in flow.made:
+            if number in flow.producer:
                 flow.sizes[number] = size
             used |= sources_of[number]
         return frozenset(used)
 
     for part in work:
         unit = owners.unit(part.module)
-        taken = results(part)
+        used = results(part)
         if not unit or unit in shared:
             after.append(part)
             for number, sources, _ in part.outputs:
@@ -97,14 +97,14 @@ def flow_of(work: Sequence[ModuleWork], owners: Owners, shared: Collection[str])
             flow.runs, before = flow.runs + 1, unit
         place = flow.runs - 1
         first.setdefault(unit, place)
-        for number in taken:
-            if flow.made[number] != place:
-                flow.taken[number] = place
+        for number in used:
+            if flow.producer[number] != place:
+                flow.last_user[number] = place
         for number, _, trained in part.outputs:
             sources_of[number] = frozenset({number})
-            flow.made[number], flow.modules[number] = place, part.module
+            flow.producer[number], flow.modules[number] = place, part.module
             if trained:
                 flow.trained.add(number)
     for part in after:
-        flow.taken.update(dict.fromkeys(results(part), flow.runs))
+        flow.last_user.update(dict.fromkeys(results(part), flow.runs))
     return flow

@@ -120,20 +120,20 @@ class Moment(NamedTuple):
     Args:
         kept: microbatches in flight on each stage.
         running: index of the stage that runs backward, -1 for none.
-        made: whether the gradients of each stage exist.
+        has_gradients: whether the gradients of each stage exist.
     """
 
     kept: tuple[int, ...]
     running: int
-    made: tuple[bool, ...]
+    has_gradients: tuple[bool, ...]
 
 
 def _dominant(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """The moments at which no other moment holds at least as much of everything."""
     best: list[Moment] = []
     sizes: list[tuple[int, tuple[int, ...]]] = []
-    for moment in sorted(moments, key=lambda m: (-sum(m.kept), -m.running, -sum(m.made))):
-        running, size = moment.running, (*moment.kept, *moment.made)
+    for moment in sorted(moments, key=lambda m: (-sum(m.kept), -m.running, -sum(m.has_gradients))):
+        running, size = moment.running, (*moment.kept, *moment.has_gradients)
         for other, whole in sizes:
             if (running == other or running < 0) and all(map(operator.ge, whole, size)):
                 break

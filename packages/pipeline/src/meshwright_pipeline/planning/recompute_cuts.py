@@ -213,7 +213,9 @@ class _MemoryFit:
 
         left = self.limit - lasting + share * request.sizes.gradient_bytes - passing
         free = [
-            left - constant - sum(size for made, size in zip(moment.made, gradients, strict=True) if made)
+            left
+            - constant
+            - sum(size for made, size in zip(moment.has_gradients, gradients, strict=True) if made)
             for moment, constant in rank_moments
         ]
         choices = [self.options.choices.of(self.options.kinds[a:b]) for a, b in stages]

@@ -1,1 +1,1 @@
-"""Watched runs of a meta copy of the model: profile, row provenance, random numbers, loss."""
+"""Profiled runs of a meta copy of the model: profile, row provenance, random numbers, loss."""

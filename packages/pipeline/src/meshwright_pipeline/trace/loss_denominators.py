@@ -47,22 +47,25 @@ def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     names = _SIGNATURES.get(func)
     if names is None:
         return None
-    given = dict(zip(names, args, strict=False)) | kwargs
-    target = given.get("target")
-    if given.get("reduction", "mean") != "mean" or not {given.get("reduce"), given.get("size_average")} <= {
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    target = arguments.get("target")
+    if arguments.get("reduction", "mean") != "mean" or not {
+        arguments.get("reduce"),
+        arguments.get("size_average"),
+    } <= {
         None,
         True,
     }:
         return None
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    return given
+    return arguments
 
 
-def _count(given: dict[str, Any]) -> float:
-    target, ignored = given["target"], given.get("ignore_index", -100)
+def _count(arguments: dict[str, Any]) -> float:
+    target, ignored = arguments["target"], arguments.get("ignore_index", -100)
     counts = target != ignored
-    weight = given.get("weight")
+    weight = arguments.get("weight")
     number: Tensor
     if weight is None:
         number = counts.sum()
@@ -143,10 +146,10 @@ class DenominatorCounter(GlueMode):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """See Glue."""
-        given = mean_over_targets(func, args, kwargs)
-        if given is not None:
-            self.counts.append(_count(given))
-            scores = given["input"]
+        arguments = mean_over_targets(func, args, kwargs)
+        if arguments is not None:
+            self.counts.append(_count(arguments))
+            scores = arguments["input"]
             return torch.zeros((), dtype=scores.dtype, device=scores.device)
         place = self.place(func, sys._getframe(2))
         result = func(*args, **kwargs)
@@ -170,11 +173,11 @@ class BatchDenominatorMode(GlueMode):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """See Glue."""
-        given = mean_over_targets(func, args, kwargs)
-        if given is not None and self._counts:
-            given.pop("size_average", None)
-            given.pop("reduce", None)
-            return func(**{**given, "reduction": "sum"}) / self._counts.pop(0)
+        arguments = mean_over_targets(func, args, kwargs)
+        if arguments is not None and self._counts:
+            arguments.pop("size_average", None)
+            arguments.pop("reduce", None)
+            return func(**{**arguments, "reduction": "sum"}) / self._counts.pop(0)
         place = self.place(func, sys._getframe(2))
         total = None if place is None else self.sums.get(place)
         return func(*args, **kwargs) if total is None else total[0].clone()
