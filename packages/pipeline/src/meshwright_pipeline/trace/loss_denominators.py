@@ -49,13 +49,8 @@ def mean_over_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return None
     arguments = dict(zip(names, args, strict=False)) | kwargs
     target = arguments.get("target")
-    if arguments.get("reduction", "mean") != "mean" or not {
-        arguments.get("reduce"),
-        arguments.get("size_average"),
-    } <= {
-        None,
-        True,
-    }:
+    legacy = {arguments.get("reduce"), arguments.get("size_average")}
+    if arguments.get("reduction", "mean") != "mean" or not legacy <= {None, True}:
         return None
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
