@@ -109,7 +109,7 @@ def test_error_for_repeated_calls_suggests_a_single_call() -> None:
     def divided(together: bool, stages: list[list[str]]) -> list[int]:
         model, rule = Twice(together), PipelineRule(stages=stages, microbatches=2)
         owned = ownership(model, rule)
-        batch = {"one": torch.randn(2, 4), "other": torch.randn(2, 4)}
+        batch = {"first": torch.randn(2, 4), "other": torch.randn(2, 4)}
         made = cut(Profiler(skeleton(model, owned.units), owned.units).run((), batch), owned)
         return sorted(made.stage.values())
 
@@ -157,7 +157,7 @@ def test_plan_with_repeated_calls_can_be_cut(layers: int) -> None:
     )
     rule = Pipeline().cost(request, 2, Link("test", 1e-6, 1e9)).fields["pipeline"]
     owned = ownership(model, PipelineRule(stages=rule["stages"], microbatches=2))
-    batch = {"one": torch.randn(2, 4), "other": torch.randn(2, 4)}
+    batch = {"first": torch.randn(2, 4), "other": torch.randn(2, 4)}
     made = cut(Profiler(skeleton(model, owned.units), owned.units).run((), batch), owned)
     assert sorted(made.stage.values()) == [0] * layers + [1] * layers
 
