@@ -87,7 +87,7 @@ def test_impossible_degree_has_a_reason() -> None:
     assert list(Pipeline().degrees(request)) == [1]
     told = Pipeline().refusal(request, 2)
     assert told is not None and "this model has 1 that can be placed on a stage (encoder)" in told
-    assert "keep layers in such lists, or take a smaller degree" in told
+    assert "Keep layers in such lists, or use a smaller degree" in told
     few = SearchRequest(4, 2, survey=Pipeline().survey(Chain()))
     assert list(Pipeline().degrees(few)) == [1, 2]
     told = Pipeline().refusal(few, 4)

@@ -57,7 +57,7 @@ def cost(request: SearchRequest, degree: int, link: Link) -> StrategyCost:
     """
     survey = survey_of(request)
     if survey is None:
-        rule = "stages are cut from the survey of the model (Pipeline.survey), and this request has none"
+        rule = "stages are cut from the survey of the model, and this request has no survey; pass that of Pipeline.survey"
         raise PlanError("degrees.pp", degree, rule)
     schedule = survey.schedule(request.options.get("schedule", "1f1b"))
     shape = Shape(degree, degree * survey.stages_each(schedule, degree), microbatches(request, degree))
